@@ -1,4 +1,4 @@
-"""Starts a ControlNet server: `python -m bottega.controlnet --config FILE`. Every setting has its default."""
+"""Starts a ControlNet server: `python -m bottega.controlnet --config FILE`. Every setting has a default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bottega.v1 import controlnet_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run the server; return the exit status, see `boot`."""
     return boot("controlnet", ControlNetConfig, _lifespan_of, description="Bottega's ControlNet server")
 
 
@@ -72,7 +72,7 @@ async def _lifespan(
 
 
 def _with_socket(engine: ControlNetEngineConfig) -> ControlNetEngineConfig:
-    """With the path of a unix socket, where none is configured: the same for every engine of this process."""
+    """Return the configuration with a unix socket path if none is set, the same for every engine of this process."""
     if engine.links_socket != "":
         return engine
     return replace(engine, links_socket=str(default_socket_path("controlnet")))

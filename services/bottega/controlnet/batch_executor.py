@@ -1,6 +1,6 @@
-"""The engine's one compute thread: steps of all links, in the order in which they came, in as few forwards as possible.
+"""The engine's compute thread: it computes the steps of all links in order of arrival, in as few forwards as possible.
 
-Rows of one ControlNet and one shape share a forward, also those of different workers.
+Rows of one ControlNet and one shape share a forward, even if they come from different workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Residuals:
-    """What one forward made of one row: `place` in each of `by_point`, [rows, channels, height, width], at scale 1."""
+    """The result of a forward for one row: index `place` of each [rows, channels, height, width] tensor, at scale 1."""
 
     by_point: Sequence[Tensor]
     place: int
@@ -34,9 +34,11 @@ class Residuals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """One step of one worker. owner: whose it is; dropped with it.
+    """A step of a worker.
 
-    done: told once, in the compute thread, when every row has its residuals, or when the step has failed.
+    Args:
+        owner: When the owner goes, its requests are dropped.
+        done: Called once, in the compute thread, when every row has its residuals or the step has failed.
     """
 
     owner: object
@@ -46,19 +48,23 @@ class StepRequest:
     exclusive: bool = False
 
     def key(self, index: int) -> Hashable:
-        """What a row must have in common with the others of its forward."""
+        """Return the key that rows of one forward must share."""
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
         return row.session.net, row.sample.shape, tokens, self if self.exclusive else None
 
 
 class BatchExecutor:
-    """`submit` may come from any thread; one thread calls `run_batch` for ever.
+    """Computes steps. Any thread may call `submit`; one thread calls `run_batch` in a loop.
 
-    max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off. device: computes them; a CPU without one.
-    memory: says how many rows fit, and is told of those that did not.
-    batches, rows, seconds: what it has done so far. progress: counts its signs of life, forwards and whatever else is
-    counted by `report_progress`.
+    `batches`, `rows` and `seconds` count its work so far. `progress` counts signs of life: forwards, and calls of
+    `report_progress`.
+
+    Args:
+        max_rows: Maximum number of rows of a forward.
+        fixed_rows: Pads every forward to this many rows; 0 is off.
+        device: Device that computes; default is the CPU.
+        memory: Knows how many rows fit, and learns which did not.
     """
 
     def __init__(
@@ -81,24 +87,24 @@ class BatchExecutor:
         return bool(self._waiting)
 
     def submit(self, work: StepRequest) -> None:
-        """A step to compute."""
+        """Queue a step."""
         with self._changed:
             self._waiting.append(work)
             self._changed.notify()
 
     def report_progress(self) -> None:
-        """A forward that runs has got on."""
+        """Count progress of a running forward."""
         self.progress += 1
 
     def drop_owner(self, owner: object) -> None:
-        """Forgets what waits of an owner. What is being computed is finished."""
+        """Drop the waiting steps of an owner. Running ones are finished."""
         with self._changed:
             self._waiting = deque(work for work in self._waiting if work.owner is not owner)
 
     def run_batch(self, timeout_s: float) -> None:
-        """One forward, or a wait of at most so long for a step that wants one.
+        """Run one forward, or wait at most `timeout_s` for a step.
 
-        Raises what the device says where it computes nothing any more: a process gets no other one.
+        Raises the device's error if it can compute nothing any more. The process then has to be replaced.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout_s):
@@ -106,14 +112,14 @@ class BatchExecutor:
             group = self._group()
         try:
             self._run(group)
-        except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may go well
+        except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may succeed
             if not self._splits(group, error):
                 self._retry_exclusively(group, error)
-            # An error that a GPU's context does not outlive would be that of all steps to come.
+            # An error that broke the GPU's context would affect all later steps, too. This call raises it.
             self._device.synchronize()
 
     def _group(self) -> list[tuple[StepRequest, int]]:
-        """The first row that waits, and what can go with it. Under the lock."""
+        """Return the first waiting row and the rows that can share its forward. Call it under the lock."""
         leader: Hashable = None
         most = self._max_rows
         group: list[tuple[StepRequest, int]] = []
@@ -132,7 +138,7 @@ class BatchExecutor:
         began = self._device.record()
         by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
         done = self._device.record()
-        # For this forward alone: what is loaded meanwhile, and answers on their way, hold nobody up.
+        # Wait for this forward only: loads and answers under way do not delay it.
         done.wait()
         self.batches += 1
         self.report_progress()
@@ -145,12 +151,12 @@ class BatchExecutor:
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
 
     def _most_rows(self, row: ControlRow) -> int:
-        """Of a forward with that one."""
+        """Return the maximum number of rows of a forward with this one."""
         fitting = None if self._fixed_rows else self._memory.most_rows(_area(row), decoded_area=0)
         return self._max_rows if fitting is None else min(fitting, self._max_rows)
 
     def _splits(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> bool:
-        """Whether the device had no memory for so many rows, and their next forward has fewer."""
+        """Return whether the device had too little memory, and the rows' next forward will be smaller."""
         row = group[0][0].rows[group[0][1]]
         if self._fixed_rows or len(group) == 1 or not is_out_of_memory(error):
             return False
@@ -158,7 +164,7 @@ class BatchExecutor:
         return self._most_rows(row) < len(group)
 
     def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
-        """A forward failed. Of several steps each is tried alone; one that was alone has failed."""
+        """Retry the steps of a failed forward one by one. A step that ran alone has failed."""
         works = list(dict.fromkeys(work for work, _ in group))
         if len(works) > 1:
             _log.warning("a forward failed; its steps are tried one by one", extra={"why": type(error).__name__})
@@ -176,6 +182,5 @@ class BatchExecutor:
 
 
 def _area(row: ControlRow) -> int:
-    """Elements of its latent in height and width."""
     _, height, width = row.sample.shape
     return int(height * width)

@@ -1,6 +1,6 @@
-"""Which ControlNets a server hosts, by name and folder: those of the configuration, and those that callers have added.
+"""The catalogue of a server's ControlNets by name and folder: configured ones, and those that callers added.
 
-The latter are remembered in a SQLite file. It does not look at what is in a folder.
+Added ones are kept in a SQLite file. The catalogue does not read the folders' files.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from bottega.storage.contained_paths import check_below, listed, resolved_below
 
 _log = logging.getLogger(__name__)
 
-# That a server reports of itself, by the contract of Load.
+# Maximum number that a server may report of itself, by the contract of Load.
 _MOST = 1024
 _MAX_PATH_CHARACTERS = 4096
 
 
 class ControlNetCatalogue:
-    """Open it before anything else. fixed: those of the configuration.
+    """The catalogue. Call `open` before anything else.
 
-    root: below it are the folders that may be added; None allows none. Raises ConfigError where a fixed name is none.
+    Raises ConfigError if a fixed name is not valid.
+
+    Args:
+        root: Folder that must contain the folders that are added; None forbids adding.
+        fixed: ControlNets of the configuration.
     """
 
     def __init__(self, database: SqliteDatabase, *, root: Path | None, fixed: Mapping[str, str]) -> None:
@@ -40,10 +44,10 @@ class ControlNetCatalogue:
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
         self._added: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
-        """Why those that were added and may not be hosted any more are left out, by name."""
+        """Reasons why added ControlNets may not be hosted any more, by name."""
 
     async def open(self) -> None:
-        """Opens the file, and reads what was added. Raises ConfigError, DataLoss, StorageUnavailable."""
+        """Open the file, and read the added ControlNets. Raises ConfigError, DataLoss, StorageUnavailable."""
         try:
             await self._database.open()
         except StorageUnavailable as error:
@@ -55,22 +59,22 @@ class ControlNetCatalogue:
         self._added = await asyncio.to_thread(self._usable, dict(sound_rows("controlnets", rows)))
 
     async def close(self) -> None:
-        """Ends after what was begun."""
+        """Close the file after pending writes."""
         await self._database.close()
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folder of each, by name. Those of the configuration stay what they are, whatever was added."""
+        """The folder of each ControlNet, by name. The configuration's names have priority over added ones."""
         return {**{name: Path(folder) for name, folder in self._added.items()}, **self._fixed}
 
     def root_of(self, name: str) -> Path | None:
-        """Below which all files of this one must be, links followed; None for one of the configuration."""
+        """Return the folder that must contain all its files, with links followed; None for one of the configuration."""
         return None if name in self._fixed else self.root
 
     def checked(self, name: str, folder: str) -> Path:
-        """The folder that a caller may add under this name; it waits for the disk.
+        """Return the folder that a caller may add under this name. It waits for the disk.
 
-        Raises InvalidRequest, ControlNetExists for a name of the configuration, TooLarge when there are too many.
+        Raises InvalidRequest, ControlNetExists for a name of the configuration, and TooLarge if there are too many.
         """
         violations = []
         if not rules.is_adapter_name(name):
@@ -87,7 +91,7 @@ class ControlNetCatalogue:
         return self._below_root(folder)
 
     async def add(self, name: str, folder: Path) -> None:
-        """Remembers it. Raises StorageUnavailable, and then it is not remembered."""
+        """Add a ControlNet and remember it. Raises StorageUnavailable if it could not be remembered."""
         row = with_checksum(name, str(folder))
         await self._database.transact(lambda found: found.execute("REPLACE INTO controlnets VALUES (?, ?, ?)", row))
         self._added = {**self._added, name: str(folder)}
@@ -95,14 +99,14 @@ class ControlNetCatalogue:
 
     def _below_root(self, folder: str) -> Path:
         if self.root is None:
-            raise _refused("this server lets nobody add ControlNets: its configuration has no root")
+            raise _refused("ControlNets cannot be added to this server: its configuration has no root")
         try:
             path = resolved_below(Path(folder), self.root)
             there = path.is_dir()
-        except OSError as error:  # as a name that is too long for the disk
+        except OSError as error:  # for example a name that is too long for the disk
             raise _refused(error.strerror or "cannot be looked at") from None
         if not there:
-            raise _refused("is no folder on the server's machine")
+            raise _refused("is not a folder on the server's machine")
         try:
             read = listed(path, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)
             check_below([path / "config.json", *read], self.root)
@@ -111,10 +115,10 @@ class ControlNetCatalogue:
         return path
 
     def _usable(self, added: Mapping[str, str]) -> dict[str, str]:
-        """Of what was added, that which may still be hosted."""
+        """Return the added ControlNets that may still be hosted."""
         kept = {}
         for name, folder in added.items():
-            if name in self._fixed:  # remembered all the same: the configuration may lose it again
+            if name in self._fixed:  # kept, because the configuration may drop it again
                 kept[name] = folder
                 why = "the configuration has a ControlNet of that name; add it under another name"
                 self.left_out[f"{name} (added)"] = why
@@ -129,7 +133,7 @@ class ControlNetCatalogue:
         return kept
 
     def _checked_again(self, name: str, folder: str) -> Path:
-        """The folder of a remembered one: what is allowed may have changed. Raises InvalidRequest."""
+        """Return the folder of a remembered ControlNet if it is still allowed. Raises InvalidRequest."""
         if not rules.is_adapter_name(name):
             raise _refused("cannot be the name of a ControlNet")
         return self._below_root(folder)

@@ -1,6 +1,6 @@
-"""The tables of a ControlNet server's SQLite file: what callers have added, and what was measured of ControlNets.
+"""The tables of a ControlNet server's SQLite file: added ControlNets, and measured profiles.
 
-Each row has a checksum of itself, so that a damaged one is seen and left out.
+Each row has a checksum, so that damaged rows are noticed and skipped.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SCHEMA = SqliteSchema(
 
 
 def with_checksum(*values: Value) -> tuple[Value, ...]:
-    """A row to be written."""
+    """Return a row to be written."""
     return (*values, checksum(values))
 
 
 def sound_rows(table: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Those that are what was written, without their checksums; the others are logged."""
+    """Yield the undamaged rows without their checksums. Damaged rows are logged."""
     for *values, written in rows:
         if checksum(values) == written:
             yield tuple(values)

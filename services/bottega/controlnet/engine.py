@@ -1,6 +1,6 @@
 """The engine process: `python -m bottega.controlnet.engine --fd N --config-json JSON`, started by the server's front.
 
-It reads what it is told and decides what is imported; `engine_loop` is what it then does.
+It reads its arguments and limits what is imported; `engine_loop` does the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.rpc.operation import logs
 
 
 def main() -> int:
-    """Returns the exit code: 1 with a log line when the engine cannot start."""
+    """Run the engine; return the exit code: 1 with a log line if it cannot start."""
     parser = argparse.ArgumentParser(
         prog="python -m bottega.controlnet.engine", description="A server's engine process"
     )

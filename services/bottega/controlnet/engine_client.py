@@ -1,4 +1,4 @@
-"""The front's side of the server's engine process, in the words of controlnet_engine.proto: questions and answers."""
+"""The front's side of the server's engine process: questions and answers of controlnet_engine.proto."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, Open
 
 ENGINE_MODULE = "bottega.controlnet.engine"
 
-# Of an offer: the engine makes it in a thread of its own, at once.
+# For an offer, which the engine makes at once, in a thread of its own.
 _OFFER_S = 5.0
 MAX_HOSTING_S = 300.0
 """Seconds that hosting may take: all of a ControlNet is read, perhaps from a slow disk."""
@@ -26,7 +26,7 @@ MAX_HOSTING_S = 300.0
 class ControlNetEngineClient(
     process.EngineSupervisor[pb.ControlNetEngineCommand, pb.ControlNetEngineEvent, pb.ControlNetEngineReady]
 ):
-    """Keeps the engine process of a ControlNet server. Give every event to `on_event`: some are answers."""
+    """Supervises the engine process of a ControlNet server. Pass every event to `on_event`: some are answers."""
 
     def __init__(
         self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
@@ -36,29 +36,32 @@ class ControlNetEngineClient(
         self._calls: PendingCalls[pb.ControlNetEngineHosted | LinkResult] = PendingCalls()
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:
-        """The event in a frame. Raises DecodeError."""
+        """Return the event in a frame. Raises DecodeError."""
         return pb.ControlNetEngineEvent.FromString(frame)
 
     def ready(self, event: pb.ControlNetEngineEvent) -> pb.ControlNetEngineReady | None:
-        """What the engine says of itself when it is ready; None for other events."""
+        """Return the ready message of an engine; None for other events."""
         return event.ready if event.HasField("ready") else None
 
     def turns(self, event: pb.ControlNetEngineEvent) -> int | None:
-        """Forwards so far, in the heartbeat of an engine that has work; None for other events."""
+        """Return the number of forwards in the heartbeat of an engine with work; None for other events."""
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
     def prefetch(self, names: list[str]) -> None:
-        """Has these loaded ahead. Raises Unavailable when there is no engine."""
+        """Load these ControlNets ahead. Raises Unavailable if there is no engine."""
         self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names)))
 
     def drain(self) -> None:
-        """Has no sessions opened any more. Raises Unavailable when there is no engine."""
+        """Make the engine open no more sessions. Raises Unavailable if there is no engine."""
         self.send(pb.ControlNetEngineCommand(drain=pb.ControlNetEngineDrain()))
 
     async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
-        """Hosts a ControlNet. root: outside of which no file of it may be; None: wherever they are.
+        """Host a ControlNet.
 
-        Raises InvalidRequest, ControlNetUnusable, Unavailable when there is no engine.
+        Raises InvalidRequest, ControlNetUnusable, and Unavailable if there is no engine.
+
+        Args:
+            root: Folder that must contain all its files; None allows any place.
         """
         host = pb.ControlNetEngineHost(name=name, folder=str(folder), root=str(root or ""))
 
@@ -71,9 +74,9 @@ class ControlNetEngineClient(
         return answer.controlnet
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Offers a worker a link. caller: host of the worker.
+        """Return the offer of a link to a worker, whose host is `caller`.
 
-        Raises what the engine refuses it with, Unavailable when there is no engine.
+        Raises the engine's refusal, and Unavailable if there is no engine.
         """
         incoming = IncomingLinkRequest(open=request, caller=caller)
 
@@ -86,7 +89,7 @@ class ControlNetEngineClient(
         return answer.opened.offer
 
     def on_event(self, event: pb.ControlNetEngineEvent) -> None:
-        """The engine says something, which may be an answer."""
+        """Complete a call if the event is an answer."""
         kind = event.WhichOneof("event")
         if kind not in ("hosted", "link_result"):
             return
@@ -94,5 +97,5 @@ class ControlNetEngineClient(
         self._calls.answer(answer.request, from_job_error(answer.error) if answer.HasField("error") else answer)
 
     def fail_calls(self, error: BottegaError) -> None:
-        """The engine is gone, and answers nothing any more."""
+        """Fail all calls, because the engine is gone."""
         self._calls.fail_all(error)

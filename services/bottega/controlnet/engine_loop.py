@@ -1,8 +1,8 @@
-"""The loop of a server's engine process, which owns the device and the ControlNets, and is where links end: it speaks
-controlnet_engine.proto over the pipe, and exits when that closes.
+"""The main loop of a server's engine process, which owns the device, the ControlNets and the ends of links.
 
-One thread computes, and beats from between two blocks of a network, so that an engine that hangs falls silent, and one
-that is slow does not; what waits for disks and workers has threads of its own.
+It speaks controlnet_engine.proto over the pipe, and exits when the pipe closes. One thread computes, and also sends
+heartbeats between two blocks of a network, so a hanging engine falls silent and a slow one does not. Work that waits
+for disks and workers has its own threads.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
-# Of a device with less room than `budget_bytes`; the rest is for forwards and links.
+# Share of the device's memory for weights if it is smaller than `budget_bytes`. The rest is for forwards and links.
 _WEIGHTS_SHARE = 0.75
 
 
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
     """Serve until the front is gone, and return the exit status.
 
-    Where it cannot start it logs why, and the status is 1, or ConfigError's where it would not start again either.
+    If it cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail, too.
     """
     diffusers_logging.set_verbosity_error()
     compute_with(config.threads)
@@ -61,7 +61,7 @@ def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
 
 
 class ControlNetEngineLoop:
-    """Reads commands, computes, says what happened. The thread that makes it computes."""
+    """Reads commands, computes, and sends events. The thread that creates it computes."""
 
     def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel
@@ -86,7 +86,7 @@ class ControlNetEngineLoop:
         self._send(pb.ControlNetEngineEvent(ready=ready))
 
     def run(self) -> None:
-        """Serves until the pipe closes, which ends the process."""
+        """Serve until the pipe closes, which ends the process."""
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while True:
             self._executor.run_batch(_BEAT_S)
@@ -98,7 +98,7 @@ class ControlNetEngineLoop:
             command = pb.ControlNetEngineCommand.FromString(frame)
             match command.WhichOneof("command"):
                 case "host":
-                    self._disk.submit(self._host, command.host)  # hashing what a ControlNet weighs takes seconds
+                    self._disk.submit(self._host, command.host)  # hashing a ControlNet takes seconds
                 case "prefetch":
                     self._registry.prefetch(list(command.prefetch.names))
                 case "open_link":
@@ -107,14 +107,14 @@ class ControlNetEngineLoop:
                 case "drain":
                     self._links.drain()
         self._links.close()  # its socket leaves no file behind
-        os._exit(0)  # the front is gone: nobody would find this engine again
+        os._exit(0)  # the front is gone, and no other process would find this engine
 
     def _host(self, command: pb.ControlNetEngineHost) -> None:
         hosted = pb.ControlNetEngineHosted(request=command.request)
         try:
             root = Path(command.root) if command.root else None
             hosted.controlnet.CopyFrom(self._registry.add(command.name, Path(command.folder), root))
-        except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
+        except Exception as error:  # noqa: BLE001 - the boundary of a command: its failure must not affect others
             hosted.error.CopyFrom(to_job_error(to_job_failure(error)))
         self._send(pb.ControlNetEngineEvent(hosted=hosted))
 
@@ -129,7 +129,7 @@ class ControlNetEngineLoop:
 
     def _beat(self) -> pb.ControlNetEngineBeat:
         counts = self._registry.cache.counts
-        draining = self._links.draining  # before the sessions are looked for
+        draining = self._links.draining  # read before the sessions are counted
         return pb.ControlNetEngineBeat(
             turns=self._executor.batches,
             busy=self._executor.busy,

@@ -1,9 +1,9 @@
-"""An inspection process: `python -m bottega.controlnet.inspection_process --fd N` looks at ControlNets that callers
-add, until its pipe closes.
+"""An inspection process, which checks ControlNets that callers add until its pipe closes.
 
-Untrusted configurations are built here, without weights, and compared with the headers of theirs: what that takes
-of memory or time takes only this process along. Its parent sets a deadline; what one call may take of processor and
-memory is bounded here, so that the bounds hold without a parent, too. The first answer says that it is ready.
+It is started as `python -m bottega.controlnet.inspection_process --fd N`. It builds untrusted configurations without
+weights, and compares them with the headers of their files. If that takes too much memory or time, only this process is
+lost. Its parent sets a deadline. The processor time and memory of a call are bounded here, so that the bounds hold
+without a parent, too. The first answer says that the process is ready.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-# The largest that is taken needs 1.2 s and 50 MiB, measured on the development machine.
+# The largest accepted ControlNet needs 1.2 s and 50 MiB, measured on the development machine.
 _CPU_S = 20.0
 _MEMORY_BYTES = 1 << 30
 
 
 def main() -> None:
-    """Serves until the other end of the pipe closes."""
-    parser = argparse.ArgumentParser(description="Bottega's look at added ControlNets; started by their server")
+    """Serve until the other end of the pipe closes."""
+    parser = argparse.ArgumentParser(
+        description="Bottega's check of added ControlNets; the ControlNet server starts it"
+    )
     parser.add_argument("--fd", type=int, required=True)
     channel = FramedPipe.from_fd(parser.parse_args().fd)
     logs.configure("inspection", "info")
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def _bound_memory() -> None:
-    """To what the libraries have reserved by now, which is gigabytes with some builds of torch, and little more."""
+    """Bound memory to a little more than the libraries have reserved, which is gigabytes in some torch builds."""
     with Path("/proc/self/statm").open(encoding="ascii") as file:
         reserved = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (reserved + _MEMORY_BYTES,) * 2)
@@ -62,7 +64,7 @@ def _answer(call: pb.ControlNetEngineHost) -> pb.ControlNetEngineHosted:
     except BottegaError as error:
         answer.error.CopyFrom(to_job_error(error))
     except MemoryError:
-        why = f"ControlNet {call.name} cannot be used: to look at it takes more memory than it may"
+        why = f"ControlNet {call.name} cannot be used: checking it takes too much memory"
         answer.error.CopyFrom(to_job_error(ControlNetUnusable(why)))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,7 +1,7 @@
-"""Has a ControlNet that a caller adds checked in a process with limits, before the engine is told of it.
+"""Checks a ControlNet that a caller adds in a process with limits, before the engine opens it.
 
-The process stays for a while, for a caller that adds several: its libraries take seconds to import. Opens no untrusted
-file itself.
+The process stays for a while, for a caller that adds several, because its libraries take seconds to import. This module
+opens no untrusted file itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 
 MODULE = "bottega.controlnet.inspection_process"
 
-# Of one look; the process itself bounds its time of a processor.
+# For one check. The process itself bounds its processor time.
 _DEADLINE_S = 60.0
-# Without a call, after which the process ends.
+# The process ends after this long without a call.
 _IDLE_S = 60.0
 _MAX_WAITING = 64
-# One thread: what it computes is little.
+# One thread is enough for the little that it computes.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class ControlNetInspector(ProcessPool):
-    """`stop` after the last call. idle_s: without a call, after which its process ends. deadline_s: of a call."""
+    """A pool of one inspection process. Call `stop` after the last call.
+
+    Args:
+        idle_s: The process ends after this long without a call.
+        deadline_s: Time limit of a call.
+    """
 
     def __init__(self, *, idle_s: float = _IDLE_S, deadline_s: float = _DEADLINE_S) -> None:
         spec = ProcessSpec(
@@ -49,10 +54,12 @@ class ControlNetInspector(ProcessPool):
         )
 
     async def inspect(self, name: str, folder: Path, root: Path | None) -> None:
-        """Returns where the ControlNet in the folder can be hosted, as far as its configuration and headers say.
+        """Raise unless the ControlNet in the folder can be hosted, as far as its configuration and headers show.
 
-        root: outside of which no file of it may be. Raises InvalidRequest, ControlNetUnusable, Unavailable,
-        InternalError where the process does not start.
+        Raises InvalidRequest, ControlNetUnusable, Unavailable, and InternalError if the process does not start.
+
+        Args:
+            root: Folder that must contain all its files.
         """
 
         async def prepare() -> PreparedCall:
@@ -63,10 +70,10 @@ class ControlNetInspector(ProcessPool):
             answer = pb.ControlNetEngineHosted.FromString(await self.call(prepare))
         except ProcessLost as lost:
             if lost.loss is Loss.STALLED:
-                late = f"ControlNet {name} was not looked at in time; the server's machine may be busy"
+                late = f"ControlNet {name} was not checked in time; the server's machine may be busy"
                 raise Unavailable(late, retry_after_s=1.0) from None
             raise ControlNetUnusable(
-                f"ControlNet {name} cannot be used: to look at it takes more memory or time than it may"
+                f"ControlNet {name} cannot be used: checking it takes too much memory or time"
             ) from None
         if answer.HasField("error"):
             raise from_job_error(answer.error)

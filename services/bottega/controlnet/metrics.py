@@ -1,4 +1,7 @@
-"""What a ControlNet server shows of itself: what is loaded and asked for, forwards, links. Knows only numbers."""
+"""The metrics of a ControlNet server: loaded and requested ControlNets, forwards, and links.
+
+This module knows only numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 
 
 class ControlNetMetrics(Collector):
-    """Registered once, on the server's registry. What the engine counts begins at 0 again with a new engine.
+    """The metrics, registered once on the server's registry. Counters of the engine restart at 0 with a new engine.
 
-    memory_bytes: set by whoever measures it. budget_bytes: set once.
+    The server sets `memory_bytes` at every measurement, and `budget_bytes` once.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -35,23 +38,23 @@ class ControlNetMetrics(Collector):
         registry.register(self)
 
     def on_beat(self, beat: ControlNetEngineBeat) -> None:
-        """The engine's newest heartbeat."""
+        """Take the engine's newest heartbeat."""
         self._beat = beat
 
     def on_engine_lost(self) -> None:
-        """The engine died, hung or did not start."""
+        """Count an engine that died, hung or did not start."""
         self._restarts.inc()
         self.on_beat(ControlNetEngineBeat())
 
     def collect(self) -> Iterator[Metric]:
-        """The counters and states that the engine has last reported."""
+        """Yield the counters and states that the engine has last reported."""
         beat = self._beat
         for name, text, value in (
             ("hits", "Sessions that found their ControlNet loaded.", beat.hits),
-            ("misses", "Sessions that did not.", beat.misses),
+            ("misses", "Sessions that did not find their ControlNet loaded.", beat.misses),
             ("loads", "ControlNets that were loaded.", beat.loads),
             ("load_failures", "Loads that failed.", beat.failures),
-            ("evictions", "ControlNets that were let go.", beat.evictions),
+            ("evictions", "ControlNets that were evicted.", beat.evictions),
             ("forwards", "Forwards.", beat.turns),
             ("rows", "Rows of forwards.", beat.rows),
             ("forward_seconds", "Seconds of forwards.", beat.forward_s),
@@ -67,7 +70,7 @@ class ControlNetMetrics(Collector):
     def _by_name(self) -> Iterator[Metric]:
         names = ("controlnet",)
         popularity = GaugeMetricFamily(
-            "bottega_controlnet_popularity", "Sessions among the newest ones that are remembered.", labels=names
+            "bottega_controlnet_popularity", "Sessions among the newest remembered ones.", labels=names
         )
         sessions = GaugeMetricFamily("bottega_controlnet_sessions", "Sessions that are open.", labels=names)
         loaded = GaugeMetricFamily("bottega_controlnet_loaded", "Whether the weights are in memory.", labels=names)

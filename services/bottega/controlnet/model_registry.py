@@ -1,4 +1,4 @@
-"""The ControlNets that the engine hosts: found in their folders, told apart by digest, loaded when they are leased."""
+"""The ControlNets that the engine hosts: found in their folders, identified by digest, loaded when they are leased."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from bottega.process import open_files
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Characters of a digest that tell two versions of a name apart in the cache.
+# Characters of a digest that distinguish two versions of a name in the cache.
 _VERSION_CHARACTERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetReference:
-    """A ControlNet that somebody asks for. digest: of the one meant; empty is whatever has the name."""
+    """A ControlNet that a session asks for."""
 
     name: str
     digest: str
+    """Digest of the version that is meant; "" means any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +45,15 @@ class _RegisteredModel:
     """A ControlNet that is hosted."""
 
     source: ControlNetSource
-    """In the configured element type, else in that of its files. Its name is unique per version."""
+    """In the configured element type, else in that of its files. Its name is unique for each version."""
     digest: str
 
     def key(self, dtype: torch.dtype) -> str:
-        """Return its key in the cache: an element type each, as workers of several may come."""
+        """Return its cache key for an element type, because workers may use several."""
         return f"{self.source.name} in {dtype_name(dtype)}"
 
     def in_dtype(self, dtype: torch.dtype) -> ControlNetSource:
-        """Return its source in an element type, by its key."""
+        """Return its source in an element type, named by its key."""
         size_bytes = self.source.size_bytes // self.source.dtype.itemsize * dtype.itemsize
         return replace(self.source, name=self.key(dtype), dtype=dtype, size_bytes=size_bytes)
 
@@ -61,10 +62,10 @@ class ModelRegistry:
     """The ControlNets that the engine hosts. Any thread may call it; only `add` waits for the disk.
 
     Args:
-        budget_bytes: For weights.
-        device: That they are loaded onto.
-        dtype: The element type of all workers; None where each may have its own.
-        alive: Called often from inside the forwards of its ControlNets; must be quick.
+        budget_bytes: Budget for weights.
+        device: Device that they are loaded onto.
+        dtype: The element type of all workers; None if each may have its own.
+        alive: Called often from inside the forwards of its ControlNets; must be fast.
     """
 
     def __init__(
@@ -80,9 +81,12 @@ class ModelRegistry:
         self.cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
     def add(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
-        """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
+        """Host the ControlNet in the folder under that name.
 
         Raises InvalidRequest, ControlNetUnusable, TooManyOpenFiles.
+
+        Args:
+            root: Folder that must contain all its files.
         """
         found = find_controlnet(name, folder, base=None, dtype=self._dtype, root=root)
         try:
@@ -105,10 +109,10 @@ class ModelRegistry:
     def borrow(
         self, wanted: Sequence[ControlNetReference], *, base: ControlLayout, dtype: torch.dtype
     ) -> ControlNetLease:
-        """Borrows these together, for a worker's model of that layout and element type.
+        """Lease these together, for a worker's model of that layout and element type.
 
-        Raises ControlNetNotFound where one is not hosted in the version meant, ControlNetUnusable where one does not
-        fit, and as ControlNetCache.borrow does.
+        Raises ControlNetNotFound if one is not hosted in the meant version, ControlNetUnusable if one does not fit, and
+        like ControlNetCache.borrow.
         """
         if self._dtype is not None and dtype != self._dtype:
             raise ControlNetUnusable(
@@ -129,12 +133,16 @@ class ModelRegistry:
         return self.cache.borrow(versions)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Sessions with these will come."""
+        """Load these ahead, because sessions with them will come."""
         models = [model for name in names if (model := self._models.get(name))]
         self.cache.expect([model.key(self._expected_dtype(model)) for model in models])
 
     def report(self, sessions: dict[str, int]) -> list[Hosted]:
-        """All of them, by name. sessions: that are open, by name."""
+        """Return the state of all ControlNets, by name.
+
+        Args:
+            sessions: Number of open sessions, by name.
+        """
         states = dict.fromkeys(self.cache.coming, hosted_pb2.HOSTED_STATE_LOADING)
         states |= dict.fromkeys(self.cache.loaded, hosted_pb2.HOSTED_STATE_LOADED)
         popularity = self.cache.popularity
@@ -170,7 +178,7 @@ class ModelRegistry:
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:
-        """Return the element type that the next session will want: that of the last one, else as workers choose it."""
+        """Return the element type that the next session probably needs: the last one's, else the workers' default."""
         of_files = model.source.dtype
         if of_files == torch.float16 and self._device.type == "cpu":
             of_files = torch.bfloat16
@@ -178,7 +186,7 @@ class ModelRegistry:
 
 
 def _best(states: Sequence[HostedState.ValueType]) -> HostedState.ValueType:
-    """Return the state of what is there in several element types, or in none."""
+    """Return the state of a ControlNet from its states in several element types."""
     for state in (hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING):
         if state in states:
             return state

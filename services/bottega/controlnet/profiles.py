@@ -1,4 +1,4 @@
-"""What was measured of ControlNets, by their hash: a server's profiles, remembered in its catalogue's file."""
+"""Measured profiles of ControlNets, by digest, which a server keeps in its catalogue's file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bottega.v1.hosted_pb2 import ResidualProfile
 
 _log = logging.getLogger(__name__)
 
-# ControlNets; those that were profiled first are forgotten first. Several times what a server hosts.
+# Maximum number of ControlNets, several times what a server hosts. Those that were profiled first are forgotten first.
 _MOST = 4096
 
 
 class ProfileStore:
-    """The database is opened by the catalogue, before `read`."""
+    """The profiles of a server's ControlNets. The catalogue opens the database before `read`."""
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
         self._profiles: dict[str, tuple[ResidualProfile, ...]] = {}
 
     async def read(self) -> None:
-        """Reads what was noted; what is damaged is left out, and logged."""
+        """Read the stored profiles. Damaged ones are logged and skipped."""
         try:
             rows = await self._database.transact(_all_rows)
         except StorageUnavailable as error:
@@ -39,22 +39,22 @@ class ProfileStore:
             self._profiles[digest] = (*self.of(digest), *_usable(digest, raw))
 
     def of(self, digest: str) -> Sequence[ResidualProfile]:
-        """Of the ControlNet with that hash."""
+        """Return the profiles of the ControlNet with that digest."""
         return self._profiles.get(digest, ())
 
     async def set(self, digest: str, profile: ResidualProfile) -> None:
-        """Notes one in the place of what there is for its base model.
+        """Store a profile in place of the one for its base model.
 
-        Raises StorageUnavailable, and then it is not noted.
+        Raises StorageUnavailable if it could not be stored.
         """
-        others = [each for each in self.of(digest) if each.model_hash != profile.model_hash]
+        others = [other for other in self.of(digest) if other.model_hash != profile.model_hash]
         kept = tuple([*others, profile][-rules.MAX_PROFILES :])
         profiles = {key: value for key, value in self._profiles.items() if key != digest}
         forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MOST)]]
-        rows = [with_checksum(digest, each.SerializeToString(deterministic=True)) for each in kept]
+        rows = [with_checksum(digest, stored.SerializeToString(deterministic=True)) for stored in kept]
 
         def write(connection: sqlite3.Connection) -> None:
-            connection.executemany("DELETE FROM profiles WHERE digest = ?", [(each,) for each in forgotten])
+            connection.executemany("DELETE FROM profiles WHERE digest = ?", [(old,) for old in forgotten])
             connection.executemany("INSERT INTO profiles (digest, profile, checksum) VALUES (?, ?, ?)", rows)
 
         await self._database.transact(write)
@@ -66,12 +66,12 @@ def _all_rows(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
 
 
 def _usable(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
-    """The profile, unless it is one of other rules than today's."""
+    """Yield the profile, unless it breaks today's rules."""
     try:
         profile = ResidualProfile.FromString(raw)
-        broken = next((str(each) for each in rules.check_profile("profile", profile)), "")
+        broken = next((str(violation) for violation in rules.check_profile("profile", profile)), "")
     except DecodeError:
-        broken = "it is no profile"
+        broken = "it cannot be decoded"
     if broken:
         _log.warning("a profile is not used any more", extra={"digest": digest, "why": broken})
     else:

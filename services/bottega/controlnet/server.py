@@ -1,6 +1,6 @@
-"""The ControlNet server itself: hosts what its catalogue says, offers links, reports what it hosts.
+"""The ControlNet server: it hosts the ControlNets of its catalogue, offers links, and reports to the fleet.
 
-It owns the engine process and the place in the fleet. `service.py` translates between it and gRPC.
+It owns the engine process and the membership in the fleet. `service.py` translates between it and gRPC.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
-# Until a worker asks again for a link to an engine that is starting.
+# Pause before a worker asks again for a link to an engine that is starting.
 _STARTING_S = 0.5
-# What a configuration may call the embedded model's own, wherever that is installed.
+# Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 
 
 class ControlNetServer:
-    """A ControlNet server behind its gRPC service: start it with `start`, end it with `drain` and `stop`.
+    """A ControlNet server behind its gRPC service. Start it with `start`, end it with `drain` and `stop`.
 
     Args:
-        config: The server's.
-        catalogue: Of what it hosts.
-        profiles: What was measured of ControlNets.
-        engine: Spawned.
-        inspector: Looks at what callers add.
-        metrics: The server's.
+        config: The server's configuration.
+        catalogue: The ControlNets that it hosts.
+        profiles: Measured profiles of ControlNets.
+        engine: Its engine, already spawned.
+        inspector: Checks what callers add.
+        metrics: The server's metrics.
         server: Its gRPC server.
     """
 
@@ -88,13 +88,13 @@ class ControlNetServer:
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
         self._refused: dict[str, str] = {}
-        """Why the engine does not host some of the catalogue, by name."""
+        """Reasons why the engine does not host some of the catalogue, by name."""
         self._device = ""
         self._start_s = 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
-        """Has a result when the server cannot go on: it gets no engine any more."""
+        """Gets a result when the server cannot go on, because it gets no engine any more."""
         self._tasks = BackgroundTasks("watching of the engine")
         self._engine_wanted = False
         self._on_demand = False
@@ -109,19 +109,19 @@ class ControlNetServer:
 
     @property
     def hosted(self) -> list[Hosted]:
-        """The ControlNets that it hosts, by name, as the engine last said, with their profiles."""
+        """The hosted ControlNets by name, as the engine last reported them, with their profiles."""
         return list(self._hosted)
 
     async def start(self) -> None:
-        """Return when the engine hosts all that it can, or, where it is started on demand, when that is known.
+        """Wait until the engine hosts all that it can, or until that is known if it is started on demand.
 
-        Raises ConfigError, DataLoss, StorageUnavailable where the catalogue cannot be used, InternalError where the
+        Raises ConfigError, DataLoss or StorageUnavailable if the catalogue cannot be used, and InternalError if the
         first engine does not start.
         """
         await self._catalogue.open()
         await self._profiles.read()
         self._tasks.start(self._memory.run())
-        # What strangers have added is looked at by processes of its own, and not here.
+        # Folders that callers added are untrusted: processes with limits check them, not this one.
         if self._config.engine_on_demand and not any(map(self._catalogue.root_of, self._catalogue.folders)):
             await self._host_without_engine()
             return
@@ -130,9 +130,9 @@ class ControlNetServer:
         await self._first_hosting
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of the worker.
+        """Return a link's offer for a worker, whose host is `caller`.
 
-        Raises Draining, Unavailable, and what the engine refuses it with.
+        Raises Draining, Unavailable, and the engine's refusal.
         """
         if self._draining:
             raise Draining("the ControlNet server is stopping")
@@ -142,7 +142,7 @@ class ControlNetServer:
         return await self._engine.open_link(request, caller=caller)
 
     def prefetch(self, names: list[str]) -> list[str]:
-        """Has those of the names loaded that it hosts, and says which. Raises Unavailable when there is no engine."""
+        """Load the hosted ones among these ahead, and return their names. Raises Unavailable if there is no engine."""
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
         if accepted and not self._draining:
@@ -152,7 +152,7 @@ class ControlNetServer:
         return accepted
 
     async def add(self, name: str, folder: str) -> Hosted:
-        """Hosts one more and remembers it.
+        """Host one more ControlNet and remember it.
 
         Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
         """
@@ -168,9 +168,9 @@ class ControlNetServer:
         return hosted
 
     async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> Hosted:
-        """Notes what was measured of a ControlNet that it hosts, and remembers it.
+        """Store the measured profile of a hosted ControlNet.
 
-        Raises ControlNetNotFound where it hosts none of that name and hash, StorageUnavailable.
+        Raises ControlNetNotFound if none of that name and digest is hosted, and StorageUnavailable.
         """
         async with self._adding:
             if not any(net.name == name and net.digest == digest for net in self._beat.controlnets):
@@ -183,7 +183,7 @@ class ControlNetServer:
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:
-        """What it hosts, and how busy it is."""
+        """Return what it hosts, and how busy it is."""
         beat = self._beat
         activity = fleet_pb2.Activity(
             steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
@@ -199,20 +199,20 @@ class ControlNetServer:
         )
 
     async def drain(self) -> None:
-        """Opens no sessions any more, and returns when those that are open have ended."""
+        """Open no more sessions, and wait until the open ones have ended."""
         self._draining = True
         self._drained.clear()
         self._report()
         if not self._hosted:
-            return  # so there is nothing that anybody could have opened
+            return  # nothing was hosted, so no session can be open
         try:
             self._engine.drain()
         except Unavailable:
             return  # no engine, no sessions
-        await self._drained.wait()  # the server's drain has a grace
+        await self._drained.wait()  # the server's drain bounds the wait
 
     async def stop(self) -> None:
-        """Leaves the fleet and ends the engine; workers go on elsewhere."""
+        """Leave the fleet and end the engine. Workers continue with other servers."""
         await self._leave()
         await self._tasks.cancel()
         await self._hosting.cancel()
@@ -239,19 +239,19 @@ class ControlNetServer:
     def _fail_first_hosting(self, error: BottegaError) -> None:
         self._first_hosting.set_exception(error)
         if self._on_demand:
-            self._first_hosting.exception()  # perhaps nobody waits for it
+            self._first_hosting.exception()  # marks it as retrieved, because possibly nothing awaits it
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """A ControlNet server's engine is ready as soon as its libraries are imported, and says nothing before."""
+        """Do nothing: this engine is ready once its libraries are imported, and reports no stages before."""
 
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
-        """Has a new engine host what the catalogue says."""
+        """Make a new engine host the catalogue."""
         _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
         self._device = ready.device
         self._hosting.start(self._host_all())
 
     async def on_engine_event(self, event: ControlNetEngineEvent) -> None:
-        """The engine has answered, or its heart has beaten."""
+        """Process an answer or a heartbeat of the engine."""
         if not event.HasField("beat"):
             self._engine.on_event(event)
             return
@@ -260,17 +260,17 @@ class ControlNetServer:
         before, self._beat = self._beat, event.beat
         self._hosted = self._with_profiles(event.beat)
         self._metrics.on_beat(event.beat)
-        # A beat from before the drain may have missed a session that was opened since.
+        # A heartbeat from before the drain may have missed a session that was opened since.
         if event.beat.draining and not any(net.sessions for net in event.beat.controlnets):
             self._drained.set()
         if before.controlnets != event.beat.controlnets:
             self._report()
 
     async def on_engine_lost(self, why: str) -> None:
-        """Serves nothing, and is not in the fleet, until there is another engine."""
+        """Stop serving and leave the fleet until there is another engine."""
         self._metrics.on_engine_lost()
         self._drained.set()
-        self._hosting.cancel_soon()  # else it would say that an engine serves which is gone
+        self._hosting.cancel_soon()  # otherwise it would announce an engine that is gone
         self._engine.fail_calls(Unavailable(f"the ControlNet server's engine was lost: {why}"))
         if not self._first_hosting.done():
             self._fail_first_hosting(InternalError(f"the engine could not be started: {why}"))
@@ -281,7 +281,7 @@ class ControlNetServer:
         self._hosted = []
 
     async def _host_all(self) -> None:
-        """Have a new engine host what the catalogue says, then join the fleet and report what is left out."""
+        """Make a new engine host the catalogue, then join the fleet and report what is not hosted."""
         self._refused = {}
         for name, folder in self._catalogue.folders.items():
             if not self._first_hosting.done():
@@ -325,7 +325,7 @@ class ControlNetServer:
             self._membership.start()
 
     async def _host(self, name: str, folder: Path) -> Hosted:
-        """Has it hosted; what a caller has added is looked at first, where that hurts nobody."""
+        """Host a ControlNet. One that a caller added is first checked in a process with limits."""
         root = self._catalogue.root_of(name)
         if root is not None:
             await self._inspector.inspect(name, folder, root)
@@ -348,8 +348,8 @@ class ControlNetServer:
             await membership.stop()
 
     def _hosts_now(self, net: Hosted) -> None:
-        """It is known at once; the engine's next beat has it as well."""
-        nets = {each.name: each for each in [*self._beat.controlnets, net]}
+        """Publish a hosted ControlNet at once; the engine's next heartbeat also contains it."""
+        nets = {hosted.name: hosted for hosted in [*self._beat.controlnets, net]}
         beat = ControlNetEngineBeat()
         beat.CopyFrom(self._beat)
         del beat.controlnets[:]
@@ -358,7 +358,7 @@ class ControlNetServer:
         self._report()
 
     def _with_profiles(self, beat: ControlNetEngineBeat) -> list[Hosted]:
-        """Those of a beat, which becomes theirs."""
+        """Add the profiles to the heartbeat's ControlNets, and return these."""
         for net in beat.controlnets:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))
@@ -374,10 +374,9 @@ class ControlNetServer:
 
 
 def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
-    """Makes the file that remembers what was added, and the profiles, this process's own: two servers that
-    write the same one would lose each other's changes.
+    """Lock the file of the catalogue and the profiles, because two servers would overwrite each other's changes.
 
-    Raises Unavailable naming the file and the other process, StorageUnavailable.
+    Raises Unavailable that names the file and the other process, and StorageUnavailable.
     """
     file = _catalogue_file(config, state_folder)
     lock = ProcessLock(file.with_suffix(".lock"), of=file)
@@ -388,13 +387,13 @@ def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
         except HeldElsewhere as held:
             raise Unavailable(f"{held} (key catalogue)") from None
         except OSError as error:
-            if error.errno not in os_errors.FORBIDDEN:  # where nothing can be written, nobody overwrites anything
+            if error.errno not in os_errors.FORBIDDEN:  # on a read-only disk, nothing can be overwritten
                 raise
     return lock
 
 
 def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
-    """The catalogue that the configuration means, and the profiles in the same file. Raises ConfigError."""
+    """Return the configured catalogue, and the profiles in the same file. Raises ConfigError."""
     file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
     database = SqliteDatabase(file, SCHEMA)

@@ -1,4 +1,4 @@
-"""The ControlNet server on the wire: translates ControlNetService's messages to the server's words and back."""
+"""The gRPC service of a ControlNet server: it translates between wire messages and the server's types."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from bottega.v1 import controlnet_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlNetService"].full_name
 
-# By the contract.
+# The limit in the contract.
 _MAX_NAMES = 256
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
-    """bottega.v1.ControlNetService."""
+    """The servicer of bottega.v1.ControlNetService."""
 
     def __init__(self, server: ControlNetServer) -> None:
         self._server = server
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
-        """Prefetch."""
+        """Load ControlNets ahead."""
         rules.refuse(list(_check_names(request)))
         return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names)))
 
     async def ListControlNets(
         self, _request: pb.ListControlNetsRequest, _context: _Context
     ) -> pb.ListControlNetsResponse:
-        """ListControlNets."""
+        """Return the hosted ControlNets."""
         server = self._server
         return pb.ListControlNetsResponse(controlnets=server.hosted, budget_bytes=server.budget_bytes, root=server.root)
 
     async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:
-        """AddControlNet."""
+        """Host one more ControlNet."""
         return pb.AddControlNetResponse(controlnet=await self._server.add(request.name, request.folder))
 
     async def SetProfile(self, request: pb.SetProfileRequest, _context: _Context) -> pb.SetProfileResponse:
-        """SetProfile."""
+        """Store a measured profile."""
         rules.refuse([*_check_name("name", request.name), *rules.check_profile("profile", request.profile)])
         hosted = await self._server.set_profile(request.name, request.digest, request.profile)
         return pb.SetProfileResponse(controlnet=hosted)

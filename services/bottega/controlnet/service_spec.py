@@ -1,4 +1,4 @@
-"""The ControlNet server, as the manifest lists it."""
+"""The manifest's entry of the ControlNet server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _COUNT = ServiceOption(name="controlnet_servers", help="ControlNet server proces
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a server of the ControlNets in the model's own folder and of those that are added."""
-    from bottega.model_files.own_files import own_controlnets  # which the manifest need not import
+    """Return the configuration of a server for the model folder's own ControlNets and those that are added."""
+    from bottega.model_files.own_files import own_controlnets  # imported here because the manifest does not need it
 
     own = own_controlnets(suite.model_folder)
-    # All servers together have the cores of one more worker.
+    # All servers together get the cores of one more worker.
     threads = suite.threads_of(suite.options[_COUNT.name], beside=suite.options["workers"])
     return {
         "name": name,
@@ -47,6 +47,6 @@ SPEC = ServiceSpec(
         on_device=True,
         links=True,
         reads_models=True,
-        start_s=180,  # above its start_stall_s of 120 s; then the service asks for more with each ControlNet
+        start_s=180,  # more than start_stall_s of 120 s; then the service asks for more time with each ControlNet
     ),
 )

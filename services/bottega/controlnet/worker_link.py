@@ -1,7 +1,7 @@
-"""Workers' links: the sessions of each, what it asks for, and the answers. Everything of a link ends with it.
+"""Links of workers: their sessions, requests and answers. Everything that belongs to a link ends with it.
 
-Of its two threads one checks what comes and one sends, so that a worker that does not take what it asked for delays
-nobody else.
+One of its two threads checks incoming messages and the other sends, so a worker that does not read its answers delays
+no other worker.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from bottega.transport import (
     read_number,
 )
 
-# Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
+# Maximum number of sessions of a worker. It runs some tens of requests with at most eight ControlNets each.
 _MOST_SESSIONS = 512
-# Rows of one step; a step of sixteen rows with eight ControlNets has 128.
+# Maximum number of rows of a step. A step of sixteen rows with eight ControlNets has 128.
 _MOST_ROWS = 512
-# Pixels of the picture that is drawn, and of a control image.
+# Maximum number of pixels of the drawn picture, and of a control image.
 _MOST_PIXELS = 16 << 20
-# Taken only as messages need it: eight control images of four megapixels are 96 MiB.
+# Allocated only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _SessionLease:
-    """The sessions of one request, and the ControlNets in memory that they need."""
+    """The sessions of one request, and the lease of the ControlNets that they need."""
 
     opening: Opening
     controlnets: ControlNetLease
@@ -61,14 +61,19 @@ class _SessionLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenSession:
-    """A session that can be asked. shape: of its samples, [channels, height, width]."""
+    """A session that can be asked for residuals."""
 
     control: ControlSession
     shape: tuple[int, int, int]
+    """Shape of its samples, [channels, height, width]."""
 
 
 class ControlNetWorkerLink(LinkHandler):
-    """draining: whether no sessions are begun any more."""
+    """The server's end of a worker's link.
+
+    Args:
+        draining: Returns whether no more sessions are begun.
+    """
 
     def __init__(
         self, connection: Connection, *, registry: ModelRegistry, executor: BatchExecutor, draining: Callable[[], bool]
@@ -79,21 +84,21 @@ class ControlNetWorkerLink(LinkHandler):
         self._draining = draining
         self._leases: dict[int, _SessionLease] = {}
         self._sessions: dict[int, _OpenSession] = {}
-        self._changing = threading.Lock()  # of leases and sessions, by the two threads
+        self._changing = threading.Lock()  # guards leases and sessions, which both threads change
 
     @property
     def sessions(self) -> Counter[str]:
-        """Sessions that are open or being opened, by ControlNet."""
+        """Number of sessions that are open or being opened, by ControlNet."""
         leases = list(self._leases.values())
         return Counter(control.name for lease in leases for control in lease.opening.controls)
 
     @property
     def progress(self) -> int:
-        """Of the forwards."""
+        """Number of signs of life of the forwards."""
         return self._executor.progress
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """A step is given back with its answer, so that its slots bound what is held here."""
+        """Process a message. A step is released with its answer, so that its slots bound what is held here."""
         parts = connection.wait_all_parts(incoming)
         layout = incoming.layout
         kind = ControlMessageKind(kind_of(layout))
@@ -110,13 +115,13 @@ class ControlNetWorkerLink(LinkHandler):
                     raise ValueError(f"a worker sends no {kind} message")
 
     def on_end(self, cause: BottegaError) -> None:
-        """Whatever the worker has borrowed is given back."""
+        """End all leases of the worker."""
         self._executor.drop_owner(self)
         for number in list(self._leases):
             self._give_back(number)
 
     def _open(self, opening: Opening) -> None:
-        """Begins a lease. What is wrong with the message is raised; what cannot be served is answered."""
+        """Begin a lease. Faults of the message are raised; a lease that cannot be served is refused."""
         self._check(opening)
         wanted = [ControlNetReference(name=session.name, digest=session.digest) for session in opening.sessions]
         try:
@@ -127,7 +132,7 @@ class ControlNetWorkerLink(LinkHandler):
             self._connection.send(refusal(error, lease=opening.lease))
             return
         self._leases[opening.lease] = _SessionLease(opening=opening, controlnets=nets)
-        # Called by the thread that loads, under its lock: the work is done by the thread that sends.
+        # The loading thread calls this under its lock, so the sending thread does the work.
         nets.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.lease)))
 
     def _check(self, opening: Opening) -> None:
@@ -141,14 +146,14 @@ class ControlNetWorkerLink(LinkHandler):
                 raise ValueError(f"a picture has at most {_MOST_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:
-        """A lease's ControlNets are there, or never will be. In the thread that sends."""
+        """Open the sessions of a lease whose ControlNets are loaded or have failed. Called by the sending thread."""
         lease = self._leases.get(number)
         if lease is None:
             return  # closed meanwhile
         try:
             nets = lease.controlnets.values.result(timeout=0)
             sessions = [ControlSession(net, control) for net, control in zip(nets, lease.opening.controls, strict=True)]
-        except Exception as error:  # noqa: BLE001 - the boundary of a lease: its failure is not the others'
+        except Exception as error:  # noqa: BLE001 - the boundary of a lease: its failure must not affect others
             self._give_back(number)
             self._connection.send_now(link, refusal(to_job_failure(error), lease=number))
             return
@@ -160,7 +165,7 @@ class ControlNetWorkerLink(LinkHandler):
         self._connection.send_now(link, number_message(ControlMessageKind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
-        """Ends a lease. Harmless when there is none: a refused one is closed too."""
+        """End a lease if there is one. A refused lease is closed, too."""
         with self._changing:
             lease = self._leases.pop(number, None)
             for session in lease.opening.sessions if lease is not None else ():
@@ -169,7 +174,7 @@ class ControlNetWorkerLink(LinkHandler):
             self._registry.cache.give_back(lease.controlnets)
 
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
-        """Has a step computed."""
+        """Check a step and queue it."""
         if len(step.entries) > _MOST_ROWS:
             raise ValueError(f"a step has at most {_MOST_ROWS} rows")
         rows = []
@@ -200,13 +205,13 @@ class ControlNetWorkerLink(LinkHandler):
                 try:
                     send_residuals(link, number, rows, outcome)
                     return
-                except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+                except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link lives
                     outcome = error
             self._connection.send_now(link, refusal(outcome, step=number))
 
 
 class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
-    """Raises ConfigError when an address cannot be bound."""
+    """The server of workers' links. Raises ConfigError if an address cannot be bound."""
 
     def __init__(
         self,
@@ -226,14 +231,14 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> ControlNetWorkerLink:
-        """What serves one worker."""
+        """Return the handler of one worker's link."""
         return ControlNetWorkerLink(
             connection, registry=self._registry, executor=self._executor, draining=lambda: self.draining
         )
 
     @property
     def sessions(self) -> Counter[str]:
-        """Sessions of all links, by ControlNet."""
+        """Number of sessions of all links, by ControlNet."""
         return sum((link.sessions for link in self.handlers), Counter[str]())
 
 
