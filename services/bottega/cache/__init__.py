@@ -1,5 +1,5 @@
-"""The approximate cache: latents of pictures, which those of similar prompts start from, and links that move them.
+"""The approximate cache: latents from which pictures of similar prompts start, and the links that move them.
 
-What it keeps is in `store`, above `disk`, `predictor` and `index`: these know no gRPC and no event loop. Nothing here
-imports torch.
+Its contents are managed by `store`, on top of `disk`, `predictor` and `index`. These know no gRPC and no event loop.
+Nothing here imports torch.
 """

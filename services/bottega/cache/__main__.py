@@ -1,4 +1,4 @@
-"""Starts an approximate cache: `python -m bottega.cache --config FILE`. Without a file all settings have defaults."""
+"""Starts an approximate cache: `python -m bottega.cache --config FILE`. Without a file, all settings have defaults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bottega.v1 import cache_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run the cache; return the exit status, see `boot`."""
     return boot("cache", CacheConfig, _lifespan, description="Bottega's approximate cache")
 
 
 def build(settings: CacheConfig, folder: Path) -> tuple[Server, CacheServer]:
-    """A cache and its server, neither of them started. In a running event loop."""
+    """Return a cache and its server, neither of them started. Call it in a running event loop."""
     server = Server("cache", settings.server)
     cache = CacheServer(settings, folder=folder, listening=server)
     server.registry.register(CacheMetrics(cache.statistics))

@@ -1,4 +1,4 @@
-"""A thread for work that takes long and that nobody waits for: one piece after the other, behind all other threads."""
+"""A low-priority thread for slow work whose result nobody waits for, one piece after another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 _log = logging.getLogger(__name__)
 
-# On the scale of nice: threads that answer somebody come first on the same core. Not more: where others have all cores,
-# this thread, too, has to go on soon when it holds a lock.
+# A nice value: threads that answer requests come first on the same core. It is not higher, because this thread must
+# still make progress on a busy machine while it holds a lock.
 _NICENESS = 5
 
 
 class BackgroundThread:
-    """name: of what it does, for the log, where that fails. Close it. Its callers bound what waits."""
+    """A low-priority thread. Close it. Its callers bound how much work waits.
+
+    Args:
+        name: Name of the work in the log, if it fails.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,13 +30,13 @@ class BackgroundThread:
         self._closed = False
 
     def start(self, work: Callable[[], None]) -> None:
-        """Has it done after what was handed over before. After `close`, nothing is done."""
+        """Queue work after what was queued before. After `close` it does nothing."""
         with self._lock:
             if not self._closed:
                 self._executor.submit(work).add_done_callback(self._log_failure)
 
     def close(self) -> None:
-        """Returns when what is being done has ended; what waits is dropped. May be called again."""
+        """Drop waiting work and wait for the running piece. It may be called again."""
         with self._lock:
             self._closed = True
         self._executor.shutdown(cancel_futures=True)
@@ -43,6 +47,6 @@ class BackgroundThread:
 
 
 def _make_way() -> None:
-    """Has other threads come before the calling one, and before those that it starts."""
+    """Lower the priority of the calling thread, and of those that it starts."""
     if sys.platform == "linux":  # elsewhere, threads have no priority of their own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

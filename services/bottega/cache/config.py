@@ -1,4 +1,4 @@
-"""What an approximate cache may be told."""
+"""The configuration of an approximate cache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLinksConfig:
-    """Where workers' links come in.
+    """Addresses on which workers open links.
 
-    listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
-    workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
-    those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
-    unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names. seal: whether what workers of other hosts get is
-    encrypted; false is for a network that is trusted.
+    listen: host:port for workers of other hosts; port 0 is any free one, empty is none. advertised: host:port that
+    workers are told instead, if a relay or an address translation is in between. socket: path of the unix socket for
+    workers of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for
+    the unit, else in a private one of this user; null is none; it is for this user, and for the group that
+    BOTTEGA_LINKS_GROUP in the environment names. seal: whether data to workers of other hosts is encrypted; false is
+    for a trusted network.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -41,21 +41,23 @@ class CacheLinksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """What an approximate cache may be told.
+    """Settings of an approximate cache.
 
-    name: unique in the fleet; empty is "cache-" and the process's id. gateway: its fleet.listen, host:port; empty
-    joins no fleet.
-    folder: of records, latents and pictures; empty is cache in the folder for Bottega's state. budget_bytes: of latents
-    on the disk, and of a small picture of each entry. min_free_bytes: of the disk, that are left to others; of
-    one smaller than 20 times that, a twentieth. max_entries: pictures of which there are latents.
-    policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
-    a frequency that halves; the others are for comparison. half_life: questions after which that frequency halves.
+    name: unique in the fleet; empty is "cache-" and the process's id. gateway: its fleet.listen, host:port; empty joins
+    no fleet.
+    folder: of records, latents and pictures; empty is cache in the folder for Bottega's state. budget_bytes: for
+    latents on the disk, and for a small picture of each entry. min_free_bytes: free space of the disk that is left to
+    others; at most a twentieth of the disk. max_entries: most pictures with cached latents.
+    policy: which latents are evicted first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the
+    same with a frequency that halves over time; the others are for comparison. half_life: questions after which that
+    frequency halves.
     exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
-    row_pictures: pictures of one prompt in a row, whoever asks for them, of which one at most starts from what another
+    row_pictures: pictures of one prompt in a row, for any caller, of which one at most starts from what another
     one of them came from; with 1 all may.
     plain_for_loras: whether pictures with LoRAs may start from latents that were recorded without any, up to the step
-    that the LoRAs may come late. Set it only where lora_accuracy_drop_points of load/README.md is small enough.
-    predictor: whether searches may be spared that are predicted to find nothing; they are where that pays, as measured.
+    at which the LoRAs must be loaded. Set it only if lora_accuracy_drop_points of load/README.md is small enough.
+    predictor: whether searches that are predicted to find nothing may be skipped, as long as measurements show that
+    this pays.
     profiles: files of measured profiles (CacheProfile as JSON), for models that have none yet.
     """
 

@@ -1,4 +1,4 @@
-"""Latents as they come in and go out, and what is known of those that are kept. Plain values."""
+"""Values of the cache: latents that come in and go out, and entries with their latents."""
 
 from __future__ import annotations
 
@@ -14,53 +14,58 @@ from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedLatent:
-    """A latent. shape: channels, height, width. data: its elements, row-major."""
+    """A latent."""
 
     dtype: DType
     shape: tuple[int, ...]
+    """Channels, height, width."""
     data: bytes | memoryview
+    """Its elements, row-major."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreAnswer:
-    """What a question is answered. latents: one for each of the header's hits, in their order."""
+    """The answer to a question."""
 
     header: CacheAnswer
     latents: tuple[RecordedLatent, ...]
+    """One latent for each of the header's hits, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EntryDetails:
-    """An entry, for people. picture: uint8 [height, width, 3]; None where its file is gone or damaged."""
+    """An entry as it is shown to users."""
 
     entry: CacheEntry
     picture: np.ndarray | None
+    """uint8, [height, width, 3]; None if its file is gone or damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPicture:
-    """The picture of an entry, as RGB in a file. digest: SHA-256 of its bytes."""
+    """The picture of an entry, as RGB in a file."""
 
     height: int
     width: int
     digest: bytes
+    """SHA-256 of its bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """Of its file."""
+        """Size of its file."""
         return self.height * self.width * 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the latents of one picture have in common."""
+    """The facts that the latents of one picture share."""
 
     number: int
     """Unique for the life of the store."""
     name: str
     """32 hex digits."""
     noise: int
-    """Seed of the picture, which says what noise it began with; a number of its own, below 0, if that is not known."""
+    """Seed of the picture, which identifies its initial noise; a unique negative number if it is unknown."""
     key: str
     model_hash: str
     dtype: DType
@@ -73,25 +78,29 @@ class Entry:
 
     @property
     def latent_bytes(self) -> int:
-        """Of each of its latents."""
+        """Size of each of its latents."""
         return math.prod(self.shape) * self.dtype.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLatent:
-    """A latent of an entry. digest: SHA-256 of its bytes."""
+    """A latent of an entry."""
 
     digest: bytes
+    """SHA-256 of its bytes."""
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EntryRecord:
-    """An entry as the records have it. embedding: float32, as bytes. parameters: a GenerationSpec, as bytes. hits: how
-    often it was started from. latents: by step."""
+    """An entry in the records."""
 
     entry: Entry
     embedding: bytes
+    """float32, as bytes."""
     parameters: bytes
+    """A GenerationSpec, as bytes."""
     hits: int
+    """How many pictures started from it."""
     latents: dict[int, KeptLatent]
+    """By step."""

@@ -1,6 +1,6 @@
-"""What an approximate cache shows of itself: questions by outcome, steps skipped, bytes, evictions, links.
+"""The metrics of an approximate cache: questions by outcome, skipped steps, bytes, evictions, links.
 
-Knows only numbers.
+This module knows only numbers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from bottega.v1.link_pb2 import LinkCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """A cache at one moment."""
+    """The figures of a cache at one moment."""
 
     store: LatentStatistics
     links: LinkCounts
 
 
 class CacheMetrics(Collector):
-    """statistics: called for every scrape, in a thread of its own."""
+    """The collector of the cache's metrics.
+
+    Args:
+        statistics: Called for every scrape, in a thread of its own.
+    """
 
     def __init__(self, statistics: Callable[[], CacheStatistics]) -> None:
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
-        """The cache's figures of this moment."""
+        """Yield the current metrics."""
         figures = self._statistics()
         yield from link_metrics(figures.links)
         store = figures.store

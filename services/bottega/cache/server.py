@@ -1,4 +1,4 @@
-"""The approximate cache as a service: its store, its links, and its place in the fleet.
+"""The approximate cache as a service: its store, its links, and its membership in the fleet.
 
 `service.py` translates between it and gRPC.
 """
@@ -35,10 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 class CacheServer:
-    """Start it with `start`, end it with `drain` and `stop`.
+    """The server of an approximate cache. Start it with `start`, end it with `drain` and `stop`.
 
-    listening: the server itself. Raises ConfigError where a profile of the configuration
-    cannot be used, or an address cannot be bound.
+    Raises ConfigError if a configured profile cannot be used, or an address cannot be bound.
+
+    Args:
+        listening: The gRPC server.
     """
 
     def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
@@ -55,9 +57,9 @@ class CacheServer:
         self._draining = False
 
     async def start(self) -> None:
-        """Opens the store and joins the fleet. Entries of earlier times are read meanwhile.
+        """Open the store and join the fleet. Earlier entries are read in the background.
 
-        Raises ConfigError, and Unavailable where another process has the folder.
+        Raises ConfigError, and Unavailable if another process uses the folder.
         """
         await asyncio.to_thread(self._open)
         self._tasks.start(self._memory.run())
@@ -66,13 +68,13 @@ class CacheServer:
             self._membership.start()
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of the worker. Raises Draining, LinksFull, InvalidRequest."""
+        """Return a link's offer for a worker, whose host is `caller`. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining("the approximate cache is stopping")
         return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
 
     def load(self) -> fleet_pb2.Load:
-        """How busy it is."""
+        """Return how busy it is."""
         lookups = self.store.lookups()
         return fleet_pb2.Load(
             draining=self._draining,
@@ -81,14 +83,14 @@ class CacheServer:
         )
 
     async def drain(self) -> None:
-        """Offers no links any more; jobs go on without what they have asked for."""
+        """Offer no more links. Jobs continue without pending answers."""
         self._draining = True
         self._links.drain()
         if self._membership:
             self._membership.report_soon()
 
     async def stop(self) -> None:
-        """Leaves the fleet, ends every link, and writes what was recorded."""
+        """Leave the fleet, end every link, and write pending recordings."""
         if self._membership:
             await self._membership.stop()
         await self._tasks.cancel()
@@ -96,7 +98,7 @@ class CacheServer:
         await asyncio.to_thread(self.store.close)
 
     def statistics(self) -> CacheStatistics:
-        """Its figures of this moment. Any thread may ask."""
+        """Return the current figures. Any thread may call it."""
         links = link_counts(self._links.counters, open_links=len(self._links.handlers))
         return CacheStatistics(store=self.store.statistics(), links=links)
 
@@ -106,7 +108,7 @@ class CacheServer:
             try:
                 self.store.add_profile(profile)
             except StorageUnavailable as error:
-                # Nothing is reused without it, which is no reason not to start.
+                # Without the profile nothing is reused, but the cache can start.
                 _log.warning(
                     "a profile could not be kept", extra={"model_hash": profile.model_hash, "text": error.message}
                 )
@@ -123,7 +125,7 @@ class CacheServer:
 
 
 def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
-    """What the store is told of the configuration."""
+    """Return the store's settings in the configuration."""
     return StoreSettings(
         folder=folder,
         budget_bytes=config.budget_bytes,
@@ -150,7 +152,7 @@ def read_profile(path: Path) -> CacheProfile:
     except OSError as error:
         raise ConfigError(f"profiles: {path} cannot be read: {error.strerror}") from None
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"profiles: {path} is no profile: {error}") from None
+        raise ConfigError(f"profiles: {path} is not a profile: {error}") from None
     except InvalidRequest as error:
         raise ConfigError(f"profiles: {path} cannot be used: {error.message}") from None
     return profile

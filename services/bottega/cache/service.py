@@ -1,4 +1,4 @@
-"""The approximate cache on the wire: translates CacheService's messages to the store's words and back."""
+"""The gRPC service of an approximate cache: it translates between wire messages and the store's types."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
-# By the contract.
+# The limit in the contract.
 _DEFAULT_LIMIT = 100
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """bottega.v1.CacheService."""
+    """The servicer of bottega.v1.CacheService."""
 
     def __init__(self, store: LatentStore) -> None:
         self._store = store
 
     async def GetCacheStats(self, _request: pb.GetCacheStatsRequest, _context: _Context) -> pb.GetCacheStatsResponse:
-        """GetCacheStats."""
+        """Return the current figures."""
         return _stats(await asyncio.to_thread(self._store.statistics))
 
     async def GetCacheEntry(self, request: pb.GetCacheEntryRequest, _context: _Context) -> pb.GetCacheEntryResponse:
-        """GetCacheEntry."""
+        """Return one entry with its picture."""
         entry = request.entry.partition("@")[0]
         rules.refuse(list(check_entry(entry)))
         return await asyncio.to_thread(self._entry, entry)
@@ -44,7 +44,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def ListCacheEntries(
         self, request: pb.ListCacheEntriesRequest, _context: _Context
     ) -> pb.ListCacheEntriesResponse:
-        """ListCacheEntries."""
+        """Return the newest entries."""
         rules.refuse([*check_model_hash(request.model_hash), *check_limit(request.limit)])
         limit = request.limit or _DEFAULT_LIMIT
         return pb.ListCacheEntriesResponse(
@@ -52,20 +52,20 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def ClearCache(self, request: pb.ClearCacheRequest, _context: _Context) -> pb.ClearCacheResponse:
-        """ClearCache."""
+        """Delete the entries of a model, or all."""
         rules.refuse(list(check_model_hash(request.model_hash)))
         return pb.ClearCacheResponse(entries=await asyncio.to_thread(self._store.clear, request.model_hash))
 
     async def ListCacheProfiles(
         self, _request: pb.ListCacheProfilesRequest, _context: _Context
     ) -> pb.ListCacheProfilesResponse:
-        """ListCacheProfiles."""
+        """Return the profiles of all models."""
         return pb.ListCacheProfilesResponse(profiles=await asyncio.to_thread(self._store.profiles))
 
     async def SetCacheProfile(
         self, request: pb.SetCacheProfileRequest, _context: _Context
     ) -> pb.SetCacheProfileResponse:
-        """SetCacheProfile."""
+        """Replace the profile of a model."""
         rules.refuse(list(check_profile(request.profile)))
         return pb.SetCacheProfileResponse(profile=await asyncio.to_thread(self._store.set_profile, request.profile))
 
@@ -78,7 +78,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
 
 def _png(picture: np.ndarray) -> bytes:
-    """picture: uint8 [height, width, 3], of at most 256 pixels a side."""
+    """Return a picture, uint8 [height, width, 3] of at most 256 pixels a side, as PNG."""
     height, width, _ = picture.shape
     return images.encode(Pixels(width=width, height=height, data=picture.tobytes()), IMAGE_FORMAT_PNG, 0, {})
 

@@ -1,11 +1,11 @@
-"""The approximate cache, as the manifest lists it."""
+"""The manifest's entry of the approximate cache."""
 
 from __future__ import annotations
 
 from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 _PROFILE = "cache_profile.json"
-"""Of a model's folder: which similarity is enough, as it was measured for it."""
+"""File in a model's folder with the profile that was measured for it."""
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:

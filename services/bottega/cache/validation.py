@@ -1,4 +1,4 @@
-"""What is wrong with requests of CacheService: all of it at once, by the names of its fields."""
+"""Validation of CacheService's requests: it reports all violations at once, with their fields."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from bottega.latents.names import FRACTIONS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 
 MAX_ENTRIES = 500
-"""Of one list."""
+"""Maximum number of entries in one list."""
 
 MAX_ABOUT_CHARACTERS = 1000
 _HASH = re.compile(r"[0-9a-f]{1,128}")
 _HASHES = "1 to 128 hex digits"
 _MAX_CLASSES = 16
-# Words of a prompt: its texts have 16 KiB at most.
+# Words of a prompt, whose texts have 16 KiB at most.
 _MAX_WORDS = rules.MAX_PROMPT_BYTES
-# A tenth is none in binary; who computes it may have another neighbour of it.
+# Tenths are not exact in binary, and clients may compute neighbouring values.
 _CLOSE = 1e-9
 
 
 def check_entry(entry: str) -> Iterator[Violation]:
-    """entry: its name alone."""
+    """Yield the violations of an entry's name, without a step."""
     if ENTRY_PATTERN.fullmatch(entry) is None:
         yield Violation(field="entry", description="must be 32 hex digits, with @ and a step behind them or without")
 
 
 def check_model_hash(model_hash: str) -> Iterator[Violation]:
-    """Of a request in which an empty one means all models."""
+    """Yield the violations of a model hash, where "" means all models."""
     if model_hash and _HASH.fullmatch(model_hash) is None:
         yield Violation(field="model_hash", description=f"must be {_HASHES}, or empty for all models")
 
 
 def check_limit(limit: int) -> Iterator[Violation]:
-    """How many entries are listed; 0 is the contract's default."""
+    """Yield the violations of a list's limit; 0 means the contract's default."""
     if not 0 <= limit <= MAX_ENTRIES:
         yield Violation(field="limit", description=f"must be 0 to {MAX_ENTRIES}")
 
 
 def check_profile(profile: CacheProfile) -> Iterator[Violation]:
-    """What is wrong with a profile."""
+    """Yield the violations of a profile."""
     if _HASH.fullmatch(profile.model_hash) is None:
         yield Violation(field="profile.model_hash", description=f"must be {_HASHES}")
     if len(profile.about) > MAX_ABOUT_CHARACTERS:
@@ -60,7 +60,7 @@ def _check_classes(path: str, classes: Sequence[CacheLengthClass]) -> Iterator[V
     for index, each in enumerate(classes):
         unbounded = each.max_words == 0 and index == len(classes) - 1
         if not (unbounded or before < each.max_words <= _MAX_WORDS):
-            rule = f"must be ascending, at most {_MAX_WORDS}; 0, which is without bound, only of the last one"
+            rule = f"must be ascending, at most {_MAX_WORDS}; only the last one may be 0, which means no bound"
             yield Violation(field=f"{path}[{index}].max_words", description=rule)
         before = each.max_words
         yield from _check_thresholds(f"{path}[{index}].thresholds", each.thresholds)

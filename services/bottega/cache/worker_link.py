@@ -1,7 +1,6 @@
-"""Workers' links: what the pictures of a job may start from, and what was recorded of others.
+"""Links of workers: questions about what pictures may start from, and recordings of others.
 
-A question is answered, and a recording taken in, by the thread that receives; a worker that reads nothing of its
-answers gets none that are worth waiting for.
+The receiving thread answers questions and takes recordings. A worker that does not read its answers gets only refusals.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from bottega.transport import (
 )
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording, CacheStarts
 
-# Of one worker, which has some tens of jobs and asks once for each; an answer has up to eight latents.
+# Maximum number of unsent answers of a worker. It has some tens of jobs and asks once for each; an answer has up to
+# eight latents.
 _MOST_UNSENT = 64
-# A recording has five latents: in float32 of 4096x4096 pixels they are 20 MiB.
+# A recording has five latents: in float32 at 4096x4096 pixels they take 20 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=32 << 20)
-# Tensors of a message before its latents: kind, header, embedding, and of a recording its picture.
+# Tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
 _EMBEDDING, _PICTURE, _LATENTS = 2, 3, 4
 _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
@@ -46,7 +46,7 @@ class CacheWorkerLink(LinkHandler):
     """The link of one worker.
 
     Args:
-        store: Its `ask`, `record` and `count_starts` are called by the link's thread.
+        store: The link's thread calls its `ask`, `record` and `count_starts`.
     """
 
     def __init__(self, connection: Connection, *, store: LatentStore) -> None:
@@ -56,7 +56,7 @@ class CacheWorkerLink(LinkHandler):
         self._counting = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a question, a recording, or what latents have saved; all are read from copies."""
+        """Process a question, a recording, or a report of used latents; all are read from copies."""
         layout = incoming.layout
         with incoming:
             kind = CacheMessageKind(kind_of(layout))
@@ -74,7 +74,7 @@ class CacheWorkerLink(LinkHandler):
                 self._store.count_starts(starts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Nobody waits for anything of it."""
+        """Do nothing: no thread waits for this link."""
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_header(layout, views, CacheQuestion)
@@ -88,7 +88,7 @@ class CacheWorkerLink(LinkHandler):
     def _send(self, link: Link, number: int, answer: CacheMessage) -> None:
         try:
             self._connection.send_now(link, answer)
-        except (NoSharedMemory, TooLarge):  # nothing of it was sent, and the link lives
+        except (NoSharedMemory, TooLarge):  # nothing was sent, and the link lives
             self._connection.send_now(link, _refusal(number))
         finally:
             self._sent()
@@ -110,7 +110,7 @@ class CacheWorkerLink(LinkHandler):
 
 
 class CacheLinks(LinkServer[CacheWorkerLink]):
-    """Raises ConfigError when an address cannot be bound."""
+    """The server of workers' links. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: CacheLinksConfig, *, store: LatentStore) -> None:
         self._store = store
@@ -122,7 +122,7 @@ class CacheLinks(LinkServer[CacheWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> CacheWorkerLink:
-        """What serves one worker."""
+        """Return the handler of one worker's link."""
         return CacheWorkerLink(connection, store=self._store)
 
 

@@ -1,3 +1,1 @@
-"""What the cache has on its disk: latents and pictures as files with digests, records of the entries in SQLite, and
-profiles of models as files.
-"""
+"""The cache's disk: files of latents and pictures, records of entries in SQLite, and profiles of models."""

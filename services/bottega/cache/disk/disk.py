@@ -1,8 +1,8 @@
-"""What a store has on the disk, files and records, and what is still to be deleted and noted there.
+"""A store's files and records on the disk, with the pending deletions and changes.
 
-Files come before their records and go before them: whatever interrupts that leaves files without a record, which the
-next start deletes, or a record without files, which is a miss. One thread at a time calls it; its calls wait for the
-disk and raise StorageUnavailable, or DataLoss for damaged records. After that they can be called again.
+Files are written before their records and deleted before them. An interruption leaves files without a record, which the
+next start deletes, or a record without files, which is a miss. One thread at a time calls it. Its calls wait for the
+disk and raise StorageUnavailable, or DataLoss for damaged records, after which they can be called again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.cache.latent import EntryRecord
 
 @dataclass(slots=True, kw_only=True)
 class CacheDisk:
-    """files may be read by others meanwhile."""
+    """The disk of a store. Other threads may read `files` meanwhile."""
 
     files: LatentFiles
     records: CacheRecords
@@ -26,12 +26,12 @@ class CacheDisk:
     _strays: bool = False
 
     def open(self) -> bool:
-        """Opens the records, again or for the first time. Whether what is there is what was there."""
+        """Open the records, again or for the first time; return whether they and the files are the same as before."""
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
 
     def load(self, take: Callable[[str, Sequence[EntryRecord]], None]) -> None:
-        """Gives all entries to `take`, some thousands of a key at a time. What is damaged goes with `tidy`."""
+        """Pass all entries to `take`, some thousands of a key at a time. The next `tidy` deletes damaged ones."""
         self._changes, self._garbage = Changes(), []
         names = self.files.open()
 
@@ -47,22 +47,22 @@ class CacheDisk:
         self._garbage += names
 
     def discard(self, names: Iterable[str]) -> None:
-        """These files are deleted with the next `tidy`."""
+        """Delete these files with the next `tidy`."""
         self._garbage += names
 
     def tidy(self, changes: Changes) -> None:
-        """Deletes what is to be deleted, and notes what changed."""
+        """Execute the pending deletions, and write the changes."""
         self.make_room()
         self.add((), changes)
 
     def make_room(self) -> None:
-        """Deletes what is to be deleted of the files, so that others have room."""
+        """Delete the pending files, which frees room for others."""
         while self._garbage:
             self.files.remove(self._garbage[-1:])
             self._garbage.pop()
 
     def add(self, records: Collection[EntryRecord], changes: Changes) -> None:
-        """Notes entries whose files are there, and what else changed: all of it or nothing."""
+        """Write records of entries whose files exist, and all changes, or nothing at all."""
         self._changes.add(changes)
         if self._strays:
             self.records.drop_strays()
@@ -72,7 +72,11 @@ class CacheDisk:
             self._changes = Changes()
 
     def _complete(self, record: EntryRecord, names: set[str]) -> EntryRecord:
-        """The record with those latents whose files are there. names: of all files; those of the record are taken."""
+        """Return the record with the latents whose files exist.
+
+        Args:
+            names: Names of all files; those of the record are removed.
+        """
         entry = record.entry
         latents = {step: latent for step, latent in record.latents.items() if latent_name(entry.name, step) in names}
         if not latents:

@@ -1,11 +1,12 @@
-"""The store's files: one for each latent, one for each picture, checked by SHA-256 when they are read.
+"""The store's files: one for each latent and one for each picture, checked by SHA-256 when they are read.
 
-    latents/incoming/<name>      being written; whatever is there at the start was interrupted
+    latents/incoming/<name>      being written; what is here at the start was interrupted
     latents/ab/<entry>@<step>    a latent's elements
     latents/ab/<entry>.rgb       the picture of an entry
 
-Half a file never has its name, whatever kills the process. Nothing waits until a file is on the disk: what a power cut
-tears does not have its checksum, and is a miss. Its calls may wait for the disk and raise StorageUnavailable.
+A partial file never has its final name, even if the process is killed. Nothing waits for the data to reach the disk: a
+file that a power cut damaged fails its checksum, which is a miss. Calls may wait for the disk and raise
+StorageUnavailable.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from bottega.storage import folders, free_space, os_errors
 
-# Of the size of a latent of SDXL.
+# About the size of an SDXL latent.
 _PROBE, _PROBE_BYTES = "probe", 256 << 10
 _INCOMING = "incoming"
 _NAME = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
@@ -31,19 +32,21 @@ _log = logging.getLogger(__name__)
 
 
 def latent_name(entry: str, step: int) -> str:
-    """Of the file of an entry's latent."""
+    """Return the name of a latent's file."""
     return f"{entry}@{step}"
 
 
 def picture_name(entry: str) -> str:
-    """Of the file of an entry's picture."""
+    """Return the name of a picture's file."""
     return f"{entry}.rgb"
 
 
 class LatentFiles:
-    """folder: made where there is none. min_free_bytes: of the disk, see StoreSettings.
+    """The files of latents and pictures. One thread at a time writes and removes; any thread reads.
 
-    One thread at a time writes and removes; any thread reads.
+    Args:
+        folder: Created if it does not exist.
+        min_free_bytes: See StoreSettings.
     """
 
     def __init__(self, folder: Path, *, min_free_bytes: int = 0) -> None:
@@ -53,25 +56,25 @@ class LatentFiles:
         self._shards: set[str] = set()
 
     def open(self) -> set[str]:
-        """Removes what was interrupted, and returns the names that are there."""
+        """Remove interrupted files, and return the names of complete ones."""
         with os_errors.translated():
             folders.make(self._incoming)
             for left in self._incoming.iterdir():
-                with contextlib.suppress(OSError):  # what is there is served on a disk that cannot be written, too
+                with contextlib.suppress(OSError):  # files on a read-only disk are served, too
                     left.unlink()
             names, foreign = self._scan()
         if foreign:
             facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
-            _log.warning("left alone what is no latent", extra=facts)
+            _log.warning("files that are not latents were left alone", extra=facts)
         return names
 
     @property
     def in_place(self) -> bool:
-        """Whether its folder is still there."""
+        """Whether its folder still exists."""
         return self._incoming.is_dir()
 
     def write(self, name: str, data: bytes) -> None:
-        """Keeps a file. After an error there is none."""
+        """Write a file. After an error there is none."""
         temporary, final = self._incoming / name, self._final(name)
         with os_errors.translated():
             self._make_shard(final.parent)
@@ -79,34 +82,34 @@ class LatentFiles:
                 _write(temporary, data)
                 temporary.replace(final)
             except OSError:
-                self._shards.discard(final.parent.name)  # it may be gone
-                with contextlib.suppress(OSError):  # the error that led here is the one to tell
+                self._shards.discard(final.parent.name)  # the folder may be gone
+                with contextlib.suppress(OSError):  # the first error is the one to report
                     temporary.unlink(missing_ok=True)
                 raise
 
     def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
-        """What was written; None where it is not there, or is not that any more."""
+        """Return the content of a file; None if it does not exist or is damaged."""
         with os_errors.translated():
             try:
                 descriptor = os.open(self._final(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            with os.fdopen(descriptor, "rb") as file:  # buffered: it reads on where a file system gives a part
+            with os.fdopen(descriptor, "rb") as file:  # buffered, because a file system may return only a part
                 data = file.read(size_bytes + 1)
         return data if hashlib.sha256(data).digest() == digest else None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Harmless for those that are not there."""
+        """Remove files that may not exist."""
         with os_errors.translated():
             for name in names:
                 self._final(name).unlink(missing_ok=True)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
+        """Raise StorageUnavailable if that many more bytes would leave too little of the disk to others."""
         free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def probe(self) -> None:
-        """Returns when something could be written, and was taken away again."""
+        """Write and remove a file as a test."""
         path = self._incoming / _PROBE
         with os_errors.translated():
             folders.make(self._incoming)
@@ -117,7 +120,7 @@ class LatentFiles:
                 path.unlink(missing_ok=True)
 
     def _final(self, name: str) -> Path:
-        # Names never become paths: what is none of ours can name no file.
+        # Only valid names become paths.
         if not _NAME.fullmatch(name):
             raise ValueError("not the name of a latent or a picture")
         return self._folder / name[:_SHARD_DIGITS] / name
@@ -132,7 +135,7 @@ class LatentFiles:
         foreign: list[str] = []
         self._shards.clear()
         with os.scandir(self._folder) as found:
-            shards = [each for each in found if each.name != _INCOMING and each.is_dir(follow_symlinks=False)]
+            shards = [item for item in found if item.name != _INCOMING and item.is_dir(follow_symlinks=False)]
         for shard in shards:
             with os.scandir(shard.path) as files:
                 for file in files:

@@ -1,8 +1,8 @@
-"""Profiles: which similarity is enough to skip how many steps of a model. One file for each, in the store's folder.
+"""Profiles: which similarity allows skipping how many steps of a model. Each is a file in the store's folder.
 
     profiles/<model hash>.json    {"checksum": ..., "profile": a CacheProfile}
 
-A file that is damaged is no profile, and nothing is reused for its model. Any thread may call it.
+A damaged file is ignored, and nothing is reused for its model. Any thread may call this module.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
 _MAX_ABOUT = 1000
 _MAX_CLASSES = 16
 _MAX_FILE_BYTES = 64 << 10
-# As many models as a fleet may serve in years.
+# More models than a fleet serves in years.
 _MOST = 10_000
 
 _log = logging.getLogger(__name__)
 
 
 class ProfileFolder:
-    """folder: made where there is none. Its calls that change something wait for the disk, raise StorageUnavailable."""
+    """A folder of profiles. Calls that change something wait for the disk and raise StorageUnavailable.
+
+    Args:
+        folder: Created if it does not exist.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +51,7 @@ class ProfileFolder:
         self._changing = threading.Lock()
 
     def open(self) -> None:
-        """Reads what is there."""
+        """Read the profiles in the folder."""
         with os_errors.translated():
             paths = sorted(self._folder.glob("*.json"))
         found = {}
@@ -60,20 +64,24 @@ class ProfileFolder:
         self._keep(found)
 
     def all(self) -> list[CacheProfile]:
-        """One for each model that has one, by hash."""
+        """Return the profiles of all models, sorted by hash."""
         return [self._profiles[model] for model in sorted(self._profiles)]
 
     def has(self, model_hash: str) -> bool:
-        """Whether the model was measured."""
+        """Return whether there is a profile of the model."""
         return model_hash in self._profiles
 
     def skip_profile(self, model_hash: str, fidelity: Fidelity.ValueType, *, width: int) -> SkipProfile | None:
-        """What counts for the model; None: nothing is reused. width: of its embeddings, for the fallback."""
+        """Return the model's profile; None forbids reuse.
+
+        Args:
+            width: Width of the embeddings, which selects the fallback of an unmeasured model.
+        """
         measured = self._read.get(model_hash)
         return measured.get(fidelity) if measured is not None else fallback_profile(width)
 
     def set(self, profile: CacheProfile) -> CacheProfile:
-        """Keeps it in place of the model's other one; without classes that is forgotten. Raises ValueError."""
+        """Replace the model's profile; one without classes removes it. Raises ValueError."""
         _check(profile)
         with self._changing:
             self._set(profile)
@@ -99,20 +107,20 @@ class ProfileFolder:
 
 
 def to_skip_profile(classes: Iterable[CacheLengthClass]) -> SkipProfile:
-    """The classes of one fidelity. Raises ValueError."""
+    """Return the classes of one fidelity. Raises ValueError."""
     return SkipProfile(
         classes=tuple(
             LengthClass(
-                max_words=each.max_words or math.inf,
-                thresholds={threshold.fraction: threshold.similarity for threshold in each.thresholds},
+                max_words=length_class.max_words or math.inf,
+                thresholds={threshold.fraction: threshold.similarity for threshold in length_class.thresholds},
             )
-            for each in classes
+            for length_class in classes
         )
     )
 
 
 def _by_fidelity(profile: CacheProfile) -> Mapping[int, SkipProfile]:
-    """FAST without classes of its own has those of BALANCED, which are stricter."""
+    """Return the profile by fidelity. FAST without classes of its own uses those of BALANCED, which are stricter."""
     return {
         generation_pb2.FIDELITY_BALANCED: to_skip_profile(profile.balanced),
         generation_pb2.FIDELITY_FAST: to_skip_profile(profile.fast or profile.balanced),
@@ -134,13 +142,13 @@ def _check(profile: CacheProfile) -> None:
 
 
 def _read_file(path: Path) -> CacheProfile:
-    """Raises DataLoss for what is not as it was written, StorageUnavailable."""
+    """Return the profile in a file. Raises DataLoss if it is damaged, and StorageUnavailable."""
     with os_errors.translated(), path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES + 1)
     try:
-        said = json.loads(text)
-        profile = json_format.ParseDict(said["profile"], CacheProfile())
-        sound = said["checksum"] == _checksum(profile) and profile.model_hash == path.stem
+        fields = json.loads(text)
+        profile = json_format.ParseDict(fields["profile"], CacheProfile())
+        sound = fields["checksum"] == _checksum(profile) and profile.model_hash == path.stem
         _check(profile)
     except (ValueError, KeyError, TypeError, RecursionError, json_format.ParseError):
         sound = False
@@ -150,12 +158,12 @@ def _read_file(path: Path) -> CacheProfile:
 
 
 def _write_file(path: Path, profile: CacheProfile) -> None:
-    said = {"checksum": _checksum(profile), "profile": json_format.MessageToDict(profile)}
+    fields = {"checksum": _checksum(profile), "profile": json_format.MessageToDict(profile)}
     partial = path.with_suffix(".partial")
     with os_errors.translated():
         folders.make(path.parent)
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(said, file, indent=1)
+            json.dump(fields, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

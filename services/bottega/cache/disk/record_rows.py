@@ -1,7 +1,6 @@
-"""Entries and their latents as rows, each with a checksum of itself, so that damage is seen and never served.
+"""Entries and latents as rows, each with a checksum, so that damaged ones are noticed and never served.
 
-How often something was used stands outside the checksum, as it changes: a bit that flips there makes a latent stay too
-long, or go too early.
+Usage changes often and is not in the checksum: damage there only makes a latent stay too long or go too early.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ ENTRY_COLUMNS = (
     "checksum",
     "hits",
 )
-"""In the order of `entry_row` and `read_entry`."""
+"""Columns in the order of `entry_row` and `read_entry`."""
 
 LATENT_COLUMNS = ("number", "step", "digest", "checksum", "frequency", "used_at", "created_at")
-"""In the order of `latent_row` and `read_latent`."""
+"""Columns in the order of `latent_row` and `read_latent`."""
 
 _TABLES = (
     """
@@ -74,12 +73,12 @@ _TABLES = (
     """,
 )
 
-# Questions and uses are counted by ones in double precision, where from here on one more is no more.
+# Questions and uses are counted in double precision, where adding 1 has no effect from here on.
 _MOST_COUNTED = 2.0**53
 
 SCHEMA = SqliteSchema(
     what="the records of cached latents",
-    # "BtCa": what PRAGMA application_id says of a file of ours.
+    # "BtCa", the value of PRAGMA application_id in our files.
     application_id=0x42744361,
     version=1,
     tables=_TABLES,
@@ -88,7 +87,7 @@ SCHEMA = SqliteSchema(
 
 
 def entry_row(record: EntryRecord) -> tuple[Value, ...]:
-    """The values of ENTRY_COLUMNS."""
+    """Return the values of ENTRY_COLUMNS."""
     entry = record.entry
     values = (
         entry.number,
@@ -108,14 +107,14 @@ def entry_row(record: EntryRecord) -> tuple[Value, ...]:
 
 
 def latent_row(number: int, step: int, latent: KeptLatent) -> tuple[Value, ...]:
-    """The values of LATENT_COLUMNS."""
+    """Return the values of LATENT_COLUMNS."""
     values = (number, step, latent.digest)
     usage = latent.usage
     return (*values, checksum(values), usage.frequency, usage.used_at, usage.created_at)
 
 
 def read_entry(row: Sequence[Any], latents: Mapping[int, KeptLatent]) -> EntryRecord | None:
-    """The record of the values of ENTRY_COLUMNS; None where they are not what was written."""
+    """Return the record of the values of ENTRY_COLUMNS; None if they are damaged."""
     *values, expected, hits = row
     if checksum(values) != expected:
         return None
@@ -137,7 +136,7 @@ def read_entry(row: Sequence[Any], latents: Mapping[int, KeptLatent]) -> EntryRe
 
 
 def noise_of(parameters: bytes, number: int) -> int:
-    """Return the seed of an entry, by its parameters; a number of its own, below 0, where they do not say it."""
+    """Return the seed in an entry's parameters; without one, a negative number that is unique to the entry."""
     try:
         spec = GenerationSpec.FromString(parameters)
     except DecodeError:
@@ -146,11 +145,11 @@ def noise_of(parameters: bytes, number: int) -> int:
 
 
 def read_latent(row: Sequence[Any], step: int) -> KeptLatent | None:
-    """The latent of the values of LATENT_COLUMNS; None where they are not what was written."""
+    """Return the latent of the values of LATENT_COLUMNS; None if they are damaged."""
     *values, expected, frequency, used_at, created_at = row
     if checksum(values) != expected:
         return None
     found = (frequency, used_at, created_at)
-    sound = all(0.0 <= each < _MOST_COUNTED for each in found) and used_at >= created_at
+    sound = all(0.0 <= value < _MOST_COUNTED for value in found) and used_at >= created_at
     usage = Usage(frequency=frequency, used_at=used_at, created_at=created_at, step=step) if sound else Usage(step=step)
     return KeptLatent(digest=values[2], usage=usage)

@@ -1,8 +1,8 @@
-"""What is known of every entry, in one SQLite file: what it was recorded for, its embedding, its latents and their use.
+"""The records of all entries in one SQLite file: parameters, embedding, latents and their use.
 
-Files without a record are none of the store's; a record without its file is a miss. So whatever kills the process
-between the two does no harm. One thread at a time calls it; its calls wait for the disk and raise StorageUnavailable,
-or DataLoss for a damaged file.
+Files without a record are ignored, and a record without its file is a miss, so killing the process in between does no
+harm. One thread at a time calls this. Its calls wait for the disk and raise StorageUnavailable, or DataLoss for a
+damaged file.
 """
 
 from __future__ import annotations
@@ -33,27 +33,30 @@ _ADD_LATENT = f"REPLACE INTO latents VALUES ({', '.join('?' * len(LATENT_COLUMNS
 _DROP_STRAYS = "DELETE FROM latents WHERE number NOT IN (SELECT number FROM entries)"
 _USE = "UPDATE latents SET frequency = ?, used_at = ? WHERE number = ? AND step = ?"
 _KEY = ENTRY_COLUMNS.index("key")
-# Of a key's entries that are read at once: their embeddings have some tens of megabytes.
+# Entries of a key that are read at once; their embeddings take some tens of megabytes.
 _PIECE = 10_000
-# Of parameters that are asked for in one statement: SQLite takes 32,766 values in one.
+# Parameters that are read in one statement. SQLite accepts 32,766 values in one.
 _PAGE = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class Changes:
-    """What is to become of the records. latents: by entry and step, that go. entries: that go. usages: by entry and
-    step. hits: by entry."""
+    """Pending changes of the records."""
 
     latents: set[tuple[int, int]] = field(default_factory=set)
+    """Latents to delete, by entry and step."""
     entries: set[int] = field(default_factory=set)
+    """Entries to delete."""
     usages: dict[tuple[int, int], Usage] = field(default_factory=dict)
+    """New usages by entry and step."""
     hits: dict[int, int] = field(default_factory=dict)
+    """New hits by entry."""
 
     def __bool__(self) -> bool:
         return bool(self.latents or self.entries or self.usages or self.hits)
 
     def add(self, other: Changes) -> None:
-        """Becomes both; the other one is the later."""
+        """Merge later changes into these."""
         self.latents |= other.latents
         self.entries |= other.entries
         self.usages.update(other.usages)
@@ -61,7 +64,7 @@ class Changes:
 
 
 class CacheRecords:
-    """Open it before anything else."""
+    """The records of entries. Call `open` before anything else."""
 
     def __init__(self, path: Path) -> None:
         self._file = SqliteFile(path, SCHEMA)
@@ -69,10 +72,10 @@ class CacheRecords:
         self._inode = 0
 
     def open(self) -> bool:
-        """Makes the file where there is none; a damaged one is kept aside. Raises ConfigError for somebody else's.
+        """Create or open the file, and return whether it is the same file as before. A damaged one is set aside.
 
-        It may be opened again: one that was opened on a disk that could not be written stays so. Whether it is the same
-        file then.
+        It may be opened again: a file that was opened on a read-only disk stays read-only. Raises ConfigError if the
+        file is not ours.
         """
         self._file.close()
         self._file.open()
@@ -80,28 +83,28 @@ class CacheRecords:
         return self._inode == before
 
     def close(self) -> None:
-        """Lets the file go."""
+        """Close the file."""
         self._file.close()
 
     @property
     def in_place(self) -> bool:
-        """Whether the file that is open is still the one in the folder."""
+        """Whether the open file is still the one in the folder."""
         return self._inode != 0 and self._found_inode() == self._inode
 
     def read(self, take: Callable[[str, list[EntryRecord]], None]) -> list[int]:
-        """Gives all entries to `take`, some thousands of a key at a time; returns the numbers of damaged ones."""
+        """Pass all entries to `take`, some thousands of a key at a time; return the numbers of damaged ones."""
         return self._file.transact(lambda connection: _read(connection, take))
 
     def drop_strays(self) -> None:
-        """Deletes the latents of entries that are not there, as a damaged row leaves them behind."""
+        """Delete latents without an entry, which damaged rows leave behind."""
         self._file.transact(lambda connection: connection.execute(_DROP_STRAYS))
 
     def write(self, added: Collection[EntryRecord], changes: Changes) -> None:
-        """It is on the disk when this returns, all of it or nothing."""
+        """Write everything to the disk, or nothing."""
         self._file.transact(lambda connection: _write(connection, added, changes))
 
     def parameters(self, numbers: Collection[int]) -> dict[int, bytes]:
-        """What was drawn, of those of these entries that are there."""
+        """Return the parameters of those of these entries that exist."""
         return self._file.transact(lambda connection: dict(_parameters(connection, numbers)))
 
     def _found_inode(self) -> int:
@@ -131,7 +134,7 @@ def _read(connection: sqlite3.Connection, take: Callable[[str, list[EntryRecord]
 
 
 def _latents(connection: sqlite3.Connection, number: int) -> dict[int, KeptLatent]:
-    """By step, those whose rows are what was written."""
+    """Return the undamaged latents of an entry, by step."""
     found = {}
     for row in connection.execute(_LATENTS, (number,)):
         latent = read_latent(row, row[1])

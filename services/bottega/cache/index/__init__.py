@@ -1,8 +1,8 @@
-"""The similarity index of an approximate cache: for each exact key, the entries whose embeddings are nearest to one.
+"""The similarity index of an approximate cache: for each exact key, the entries with the nearest embeddings.
 
-A store asks an `EntryIndex`: `KeyedIndex` is one, with an index for each key; `KeyIndex` is that of one key, a
-`FlatIndex` or, for many entries, a `SketchedIndex`. No file of an index is ever read: it is built anew from the stored
-embeddings.
+A store uses an `EntryIndex`, which `KeyedIndex` implements with an index for each key. The index of a key is a
+`KeyIndex`: a `FlatIndex` or, for many entries, a `SketchedIndex`. Indexes are not stored; they are rebuilt from the
+stored embeddings.
 """
 
 from bottega.cache.index.keyed_index import IndexStatistics, KeyedIndex

@@ -1,4 +1,4 @@
-"""An exact index: every vector is compared. Adding and removing take no longer than copying one vector."""
+"""An exact index that compares every vector. Adding and removing take no longer than copying one vector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _LEAST_ROWS = 4
 
 
 class FlatIndex:
-    """A `VectorIndex`, but for one thread at a time. width: of its vectors."""
+    """An exact `VectorIndex`, for one thread at a time.
+
+    Args:
+        width: Width of its vectors.
+    """
 
     def __init__(self, width: int) -> None:
         self._vectors: Vectors = np.empty((_LEAST_ROWS, width), np.float32)
@@ -26,12 +30,12 @@ class FlatIndex:
 
     @property
     def width(self) -> int:
-        """Of its vectors."""
+        """Width of its vectors."""
         return int(self._vectors.shape[1])
 
     @property
     def size_bytes(self) -> int:
-        """Of its vectors, with the room for more."""
+        """Size of its vectors, including room for more."""
         return self._vectors.nbytes + self._numbers.nbytes
 
     def add(self, number: int, vector: Vectors) -> bool:
@@ -47,7 +51,7 @@ class FlatIndex:
         return True
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> None:
-        """Takes in many, none of which is there yet."""
+        """Add many vectors, none of which is in the index yet."""
         first = len(self._rows)
         last = first + len(numbers)
         if last > len(self._numbers):
@@ -56,7 +60,7 @@ class FlatIndex:
         self._rows.update(zip(numbers.tolist(), range(first, last), strict=True))
 
     def remove(self, number: int) -> bool:
-        """The last row moves into the gap."""
+        """Remove a vector; the last row fills the gap."""
         row = self._rows.pop(number, None)
         if row is None:
             return False
@@ -82,16 +86,16 @@ class FlatIndex:
         ]
 
     def vector(self, number: int) -> Vectors | None:
-        """A copy."""
+        """Return a copy of the vector with that number, or None."""
         row = self._rows.get(number)
         return None if row is None else self._vectors[row].copy()
 
     def numbers(self) -> Numbers:
-        """A copy."""
+        """Return a copy of all numbers."""
         return self._numbers[: len(self._rows)].copy()
 
     def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:
-        """Those of the numbers that are there, and their vectors; copies."""
+        """Return copies of the vectors with these numbers, and the numbers that exist."""
         here = [(number, row) for number in numbers.tolist() if (row := self._rows.get(number)) is not None]
         made = np.array(here, np.int64).reshape(-1, 2)
         return made[:, 0], self._vectors[made[:, 1]]

@@ -1,4 +1,4 @@
-"""One key's vectors: each is compared while they are few, their sketches first when they are many."""
+"""The index of one key: few vectors are all compared, of many the sketches are compared first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from bottega.cache.index.vector_index import Match, Numbers, Vectors
 
 
 class KeyIndex:
-    """A `VectorIndex`. width: of its vectors."""
+    """A `VectorIndex` that switches to sketches when it has many vectors.
+
+    Args:
+        width: Width of its vectors.
+    """
 
     def __init__(self, width: int, settings: IndexSettings) -> None:
         self.width = width
@@ -26,17 +30,17 @@ class KeyIndex:
 
     @property
     def sketched(self) -> int:
-        """Vectors with a sketch: all or none."""
+        """Number of vectors with a sketch: all or none."""
         part = self._part
         return len(part) if isinstance(part, SketchedIndex) else 0
 
     @property
     def size_bytes(self) -> int:
-        """Of its vectors."""
+        """Size of its vectors in memory."""
         return self._part.size_bytes
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """Raises LookupError after `close`."""
+        """Add or replace a vector; return whether it is new. Raises LookupError after `close`."""
         with self._lock:
             self._check_open()
             is_new = self._part.add(number, vector)
@@ -44,7 +48,7 @@ class KeyIndex:
         return is_new
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> int:
-        """Takes in many, and returns how many were new. Raises LookupError after `close`."""
+        """Add or replace many vectors; return how many are new. Raises LookupError after `close`."""
         with self._lock:
             self._check_open()
             replaced = sum(self._part.remove(number) for number in numbers.tolist())
@@ -57,7 +61,7 @@ class KeyIndex:
             return self._part.remove(number)
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        """It waits for changes and other searches, some milliseconds each."""
+        """Return the most similar vectors. It waits for changes and other searches, some milliseconds each."""
         with self._lock:
             return self._part.search(vector, count)
 
@@ -70,23 +74,23 @@ class KeyIndex:
             return self._part.numbers()
 
     def vectors(self, numbers: Numbers) -> Vectors:
-        """Of those that are there, in no order."""
+        """Return the vectors that exist, in any order."""
         with self._lock:
             return self._part.vectors(numbers)[1]
 
     def close_if_empty(self) -> bool:
-        """Closes it where it has no vectors. Whether it is closed."""
+        """Close the index if it has no vectors; return whether it is closed."""
         with self._lock:
             self._closed = self._closed or len(self._part) == 0
             return self._closed
 
     def close(self) -> None:
-        """Nothing more is taken in. May be called again."""
+        """Accept no more vectors. It may be called again."""
         with self._lock:
             self._closed = True
 
     def _sketch_if_many(self) -> None:
-        """Takes a tenth of a second, once. What has become few again stays: it is found as well."""
+        """Switch to sketches, once, which takes a tenth of a second. The sketches stay if vectors are removed again."""
         flat = self._part
         if isinstance(flat, SketchedIndex) or len(flat) < self._settings.flat_entries:
             return

@@ -1,6 +1,6 @@
-"""An index for each exact key: what is found for one key was added under it.
+"""An index for each exact key, so that a search finds only entries that were added under its key.
 
-A key that has no entries has no index.
+A key without entries has no index.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from bottega.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStatistics:
-    """keys: with entries. sketched_entries: of the entries, those with a sketch. size_bytes: of vectors and so on."""
+    """Figures of an index."""
 
     keys: int
+    """Number of keys with entries."""
     entries: int
     sketched_entries: int
+    """Number of entries with a sketch."""
     size_bytes: int
+    """Size of vectors and sketches in memory."""
 
 
 class KeyedIndex:
-    """Any number of threads may use it. Close it.
+    """An `EntryIndex` with an index for each key. Any number of threads may use it. Close it.
 
-    max_entries: of all keys. Vectors need no length of 1; their similarity is their cosine.
+    Vectors need not have length 1; their similarity is their cosine.
+
+    Args:
+        max_entries: Maximum number of entries of all keys.
     """
 
     def __init__(self, *, max_entries: int = 2_000_000, settings: IndexSettings | None = None) -> None:
@@ -45,9 +51,13 @@ class KeyedIndex:
         return self._entries
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
-        """Adds many at once, as a service does that starts. numbers: [n], each once. vectors: [n, width].
+        """Add many entries, for example when a service starts. If it raises, none was added.
 
-        Raises as `add` does, and then has added none.
+        Args:
+            numbers: [n], each once.
+            vectors: [n, width].
+
+        Raises like `add`.
         """
         made = unit_vectors(vectors)
         if made.ndim != 2 or len(made) != len(numbers) or len(np.unique(numbers)) != len(numbers):
@@ -57,16 +67,16 @@ class KeyedIndex:
             self._add(key, numbers, made)
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
-        """Adds an entry, in the place of the one with that number of the key. number: at least 0.
+        """Add an entry, or replace the key's entry with that number (at least 0).
 
-        Raises ValueError where the vector is zero, not finite or not as wide as others of the key; QueueFull where
-        there are as many entries as may be.
+        Raises ValueError if the vector is zero, not finite or of another width than the key's, and QueueFull if there
+        are too many entries.
         """
         _check_number(number)
         self._add(key, np.array([number], np.int64), unit_vectors(vector)[None])
 
     def remove(self, key: str, number: int) -> bool:
-        """Removes an entry: no search that begins later finds it. Whether it was there."""
+        """Remove an entry, which later searches do not find; return whether it existed."""
         index = self._indexes.get(key)
         removed = index is not None and index.remove(number)
         if removed:
@@ -76,9 +86,9 @@ class KeyedIndex:
         return removed
 
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
-        """Up to `count` of the key's entries that are most similar, the most similar first. count: 1 to 64.
+        """Return up to `count` (1 to 64) of the key's most similar entries, the most similar first.
 
-        Raises ValueError where the vector could not be added to the key.
+        Raises ValueError if the vector could not be added to the key.
         """
         if not 1 <= count <= MAX_COUNT:
             raise ValueError(f"a search finds 1 to {MAX_COUNT} entries")
@@ -90,7 +100,7 @@ class KeyedIndex:
         return index.search(wanted, count)
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """The cosine of a vector and that of an entry; None where there is no such entry. Raises as `search` does."""
+        """Return the cosine of a vector and that of an entry; None if there is no such entry. Raises like `search`."""
         index = self._indexes.get(key)
         stored = None if index is None else index.vector(number)
         if index is None or stored is None:
@@ -100,7 +110,7 @@ class KeyedIndex:
         return min(float(stored @ wanted), 1.0)
 
     def sample(self, key: str, count: int) -> Vectors:
-        """Vectors of up to so many of the key's entries, any of them with the same chance: [at most count, width]."""
+        """Return the vectors of up to `count` random entries of the key, all equally likely: [at most count, width]."""
         index = self._indexes.get(key)
         if index is None:
             return np.empty((0, 0), np.float32)
@@ -108,12 +118,12 @@ class KeyedIndex:
         return index.vectors(numbers[:count])
 
     def entries(self, key: str) -> int:
-        """Of a key."""
+        """Return the number of entries of a key."""
         index = self._indexes.get(key)
         return 0 if index is None else len(index)
 
     def statistics(self) -> IndexStatistics:
-        """As they are now."""
+        """Return the current figures."""
         with self._lock:
             indexes = list(self._indexes.values())
         return IndexStatistics(
@@ -124,7 +134,7 @@ class KeyedIndex:
         )
 
     def close(self) -> None:
-        """Nothing more is taken in. May be called again."""
+        """Accept no more entries. It may be called again."""
         with self._lock:
             self._closed = True
             indexes = list(self._indexes.values())
@@ -141,7 +151,7 @@ class KeyedIndex:
                 self._entries -= len(numbers) - new
 
     def _add_to(self, key: str, numbers: Numbers, vectors: Vectors) -> int:
-        """How many of them were new."""
+        """Add to the key's index; return how many entries were new."""
         while True:
             index = self._index(key, vectors.shape[1])
             _check_width(index, vectors)
@@ -149,7 +159,7 @@ class KeyedIndex:
                 if len(numbers) == 1:
                     return int(index.add(int(numbers[0]), vectors[0]))
                 return index.add_all(numbers, vectors)
-            except LookupError:  # the key lost its last entry in this moment, and has no index, or another one
+            except LookupError:  # the key just lost its last entry, and its index with it
                 if self._closed:
                     raise
 

@@ -1,4 +1,4 @@
-"""What an index is built with."""
+"""The settings of an index."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings:
-    """flat_entries: from so many on, searches compare a key's sketches first.
-
-    candidates: entries whose vectors are then compared, and those that differ no more. More of them find the nearest
-    more often, and take longer (`make bench-index`).
-    """
+    """Settings of an index."""
 
     flat_entries: int = 10_000
+    """From this many entries on, searches of a key compare sketches first."""
     candidates: int = 256
+    """Number of entries whose vectors are then compared, plus ties.
+
+    More candidates find the nearest entries more often, and take longer (`make bench-index`).
+    """

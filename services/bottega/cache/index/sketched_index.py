@@ -1,9 +1,9 @@
-"""An index of many vectors: a search compares the sketches of all, and then the vectors of those that are nearest.
+"""An index of many vectors: a search compares all sketches, and then the vectors of the nearest ones.
 
-Half of a million sketches is 16 MB, which a core compares in two milliseconds: nothing is trained or built, adding and
-removing change one row, and how prompts cluster does not matter. What was tried before, among a million prompts in
-sessions of few and topics of very different size, 768 wide (`make bench-index`): a graph (HNSW) found .83 of the
-nearest, lists around centres .95, as both lead to the topic and miss the session.
+The first halves of a million sketches take 16 MB, which a core compares in two milliseconds. Nothing is trained or
+built, adding and removing change one row, and it does not matter how prompts cluster. Alternatives were measured with a
+million prompts of width 768, in small sessions and topics of very different size (`make bench-index`): a graph (HNSW)
+found .83 of the nearest, lists around centres .95, because both lead to the topic and miss the session.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.sketches import CODE_BYTES, FIRST_BYTES, Codes, Sketcher
 from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors
 
-# Rows that are allocated at once; what is not used of them takes no memory.
+# Rows that are allocated at once. Unused rows take no memory.
 _BLOCK_ROWS = 65_536
-# Of each block, those that differ least in the first half of their sketches. A session lies in one block.
+# Rows of each block with the most similar first halves of sketches. A session lies in one block.
 _SIFTED = 256
 _HALF_BYTES, _NUMBER_BYTES = 2, 8
-# Of an entry in a dictionary of numbers.
+# Size of an entry in the dictionary of numbers.
 _PLACE_BYTES = 100
 
 
@@ -37,22 +37,22 @@ class _Block:
         self.numbers: Numbers = np.empty(_BLOCK_ROWS, np.int64)
 
     def write(self, rows: slice, numbers: Numbers, vectors: Vectors, codes: Codes) -> None:
-        """codes: of the vectors."""
+        """Write vectors and their codes into rows."""
         self.numbers[rows], self.vectors[rows] = numbers, vectors
         self.first[rows], self.second[rows] = codes[:, :FIRST_BYTES], codes[:, FIRST_BYTES:]
 
     def copy_row(self, row: int, source: _Block, other: int) -> None:
-        """Takes the place of a row from another one."""
+        """Overwrite a row with one of another block."""
         self.numbers[row], self.vectors[row] = source.numbers[other], source.vectors[other]
         self.first[row], self.second[row] = source.first[other], source.second[other]
 
     def sift(self, code: Codes, used: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows whose sketches differ least from one, [1, CODE_BYTES], and by how many bits; in no order."""
+        """Return the rows with the sketches nearest to `code` ([1, CODE_BYTES]), and their distances in bits."""
         if used <= _SIFTED:
             rows = np.arange(used)
             differ = np.bitwise_count(self.first[:used] ^ code[:, :FIRST_BYTES]).sum(axis=1, dtype=np.int64)
         else:
-            # By counting: there are but 129 distances.
+            # By counting, because there are only 129 distances.
             first = np.ascontiguousarray(code[:, :FIRST_BYTES])
             distances, found = faiss.knn_hamming(first, self.first[:used], _SIFTED, variant="mc")
             rows, differ = found[0], distances[0].astype(np.int64)
@@ -61,9 +61,10 @@ class _Block:
 
 
 class SketchedIndex:
-    """A `VectorIndex`, but for one thread at a time; vectors are kept in half precision.
+    """A `VectorIndex` with sketches, for one thread at a time. Vectors are kept in half precision.
 
-    centre: [width], see Sketcher: the middle of some of the vectors that it is made for.
+    Args:
+        centre: [width], the mean of some of the vectors, see Sketcher.
     """
 
     def __init__(self, centre: Vectors, settings: IndexSettings) -> None:
@@ -78,7 +79,7 @@ class SketchedIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Of vectors, sketches and numbers, nearly."""
+        """Approximate size of vectors, sketches and numbers."""
         return len(self._rows) * (_HALF_BYTES * self.width + CODE_BYTES + _NUMBER_BYTES + _PLACE_BYTES)
 
     def add(self, number: int, vector: Vectors) -> bool:
@@ -90,7 +91,7 @@ class SketchedIndex:
         return is_new
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> None:
-        """Takes in many, none of which is there yet."""
+        """Add many vectors, none of which is in the index yet."""
         first = len(self._rows)
         self._rows.update(zip(numbers.tolist(), range(first, first + len(numbers)), strict=True))
         done = 0
@@ -100,7 +101,7 @@ class SketchedIndex:
             done += count
 
     def remove(self, number: int) -> bool:
-        """The last row moves into the gap."""
+        """Remove a vector; the last row fills the gap."""
         row = self._rows.pop(number, None)
         if row is None:
             return False
@@ -109,12 +110,12 @@ class SketchedIndex:
             (block, place), (source, other) = self._at(row), self._at(last)
             block.copy_row(place, source, other)
             self._rows[int(block.numbers[place])] = row
-        # One that is empty stays, so that coming and going at its edge allocates nothing.
+        # One empty block stays, so that adding and removing at its border allocates nothing.
         del self._blocks[-(-last // _BLOCK_ROWS) + 1 :]
         return True
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        # Of this thread. A second one has nothing to do for one query, and is woken and waited for once a block.
+        # For this thread. A second thread has nothing to do for one query, and would be woken once a block.
         faiss.omp_set_num_threads(1)
         code = self._sketcher.codes(vector[None])
         sifted = [(block, *block.sift(code, used)) for block, used in self._used()]
@@ -131,7 +132,7 @@ class SketchedIndex:
         return [Match(number=int(joined[place]), similarity=min(float(cosines[place]), 1.0)) for place in best]
 
     def vector(self, number: int) -> Vectors | None:
-        """A copy."""
+        """Return a copy of the vector with that number, or None."""
         row = self._rows.get(number)
         if row is None:
             return None
@@ -139,26 +140,25 @@ class SketchedIndex:
         return np.asarray(block.vectors[place], np.float32)
 
     def numbers(self) -> Numbers:
-        """A copy."""
+        """Return a copy of all numbers."""
         parts = [block.numbers[:used] for block, used in self._used()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:
-        """Those of the numbers that are there, and their vectors; copies."""
+        """Return copies of the vectors with these numbers, and the numbers that exist."""
         here = [number for number in numbers.tolist() if number in self._rows]
         found = [self.vector(number) for number in here]
         made = np.array(found, np.float32).reshape(len(here), self.width)
         return np.array(here, np.int64), made
 
     def _limit(self, differ: NDArray[np.int64]) -> int:
-        """Bits by which candidates differ at most."""
+        """Return the maximum distance of candidates in bits."""
         count = max(MAX_COUNT, self._settings.candidates)
         if count >= len(differ):
             return int(differ.max())
         return int(np.partition(differ, count - 1)[count - 1])
 
     def _write(self, row: int, numbers: Numbers, vectors: Vectors) -> None:
-        """Rows of one block."""
         while row // _BLOCK_ROWS >= len(self._blocks):
             self._blocks.append(_Block(self.width))
         block, place = self._at(row)
@@ -168,7 +168,7 @@ class SketchedIndex:
         return self._blocks[row // _BLOCK_ROWS], row % _BLOCK_ROWS
 
     def _used(self) -> Iterator[tuple[_Block, int]]:
-        """Blocks with rows, and how many those are."""
+        """Yield the blocks with rows, and their numbers of rows."""
         for place, block in enumerate(self._blocks):
             used = min(len(self._rows) - place * _BLOCK_ROWS, _BLOCK_ROWS)
             if used > 0:

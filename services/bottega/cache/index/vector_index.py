@@ -1,5 +1,4 @@
-"""What indexes can do, however they do it: that of all entries by key, and that of one key's; and vectors as they want
-them."""
+"""The interfaces of indexes: of all entries by key, and of one key's vectors; and the form of vectors."""
 
 from __future__ import annotations
 
@@ -10,92 +9,96 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vectors = NDArray[np.float32]
-"""[width], or [n, width]: of length 1, so that an inner product is a cosine."""
+"""[width] or [n, width], of length 1, so that an inner product is a cosine."""
 
 Numbers = NDArray[np.int64]
-"""[n]: what the vectors are known by."""
+"""[n]: the numbers that identify the vectors."""
 
 MAX_COUNT = 64
-"""Matches of one search; a job asks for eight pictures at most."""
+"""Maximum number of matches of one search; a job asks for eight pictures at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A vector that was found. similarity: cosine of it and the one that was searched, -1 to 1."""
+    """A vector that a search found."""
 
     number: int
     similarity: float
+    """Cosine of it and the searched vector, -1 to 1."""
 
 
 class VectorIndex(Protocol):
-    """Unit vectors of one width, by number. May be used by several threads."""
+    """Unit vectors of one width, by number. Several threads may use it."""
 
-    def __len__(self) -> int:
-        """Vectors in it."""
-        ...
+    def __len__(self) -> int: ...
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """Takes in a vector, in the place of one with the same number. Whether there was none."""
+        """Add a vector, or replace the one with its number; return whether it is new."""
         ...
 
     def remove(self, number: int) -> bool:
-        """Takes a vector out: no search that begins later finds it. Whether it was there."""
+        """Remove a vector, which later searches do not find; return whether it existed."""
         ...
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        """Up to so many of the most similar, the most similar first."""
+        """Return up to `count` of the most similar vectors, the most similar first."""
         ...
 
     def vector(self, number: int) -> Vectors | None:
-        """The vector with that number, if it is there."""
+        """Return the vector with that number, if it exists."""
         ...
 
     def numbers(self) -> Numbers:
-        """Of all vectors, in no order."""
+        """Return the numbers of all vectors, in any order."""
         ...
 
 
 class EntryIndex(Protocol):
-    """Embeddings of entries, by key and number: what is found for one key was added under it. Any thread may call it.
+    """Embeddings of entries by key and number. A search finds only entries of its key. Any thread may call it.
 
-    A vector is zero, not finite or not as wide as others of its key: ValueError.
+    All calls raise ValueError for a vector that is zero, not finite or of another width than its key's.
     """
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
-        """Adds many at once. numbers: [n], each once. vectors: [n, width]."""
+        """Add many entries.
+
+        Args:
+            numbers: [n], each once.
+            vectors: [n, width].
+        """
         ...
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
-        """Adds one, in the place of that number. Raises QueueFull where there are as many as may be."""
+        """Add an entry, or replace the one with that number. Raises QueueFull if there are too many."""
         ...
 
     def remove(self, key: str, number: int) -> bool:
-        """No search that begins later finds it. Whether it was there."""
+        """Remove an entry, which later searches do not find; return whether it existed."""
         ...
 
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
-        """Up to so many of the key's entries, 1 to MAX_COUNT, the most similar first."""
+        """Return up to `count` (1 to MAX_COUNT) of the key's entries, the most similar first."""
         ...
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """The cosine of a vector and that of an entry; None where there is no such entry."""
+        """Return the cosine of a vector and that of an entry; None if there is no such entry."""
         ...
 
     def sample(self, key: str, count: int) -> Vectors:
-        """Vectors of up to so many of the key's entries, any of them with the same chance."""
+        """Return the vectors of up to `count` random entries of the key, all equally likely."""
         ...
 
     def entries(self, key: str) -> int:
-        """How many a key has."""
+        """Return the number of entries of a key."""
         ...
 
     def close(self) -> None:
-        """Nothing more is taken in. May be called again."""
+        """Accept no more entries. It may be called again."""
         ...
 
 
 def unit_vectors(vectors: NDArray[np.floating]) -> Vectors:
-    """The same directions with length 1, as a copy. Raises ValueError where there is none."""
+    """Return a copy of the vectors, scaled to length 1. Raises ValueError for a vector without direction."""
     made = np.array(vectors, dtype=np.float32, order="C")
     lengths = np.linalg.norm(made, axis=-1, keepdims=True)
     if made.ndim not in {1, 2} or made.shape[-1] == 0 or not np.all(np.isfinite(lengths)) or not np.all(lengths > 0.0):

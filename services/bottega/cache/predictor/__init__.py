@@ -1,3 +1,4 @@
-"""The match predictor: whether a search of the index would find nothing, by a one-class model of each key's entries,
-used while that spares more time than it costs.
+"""The match predictor: it predicts whether a search would find nothing, with a one-class model of each key's entries.
+
+It is used as long as it saves more time than it costs.
 """

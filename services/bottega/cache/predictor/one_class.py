@@ -1,11 +1,10 @@
-"""A one-class support vector machine: from vectors that are there, whether another one is of their kind.
+"""A one-class support vector machine: learnt from a set of vectors, it tells whether another one is of their kind.
 
-The machine is trained by stochastic gradient descent, which is linear, on a Nystroem approximation of a Gaussian
-kernel; what is kept are plain arrays, and nothing of scikit-learn's. Source: Nirvana (NSDI'24), section 5.2, where nu
-is .001.
+It is trained by stochastic gradient descent, in linear time, on a Nystroem approximation of a Gaussian kernel. Only
+plain arrays are kept, no scikit-learn objects. Source: Nirvana (NSDI'24), section 5.2, where nu is .001.
 
-With so small a nu, descent ends long before the machine's own offset has moved from where it lets everything in; its
-direction does sort vectors. So the offset is that which so many of some vectors lie above that were not trained on.
+With such a small nu, descent ends long before the machine's own offset has moved from where it accepts everything, but
+its direction does rank vectors. So the offset is chosen such that the share RECALL of held-out vectors is accepted.
 """
 
 from __future__ import annotations
@@ -19,55 +18,56 @@ from bottega.cache.index.vector_index import Vectors
 
 NU = 0.001
 RECALL = 0.95
-"""Of vectors of the same kind, as the paper reports it."""
+"""Share of vectors of the same kind that are accepted, as the paper reports it."""
 
 _LANDMARKS = 100
 _HELD_OUT = 0.1
-# Measured on vectors in clusters: more steps and other rates sort vectors no better; a tenth of the steps is too few.
+# Measured on clustered vectors: more steps and other rates rank vectors no better; a tenth of the steps is too few.
 _STEPS = 50_000
 _MOST_PASSES = 200
 _RATE = 0.1
 _LEAST_EIGENVALUE = 1e-3
-# Of vectors that are all alike.
+# Scale of vectors that are all alike.
 _LEAST_SCALE = 1e-6
-# Of deviations whose mean square is 1; wider ones do not tell clusters apart, and narrower ones do not tell those
-# without a landmark.
+# For deviations with a mean square of 1. A wider kernel does not separate clusters, a narrower one does not separate
+# those without a landmark.
 _GAMMA = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OneClassModel:
-    """centre: [width], of the vectors; embeddings have a large part in common, which would hide what they differ in.
-
-    scale: of their deviations from it, the root mean square. landmarks: [n, width], scaled deviations to which others
-    are compared. weights: [n], of these comparisons. gamma: of the kernel, exp(-gamma |x - y|^2). offset: the least
-    score of the class.
-    """
+    """A trained model of a kind of vectors."""
 
     centre: Vectors
+    """[width], the mean of the vectors. Embeddings have a large common part that would hide their differences."""
     scale: float
+    """Root mean square of the deviations from the centre."""
     landmarks: Vectors
+    """[n, width], scaled deviations to which others are compared."""
     weights: NDArray[np.float32]
+    """[n], weights of these comparisons."""
     gamma: float
+    """Parameter of the kernel, exp(-gamma |x - y|^2)."""
     offset: float
+    """Least score of the kind."""
 
     @property
     def width(self) -> int:
-        """Of its vectors."""
+        """Width of its vectors."""
         return int(self.landmarks.shape[1])
 
     def scores(self, vectors: Vectors) -> NDArray[np.float32]:
-        """[m], of unit vectors [m, width]: the larger, the more of the kind."""
+        """Return the scores [m] of unit vectors [m, width]; a larger score means more like the kind."""
         return _kernel((vectors - self.centre) / self.scale, self.landmarks, self.gamma) @ self.weights
 
     def contains(self, vector: Vectors) -> bool:
-        """Whether a unit vector is of the kind."""
+        """Return whether a unit vector is of the kind."""
         return bool(self.scores(vector[None])[0] >= self.offset)
 
 
 def train(vectors: Vectors, *, seed: int = 0) -> OneClassModel:
-    """The kind of unit vectors [n, width], n at least 100; takes about .1 s for 10,000 of them."""
-    # A service with few entries never imports it, which takes a second.
+    """Return a model of unit vectors [n, width], n at least 100. It takes about .1 s for 10,000 of them."""
+    # Imported here, because it takes a second and a service with few entries never needs it.
     from sklearn.linear_model import SGDOneClassSVM
 
     shuffled = np.random.default_rng(seed).permutation(vectors)
@@ -89,10 +89,9 @@ def train(vectors: Vectors, *, seed: int = 0) -> OneClassModel:
 
 
 def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[n, rank]: what makes inner products of comparisons with landmarks approximate the kernel.
+    """Return [n, rank], with which inner products of landmark comparisons approximate the kernel.
 
-    scikit-learn's Nystroem also keeps what is a millionth of the kernel, which is nothing but noise where landmarks are
-    close to each other.
+    scikit-learn's Nystroem also keeps a millionth of the kernel, which is only noise if landmarks are near each other.
     """
     values, vectors = np.linalg.eigh(kernel)
     kept = values > _LEAST_EIGENVALUE * values[-1]
@@ -101,7 +100,7 @@ def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _kernel(vectors: Vectors, landmarks: Vectors, gamma: float) -> NDArray[np.float32]:
-    """[n, landmarks], float32."""
+    """Return the kernel of vectors and landmarks, [n, landmarks], float32."""
     distances: NDArray[np.float32] = vectors @ landmarks.T
     distances *= -2.0
     distances += (vectors**2).sum(axis=1)[:, None]

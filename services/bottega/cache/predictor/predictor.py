@@ -1,8 +1,8 @@
-"""Predicts whether a search will find anything, and spares those that would not, where that pays.
+"""Predicts whether a search will find anything, and skips searches that would not, if that pays.
 
-For each key with enough entries there is a model of what its entries' embeddings look like; it is trained in the
-background, anew when some share of the entries changed. `bottega.planning.predictor_use` decides from what is measured
-whether the models are believed. Source: Nirvana (NSDI'24), section 5.2.
+Each key with enough entries has a model of its entries' embeddings, which is trained in the background, again whenever
+a share of the entries has changed. `bottega.planning.predictor_use` decides from measurements whether predictions are
+used. Source: Nirvana (NSDI'24), section 5.2.
 """
 
 from __future__ import annotations
@@ -24,72 +24,87 @@ from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSettings:
-    """least_entries: of a key that has a model. changed_share: of a key's entries, after which it is trained anew (5 %
-    in the paper). most_records: that one is trained on. most_models: of the keys that asked for one first."""
+    """Settings of a MatchPredictor."""
 
     least_entries: int = 500
+    """Number of entries from which a key has a model."""
     changed_share: float = 0.05
+    """Share of a key's entries after whose change its model is trained again (5 % in the paper)."""
     most_records: int = 10_000
+    """Maximum number of embeddings that a model is trained on."""
     most_models: int = 64
+    """Maximum number of models; the first keys get them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchPrediction:
-    """hit: whether a search will find something. weight: 0 where there should be none, else as the switch says.
-
-    measured: whether a model said so, whose word is worth recording.
-    """
+    """The prediction of a search."""
 
     hit: bool
+    """Whether the search will find something."""
     weight: float
+    """0 to skip the search, else the number of questions for which it counts."""
     measured: bool
+    """Whether a model made the prediction, so that its result should be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorStatistics:
-    """on: whether predicted misses are spared their searches. training_s: of the last training. The others are counts:
-    skipped is of the searches that were spared."""
+    """Figures of a predictor. All but `on`, `rates` and `training_s` are counts."""
 
     on: bool
+    """Whether searches with a predicted miss are skipped."""
     rates: PredictorRates
     models: int
     trainings: int
     training_s: float
+    """Seconds of the last training."""
     predicted_hits: int
     predicted_misses: int
     skipped: int
+    """Number of skipped searches."""
 
 
 class Predictor(Protocol):
-    """Says before a search whether it will be in vain. Any thread may call it."""
+    """Predicts before a search whether it will find nothing. Any thread may call it."""
 
     def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
-        """So many entries of a key have come or gone. entries: that it has now."""
+        """Record that `changes` entries of a key were added or removed; it now has `entries`."""
         ...
 
     def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
-        """Whether a search of a key will find something, and whether to make it. Raises ValueError as a search does."""
+        """Return whether a search of a key will find something, and whether to make it.
+
+        Raises ValueError like a search.
+        """
         ...
 
     def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """What the search found that was made after a prediction. lookup_s: of it. saved_s: by its hit, if known."""
+        """Record the result of a search that followed a prediction.
+
+        Args:
+            lookup_s: Duration of the search.
+            saved_s: What its hit saves, if known.
+        """
         ...
 
     def statistics(self) -> PredictorStatistics:
-        """As they are now."""
+        """Return the current figures."""
         ...
 
     def close(self) -> None:
-        """Ends what it does in the background. May be called again."""
+        """Stop the background work. It may be called again."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _Key:
-    """entries: when it was trained last. changes: since then."""
+    """The state of a key's model."""
 
     entries: int = 0
+    """Number of entries at the last training."""
     changes: int = 0
+    """Number of changes since then."""
     training: bool = False
     model: OneClassModel | None = None
 
@@ -97,7 +112,8 @@ class _Key:
 class MatchPredictor:
     """A `Predictor` with a model of each key's entries. Close it.
 
-    sample: up to so many embeddings of a key's entries (`KeyedIndex.sample`); called in a thread of its own.
+    Args:
+        sample: Returns up to a number of embeddings of a key's entries (`KeyedIndex.sample`); called in another thread.
     """
 
     def __init__(
@@ -118,10 +134,7 @@ class MatchPredictor:
         self._predicted_hits = self._predicted_misses = self._skipped = 0
 
     def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
-        """So many entries of a key have come or gone. entries: that it has now.
-
-        Trains its model in the background when due.
-        """
+        """Record changes of a key's entries. It trains the key's model in the background when that is due."""
         with self._lock:
             if entries < self._settings.least_entries:
                 self._keys.pop(key, None)
@@ -137,9 +150,9 @@ class MatchPredictor:
         self._trainer.start(lambda: self._train(key, known))
 
     def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
-        """Whether a search of a key will find something, and whether to make it. Ask before each search.
+        """Return whether a search of a key will find something, and whether to make it. Call it before each search.
 
-        Raises ValueError where a search would.
+        Raises ValueError like a search.
         """
         wanted = unit_vectors(vector)
         with self._lock:
@@ -156,7 +169,7 @@ class MatchPredictor:
         return MatchPrediction(hit=hit, weight=weight, measured=True)
 
     def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """What the search found that was made after a prediction. lookup_s: of it. saved_s: by its hit, if known."""
+        """Record the result of a search that followed a prediction. See Predictor.record."""
         if prediction.measured and prediction.weight > 0.0:
             with self._lock:
                 self._switch.record(
@@ -164,7 +177,7 @@ class MatchPredictor:
                 )
 
     def statistics(self) -> PredictorStatistics:
-        """As they are now."""
+        """Return the current figures."""
         with self._lock:
             return PredictorStatistics(
                 on=self._switch.on,
@@ -178,11 +191,11 @@ class MatchPredictor:
             )
 
     def close(self) -> None:
-        """Ends after a training that is under way. May be called again."""
+        """Wait for a running training and stop. It may be called again."""
         self._trainer.close()
 
     def _train(self, key: str, known: _Key) -> None:
-        """known: of the key, if it still has that."""
+        """Train the model of a key, unless too few of its entries are left."""
         try:
             vectors = self._sample(key, self._settings.most_records)
             if len(vectors) < self._settings.least_entries:

@@ -1,3 +1,5 @@
-"""What the cache does with latents: questions are answered (lookup, selector), recordings taken in and the least useful
-latents evicted in a thread of its own (writer, insertion), over one table of the entries; `LatentStore` is all of it.
+"""The store of cached latents: `LatentStore`, over one table of entries.
+
+lookup and selector answer questions. writer and insertion add recordings and evict the least useful latents, in a
+thread of their own.
 """

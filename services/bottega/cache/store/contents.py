@@ -1,6 +1,6 @@
-"""What a store has in memory: the table of its entries, the index of their embeddings, rows, and the match predictor.
+"""The memory of a store: the table of its entries, the index of their embeddings, the rows, and the match predictor.
 
-They change together: an entry that is in the table is in the index, too. Any thread may call it.
+They change together: an entry in the table is also in the index. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Contents:
     index: EntryIndex
     predictor: Predictor | None
     rows: PromptRows
-    """Which entries rest for which prompts."""
+    """The entries that rest for each prompt."""
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
-        """Takes in entries of earlier times, of one key; tell `loaded` when there are no more."""
+        """Add earlier entries of one key. Call `loaded` after the last ones."""
         numbers = np.array([record.entry.number for record in records], np.int64)
         vectors = np.stack([_vector(record) for record in records])
         self.index.load(key, numbers, vectors)
@@ -37,25 +37,25 @@ class Contents:
             self.table.add(record)
 
     def loaded(self) -> None:
-        """All entries of earlier times were taken in."""
+        """Finish loading, after all earlier entries were added."""
         for key in self.table.all_keys():
             self._tell_predictor(key)
 
     def prepare(self, record: EntryRecord) -> None:
-        """Has the index take the entry, before it is written. Raises ValueError, QueueFull where it does not."""
+        """Add an entry to the index before it is written. Raises ValueError, QueueFull if the index refuses it."""
         self.index.add(record.entry.key, record.entry.number, _vector(record))
 
     def take_back(self, record: EntryRecord) -> None:
-        """The entry could not be written."""
+        """Remove an entry that could not be written from the index."""
         self.index.remove(record.entry.key, record.entry.number)
 
     def add(self, record: EntryRecord) -> None:
-        """An entry is written: from now on it is served."""
+        """Add a written entry, which is served from now on."""
         self.table.add(record)
         self._tell_predictor(record.entry.key)
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """The table has no latents of these any more."""
+        """Remove entries that have no latents left in the table."""
         changes: Counter[str] = Counter()
         for entry in entries:
             self.index.remove(entry.key, entry.number)
@@ -64,7 +64,7 @@ class Contents:
             self._tell_predictor(key, number)
 
     def close(self) -> None:
-        """Ends what the index and the predictor do in the background."""
+        """Stop the background work of the index and the predictor."""
         if self.predictor is not None:
             self.predictor.close()
         self.index.close()

@@ -1,4 +1,7 @@
-"""Which keys are worth recording: those that are asked about again. Control images, for one, seldom repeat."""
+"""Decides which keys are worth recording: those that are asked about again.
+
+Control images, for example, seldom repeat.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,26 @@ import hashlib
 import threading
 from collections import OrderedDict
 
-# Keys that are remembered, 150 bytes each; those that were asked about longest ago are forgotten first.
+# Maximum number of remembered keys, 150 bytes each. The least recently asked ones are forgotten first.
 _MOST_KEYS = 65_536
 
 
 class Doorkeeper:
-    """Any thread may ask."""
+    """Remembers which keys were asked about. Any thread may call it."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._most_keys = most_keys
-        # By key, the job that has asked about it; empty where any other one will do.
+        # For each key, the job that asked about it; empty if any other job is accepted.
         self._seen: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def admits(self, key: str, job: str) -> bool:
-        """Whether another job has asked about the key before; from now on it was asked about.
+        """Return whether another job has asked about the key before, and remember the question.
 
-        key: in hex. job: who asks, whose later attempts are no other request; empty is not known, and always another.
+        Args:
+            key: In hex.
+            job: The job that asks; its retries do not count as another job. "" is unknown, and always counts as
+                another.
         """
         short, asker = bytes.fromhex(key), _short(job)
         with self._lock:

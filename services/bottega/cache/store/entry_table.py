@@ -1,7 +1,7 @@
-"""The entries that are there, in memory: which latents each has, how they were used, and which go first.
+"""The table of entries in memory: their latents, their usage, and the order of eviction.
 
-Whatever changes here is also to be written; `take_changes` says what. Any thread may call it, and none waits long: it
-knows neither disk nor index.
+Every change must also be written; `take_changes` returns what changed. Any thread may call it, and no call waits long:
+it knows neither disk nor index.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from bottega.planning.eviction import EvictionHeap, EvictionPolicy, Usage
 
 @dataclass(slots=True, kw_only=True)
 class Removal:
-    """What has gone. entries: whose last latent went. latents: how many. files: to delete."""
+    """The result of removing latents."""
 
     entries: list[Entry] = field(default_factory=list)
+    """Entries whose last latent was removed."""
     latents: int = 0
+    """Number of removed latents."""
     files: list[str] = field(default_factory=list)
+    """Names of files to delete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCounts:
-    """What there is of a model."""
+    """Counts of a model."""
 
     entries: int
     latents: int
@@ -39,7 +42,7 @@ class ModelCounts:
 
 @dataclass(slots=True)
 class _Kept:
-    """An entry; digests: of its latents, by step."""
+    """An entry with the digests of its latents by step."""
 
     entry: Entry
     digests: dict[int, bytes]
@@ -47,7 +50,11 @@ class _Kept:
 
 
 class EntryTable:
-    """policy: which latents go first."""
+    """The table of a store's entries.
+
+    Args:
+        policy: Determines which latents are evicted first.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._lock = threading.Lock()
@@ -60,7 +67,7 @@ class EntryTable:
         self._model_keys: Counter[str] = Counter()
         self._picture_bytes = 0
         self._changes = Changes()
-        # The policy's clock: questions, those of earlier times included.
+        # The policy's clock counts questions, including those before the last start.
         self._now = 0.0
 
     def __len__(self) -> int:
@@ -68,21 +75,21 @@ class EntryTable:
 
     @property
     def size_bytes(self) -> int:
-        """Of all latents, and of the pictures of their entries."""
+        """Size of all latents, and of the pictures of their entries."""
         return self._heap.size_bytes + self._picture_bytes
 
     @property
     def now(self) -> float:
-        """The time on the policy's clock: it goes on with every question."""
+        """The time on the policy's clock, which advances with every question."""
         return self._now
 
     def tick(self) -> None:
-        """A question was asked."""
+        """Advance the clock for a question."""
         with self._lock:
             self._now += 1.0
 
     def add(self, record: EntryRecord) -> None:
-        """Takes in an entry, which is written."""
+        """Add a written entry."""
         entry = record.entry
         with self._lock:
             digests = {step: latent.digest for step, latent in record.latents.items()}
@@ -98,35 +105,39 @@ class EntryTable:
                 self._now = max(self._now, latent.usage.used_at)
 
     def all_keys(self) -> list[str]:
-        """Of which there are entries."""
+        """Return the keys that have entries."""
         with self._lock:
             return list(self._keys)
 
     def has_key(self, key: str) -> bool:
-        """Whether there are entries of it."""
+        """Return whether the key has entries."""
         return key in self._keys
 
     def named(self, name: str) -> Entry | None:
-        """The entry of that name."""
+        """Return the entry of that name."""
         with self._lock:
             number = self._numbers.get(name)
             return self._kept[number].entry if number is not None else None
 
     def newest(self, model_hash: str, limit: int) -> list[Entry]:
-        """The last that were recorded, newest first. model_hash: empty is any."""
+        """Return the newest entries, newest first.
+
+        Args:
+            model_hash: "" means any model.
+        """
         with self._lock:
             entries = [kept.entry for kept in self._kept.values()]
         of_model = (entry for entry in entries if not model_hash or entry.model_hash == model_hash)
         return heapq.nlargest(limit, of_model, key=lambda entry: entry.number)
 
     def steps_and_hits(self, number: int) -> tuple[list[int], int]:
-        """After how many steps an entry's latents are, and how often it was started from; of one that is gone none."""
+        """Return the steps of an entry's latents, and how often pictures started from it; nothing if it is gone."""
         with self._lock:
             kept = self._kept.get(number)
             return (sorted(kept.digests), kept.hits) if kept is not None else ([], 0)
 
     def candidates(self, key: str, similarities: Iterable[tuple[int, float]]) -> list[Candidate]:
-        """What there is of these entries, given by number and similarity; one of another key is none."""
+        """Return the candidates among these entries, given by number and similarity, that have this key."""
         found = []
         with self._lock:
             for number, similarity in similarities:
@@ -140,14 +151,14 @@ class EntryTable:
         return found
 
     def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:
-        """The entry of a latent and the latent's digest; None where it is gone."""
+        """Return the entry of a latent and the latent's digest; None if it is gone."""
         with self._lock:
             kept = self._kept.get(number)
             digest = kept.digests.get(step) if kept is not None else None
             return (kept.entry, digest) if kept is not None and digest is not None else None
 
     def take_back_hit(self, number: int) -> None:
-        """Count one start less: the latent that was sent came too late, or did not fit. Do nothing if it is gone."""
+        """Undo the count of a start whose latent came too late or did not fit. It does nothing if the entry is gone."""
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and kept.hits:
@@ -155,7 +166,7 @@ class EntryTable:
                 self._changes.hits[number] = kept.hits
 
     def use(self, number: int, step: int) -> None:
-        """Count that a latent was sent to start a picture from. Do nothing if it is gone."""
+        """Count that a latent was sent to start a picture from. It does nothing if it is gone."""
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and step in kept.digests:
@@ -164,7 +175,7 @@ class EntryTable:
                 self._changes.usages[number, step] = self._heap.use((number, step), self._now)
 
     def remove(self, number: int, step: int) -> Removal:
-        """Forgets a latent. Harmless where it is gone."""
+        """Remove a latent if it exists."""
         removal = Removal()
         with self._lock:
             if (number, step) in self._heap:
@@ -173,7 +184,7 @@ class EntryTable:
         return removal
 
     def evict(self, until_bytes: int, until_entries: int) -> Removal:
-        """Forgets latents, the least first, until there are at most so many bytes, and so many entries.
+        """Remove latents in eviction order, until at most that many bytes and entries are left.
 
         The picture of an entry goes with its last latent.
         """
@@ -185,7 +196,7 @@ class EntryTable:
         return removal
 
     def clear(self, model_hash: str) -> Removal:
-        """Forgets all entries of a model; empty is of all."""
+        """Remove all entries of a model; "" means all models."""
         removal = Removal()
         with self._lock:
             wanted = [kept for kept in self._kept.values() if not model_hash or kept.entry.model_hash == model_hash]
@@ -196,13 +207,13 @@ class EntryTable:
         return removal
 
     def take_changes(self) -> Changes:
-        """What changed since the last time, to be written."""
+        """Return the changes since the last call, to be written."""
         with self._lock:
             taken, self._changes = self._changes, Changes()
             return taken
 
     def models(self) -> Mapping[str, ModelCounts]:
-        """What there is, by model."""
+        """Return the counts by model."""
         with self._lock:
             return {
                 model: ModelCounts(entries=entries, latents=self._model_latents[model], keys=self._model_keys[model])
@@ -210,7 +221,7 @@ class EntryTable:
             }
 
     def _drop(self, number: int, step: int, removal: Removal) -> None:
-        """What is to be done beside the heap."""
+        """Remove a latent from everything but the heap."""
         kept = self._kept[number]
         entry = kept.entry
         del kept.digests[step]
@@ -235,7 +246,7 @@ class EntryTable:
 
 
 def _less(counts: Counter[str], name: str) -> bool:
-    """One less; whether it was the last one, which vanishes."""
+    """Decrement a count, and delete it at 0; return whether it was deleted."""
     counts[name] -= 1
     if not counts[name]:
         del counts[name]
@@ -244,5 +255,5 @@ def _less(counts: Counter[str], name: str) -> bool:
 
 
 def new_usage(step: int, at: float) -> Usage:
-    """Of a latent that is recorded now."""
+    """Return the usage of a latent that is recorded now."""
     return Usage(step=step, used_at=at, created_at=at)

@@ -1,6 +1,6 @@
-"""How recordings become entries: room is made by the policy, files are written, then records, then they are served.
+"""Turns recordings into entries: it evicts to make room, writes files, then records, and then serves the entries.
 
-One thread at a time calls it. Knows no queue: what fails is raised, and none of the recordings is kept then.
+One thread at a time calls it. It knows no queue: if it raises, none of the recordings was kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 
 
 class Insertion:
-    """Has the numbers of entries. clock: says when they were recorded."""
+    """Inserts recordings and numbers the entries.
+
+    Args:
+        clock: Tells when they were recorded.
+    """
 
     def __init__(
         self, settings: StoreSettings, *, contents: Contents, disk: CacheDisk, counts: Counts, clock: Clock
@@ -36,11 +40,11 @@ class Insertion:
         self._next_number = 1
 
     def go_on_from(self, number: int) -> None:
-        """This number is taken."""
+        """Continue the numbering after this number."""
         self._next_number = max(self._next_number, number + 1)
 
     def insert(self, recordings: Sequence[CheckedRecording]) -> None:
-        """Keeps them, all or none; but one that the index does not take is dropped by itself.
+        """Keep all recordings or none, except that one which the index refuses is dropped alone.
 
         Raises StorageUnavailable, DataLoss.
         """
@@ -64,7 +68,7 @@ class Insertion:
         self._counts.add("recorded", len(written))
 
     def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
-        """Evicts until the budgets hold with these; where anything goes, some more goes with it."""
+        """Evict until the recordings fit into the budgets. If anything is evicted, some spare room is made, too."""
         table, settings = self._contents.table, self._settings
         room_bytes = settings.budget_bytes - sum(recording.file_bytes for recording in recordings)
         room_entries = settings.max_entries - len(recordings)
@@ -78,13 +82,13 @@ class Insertion:
         self._counts.add("evictions", removal.latents)
 
     def _spare_bytes(self, recordings: Sequence[CheckedRecording]) -> int:
-        """Of whole latents: where the budget is one of a few, none of them is evicted in advance."""
+        """Return the spare room in whole latents. With a budget for only a few latents, it is 0."""
         spare_bytes = int(self._settings.batch_share * self._settings.budget_bytes)
         latent_bytes = max((recording.each_bytes for recording in recordings), default=1)
         return spare_bytes - spare_bytes % latent_bytes
 
     def _prepare(self, recording: CheckedRecording) -> EntryRecord | None:
-        """Its record, of which the index has the embedding; None where it does not take it."""
+        """Add the recording to the index and return its record; None if the index refuses it."""
         record = _to_record(recording, self._next_number, now=self._clock.wall(), asked=self._contents.table.now)
         self._next_number += 1
         try:
@@ -103,7 +107,11 @@ class Insertion:
 
 
 def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: float) -> EntryRecord:
-    """asked: the time on the policy's clock."""
+    """Return the record of a recording.
+
+    Args:
+        asked: Time on the policy's clock.
+    """
     digest = _digest(recording.picture)
     entry = Entry(
         number=number,

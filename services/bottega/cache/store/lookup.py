@@ -1,7 +1,7 @@
-"""What a job's pictures may start from: the index is searched, the selector decides, and the latents are read.
+"""Finds the latents that a job's pictures may start from: it searches the index, selects, and reads the latents.
 
-Every latent that goes out has the question's own key, and its checksum. Any thread asks, and waits for the disk
-no longer than reading its latents takes.
+Every latent that is served has a key of the question, and was checked by its digest. Any thread may call it, and waits
+for the disk only to read its latents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart
 from bottega.v1.trace_pb2 import StoreTimes
 
-# That are looked at for each picture: some have lost the latents that would do, or have only late ones.
+# Number of matches for each picture. More than one, because some have lost the needed latents or have only late ones.
 _MATCHES_PER_PICTURE = 4
 _LEAST_MATCHES = 8
 
@@ -37,35 +37,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What a search has found under a key. latest: step after which its latents may be, at most. matches: numbers of
-    entries, with their similarities."""
+    """The matches of a search of one key."""
 
     key: str
     latest: int
+    """The last step after which a latent may have been recorded."""
     matches: list[tuple[int, float]]
+    """Numbers and similarities of entries."""
 
 
 @dataclass(slots=True)
 class _Served:
-    """Latents that were read so far. key: of the question. failed: of the disk, places that it did not give."""
+    """The latents that were read so far."""
 
     key: str = ""
+    """Key of the question."""
     starts: list[CacheStart] = field(default_factory=list)
     latents: list[RecordedLatent] = field(default_factory=list)
     failed: set[tuple[int, int]] = field(default_factory=set)
+    """Latents that the disk failed to read."""
     holes: int = 0
 
     def answer(self, outcome: CacheOutcome.ValueType) -> StoreAnswer:
-        """It, as the worker is told."""
+        """Return the answer for the worker."""
         return StoreAnswer(header=CacheAnswer(hits=self.starts, outcome=outcome), latents=tuple(self.latents))
 
 
 class Lookup:
-    """Finds what the pictures of a job may start from.
+    """Finds the latents that the pictures of a job may start from.
 
     Args:
-        lost: Called with what has gone because it was damaged.
-        has_read: Whether all entries of earlier times are known.
+        lost: Called with latents that were removed because they are damaged.
+        has_read: Returns whether all earlier entries are known.
     """
 
     def __init__(
@@ -118,9 +121,9 @@ class Lookup:
         return answer
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """The latents that are asked for, whatever their similarity; those that are gone are left out.
+        """Return the requested latents, whatever their similarity, without those that are gone.
 
-        As long as entries are still being read, nothing is known to be gone: UNAVAILABLE.
+        As long as earlier entries are still being read, a missing latent makes the outcome UNAVAILABLE.
         """
         timer, known = LapTimer(), self._has_read()
         keys = {key for key, _ in self._keys(question)}
@@ -140,7 +143,7 @@ class Lookup:
         return answer
 
     def _keys(self, question: CacheQuestion) -> Iterator[tuple[str, int]]:
-        """Whose entries may serve it, the best first, each with the step after which their latents may be at most."""
+        """Yield the keys whose entries may be used, the best first, each with the last step of usable latents."""
         yield question.key, question.steps
         if self._plain_for_loras and question.plain_key:
             yield question.plain_key, question.plain_steps
@@ -148,7 +151,7 @@ class Lookup:
     def _search(
         self, key: str, latest: int, question: CacheQuestion, embedding: Vector, profile: SkipProfile
     ) -> _Found | None:
-        """None where it is predicted to be in vain."""
+        """Return the matches of a search; None if it is predicted to find nothing."""
         prediction = self._predictor.predict(key, embedding) if self._predictor else None
         if prediction is not None and not prediction.weight:
             return None
@@ -168,9 +171,9 @@ class Lookup:
         return [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
 
     def _are_without_latents(self, found: _Found, question: CacheQuestion, profile: SkipProfile) -> bool:
-        """Return whether too few have a latent that would do, and others that are farther may be similar enough.
+        """Return whether too few matches have a usable latent, and farther entries may be similar enough.
 
-        That happens where latents after few steps, which any prompt may start from, were evicted, and where they rest.
+        That happens if latents after few steps, which any prompt may start from, were evicted, or if entries rest.
         """
         farthest = found.matches[-1][1]
         similar = skip_steps(profile, similarity=farthest, words=question.words, steps=question.steps)
@@ -178,12 +181,12 @@ class Lookup:
         return bool(similar) and len(awake) < question.images
 
     def _awake(self, question: CacheQuestion, selected: Sequence[Selection]) -> list[Selection]:
-        """Return those selections that do not rest for the question's prompt."""
+        """Return the selections that do not rest for the question's prompt."""
         resting = self._rows.resting(question.key, question.prompt_digest)
         return [selection for selection in selected if selection.noise not in resting]
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
-        """Return what is similar enough, whether it rests or not; those of the first search come first."""
+        """Return everything that is similar enough, resting or not, with those of the first search first."""
         selected: list[Selection] = []
         for found in searches:
             selected += self._selector.select(
@@ -210,10 +213,11 @@ class Lookup:
         wanted = self._exploration.kept(possible)
         taken: set[int] = set()
         while len(served.starts) < wanted:
-            selection = next((each for each in awake if each.number not in taken), None)
+            selection = next((candidate for candidate in awake if candidate.number not in taken), None)
             if selection is None:
                 break
-            # Another question about the prompt may have taken it, or a latent before it in this answer began alike.
+            # Another question about the prompt may have taken it, or an earlier latent of this answer has the same
+            # noise.
             if not self._rows.reserve(key, prompt, selection.noise, picture_s(question)):
                 taken.add(selection.number)
                 rests = True
@@ -238,7 +242,7 @@ class Lookup:
         return served.answer(outcome)
 
     def _read(self, number: int, step: int, similarity: float, served: _Served) -> bool:
-        """Whether the latent could be served; one that is damaged is gone then."""
+        """Return whether the latent could be served. A damaged one is removed."""
         place = self._table.latent(number, step)
         if place is None:
             return False
@@ -261,7 +265,7 @@ class Lookup:
         return True
 
     def _lose(self, number: int, step: int, name: str) -> None:
-        """Deletes what is damaged; what was evicted while it was read is no damage."""
+        """Remove a damaged latent. One that was evicted while it was read is not damaged."""
         removal = self._table.remove(number, step)
         if removal.latents:
             _log.error("a cached latent is damaged, and is deleted", extra={"latent": name})
@@ -270,18 +274,18 @@ class Lookup:
 
 
 def picture_s(question: CacheQuestion) -> float:
-    """Return the seconds that a picture of the question takes; 0 where the worker has not said what a step takes."""
+    """Return the seconds that a picture of the question takes; 0 if the worker did not tell the duration of a step."""
     return question.steps * max(0.0, question.step_s)
 
 
 def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
-    """Seconds that the steps take which these save; None where the worker has not said what a step takes."""
+    """Return the seconds that the hits save; None if the worker did not tell the duration of a step."""
     steps = _saved_steps(question, found[: question.images])
     return steps * question.step_s if question.step_s > 0.0 else None
 
 
 def _saved_steps(question: CacheQuestion, starts: Iterable[CacheStart | Selection]) -> int:
-    """That these starts save the question's pictures."""
+    """Return the steps that these starts save the question's pictures."""
     return sum(max(0, start.step - max(0, question.repeated_steps)) for start in starts)
 
 

@@ -1,4 +1,4 @@
-"""What a worker has recorded, checked, and in memory of its own."""
+"""Recordings of workers, checked and copied."""
 
 from __future__ import annotations
 
@@ -19,48 +19,51 @@ Vector = npt.NDArray[np.float32]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
-# A request has at most some hundred (bottega.rules); names of files have room for so many.
+# A request has at most some hundred steps (bottega.rules); file names have room for this many.
 MAX_STEP = 999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedRecording:
-    """embedding: of its prompt. picture: RGB, as bytes. latents: by step."""
+    """A recording that follows the rules of cache.proto."""
 
     key: str
     model_hash: str
     parameters: bytes
     embedding: Vector
+    """Embedding of its prompt."""
     picture: bytes
+    """RGB, as bytes."""
     height: int
     width: int
     dtype: DType
     shape: tuple[int, ...]
     latents: dict[int, bytes]
+    """By step."""
 
     @property
     def each_bytes(self) -> int:
-        """Of each of its latents."""
+        """Size of each of its latents."""
         return math.prod(self.shape) * self.dtype.item_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Of all its latents, and its picture."""
+        """Size of all its latents and its picture."""
         return self.each_bytes * len(self.latents) + len(self.picture)
 
     @property
     def size_bytes(self) -> int:
-        """What it has in memory, about."""
+        """Approximate size in memory."""
         return self.file_bytes + self.embedding.nbytes + len(self.parameters)
 
 
 def to_recording(
     header: CacheRecording, *, embedding: Vector, picture: npt.NDArray[np.uint8], latents: Sequence[RecordedLatent]
 ) -> CheckedRecording:
-    """Copies what is not its own. Raises ValueError for what breaks a rule of cache.proto."""
+    """Return a checked copy of a recording. Raises ValueError if it breaks a rule of cache.proto."""
     check_key(header.key)
     if not _MODEL_HASH.fullmatch(header.model_hash):
-        raise ValueError("the model of a recording is none: it has a hash in hex")
+        raise ValueError("the model hash of a recording has 1 to 128 hex digits")
     if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
         raise ValueError("the picture of a recording is not RGB")
     if not 0 < max(picture.shape) <= MAX_PICTURE_SIDE or not picture.size:
@@ -81,16 +84,16 @@ def to_recording(
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError for what is no key."""
+    """Raise ValueError if it is not a key."""
     if not _KEY.fullmatch(key):
         raise ValueError("the key of a cached latent has 64 hex digits")
 
 
 def checked_embedding(embedding: Vector) -> Vector:
-    """The embedding itself. Raises ValueError for one that has no direction."""
+    """Return the embedding itself. Raises ValueError if it is zero, not finite or malformed."""
     if embedding.dtype != np.float32 or embedding.ndim != 1 or not 0 < embedding.size <= MAX_EMBEDDING:
         raise ValueError(f"an embedding is a vector of at most {MAX_EMBEDDING} numbers in float32")
-    # In its own precision, as the index makes unit vectors of them: squares of numbers that are finite may not be.
+    # In single precision, like the index, because squares of finite numbers may overflow.
     with np.errstate(over="ignore"):
         length = float(np.linalg.norm(embedding))
     if not (math.isfinite(length) and length > 0.0):
@@ -99,7 +102,6 @@ def checked_embedding(embedding: Vector) -> Vector:
 
 
 def _check_latents(steps: Sequence[int], latents: Sequence[RecordedLatent]) -> tuple[DType, tuple[int, ...]]:
-    """Their element type and shape."""
     if len(steps) != len(latents) or not 1 <= len(latents) <= MAX_LATENTS:
         raise ValueError(f"a recording has 1 to {MAX_LATENTS} latents, as many as it names steps")
     if len(set(steps)) != len(steps) or not all(1 <= step <= MAX_STEP for step in steps):
@@ -109,5 +111,5 @@ def _check_latents(steps: Sequence[int], latents: Sequence[RecordedLatent]) -> t
         raise ValueError("the latents of a recording differ in shape")
     size_bytes = math.prod(first.shape) * first.dtype.item_bytes
     if not size_bytes or any(memoryview(latent.data).nbytes != size_bytes for latent in latents):
-        raise ValueError("a latent of a recording has other bytes than its shape says")
+        raise ValueError("the bytes of a recording's latent do not fit its shape")
     return first.dtype, first.shape

@@ -1,10 +1,10 @@
-"""Which entries a prompt's next picture may start from, so that a row of its pictures stays various.
+"""Decides which entries a prompt's next picture may start from, so that its pictures stay various.
 
-Pictures that start from one latent have its composition, and so has the picture that the latent was recorded of. So in
-a row of pictures of one prompt at most one comes from noise that another one came from: of the 15 pairs of six pictures
-one is alike, which adds less than .05 to their mean similarity, unless pictures from noise have next to nothing in
-common. An entry that would make a second such picture rests until the row has moved on. Entries that were recorded with
-the same seed began with the same noise, and count as one. Knows neither latents nor similarities.
+Pictures that start from one latent share its composition, and so does the picture from which it was recorded. So in a
+row of pictures of one prompt, at most one comes from the same noise as another. Of the 15 pairs of six pictures one is
+then alike, which adds less than .05 to their mean similarity, unless pictures from noise have almost nothing in common.
+An entry that would make a second such picture rests until the row has moved on. Entries with the same seed began with
+the same noise and count as one. This module knows neither latents nor similarities.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# Prompts that are remembered, half a kilobyte each; those that were asked about longest ago are forgotten first.
+# Maximum number of remembered prompts, half a kilobyte each. The least recently asked ones are forgotten first.
 _MOST_PROMPTS = 16_384
-# Pictures of a row that may come from noise that another one of it came from.
+# Maximum number of pictures of a row that come from the same noise as another one of it.
 _MOST_ALIKE = 1
-# A row goes on as long as its next picture comes within so many seconds, or within the time that so many of its
-# pictures take: people look at what they drew just before, and wait for it where a picture takes minutes.
+# A row ends if no picture comes within this many seconds, or within the time that this many of its pictures take: users
+# compare pictures that they drew just before, and wait for a picture that takes minutes.
 _ROW_S = 300.0
 _ROW_PICTURES = 6
 
@@ -29,7 +29,7 @@ class _Row:
     """The last pictures of a prompt."""
 
     noise: tuple[int, ...]
-    """What each of them came from, the last one at the end."""
+    """The noise that each of them came from, the last one at the end."""
     until_s: float
     """When the row ends unless another picture comes."""
 
@@ -45,8 +45,8 @@ class PromptRows:
 
     Args:
         pictures: Pictures of a row; with 1 any entry may start each picture.
-        now: The time, in seconds.
-        most_prompts: Prompts that are remembered.
+        now: Returns the time, in seconds.
+        most_prompts: Maximum number of remembered prompts.
     """
 
     def __init__(self, pictures: int, now: Callable[[], float], most_prompts: int = _MOST_PROMPTS) -> None:
@@ -60,8 +60,8 @@ class PromptRows:
         """Return the noise that the prompt's next picture must not come from.
 
         Args:
-            key: Of the question.
-            prompt: Digest of the prompt; empty is not known, and nothing rests.
+            key: Key of the question.
+            prompt: Digest of the prompt; "" is unknown, and nothing rests.
         """
         if not prompt:
             return frozenset()
@@ -69,13 +69,13 @@ class PromptRows:
             return self._row(_name(key, prompt)).resting
 
     def reserve(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> bool:
-        """Note that a picture of the prompt starts from that noise; return False if it must rest.
+        """Record that a picture of the prompt starts from that noise; return False if it must rest.
 
         Args:
-            key: Of the question.
+            key: Key of the question.
             prompt: Digest of the prompt.
-            noise: What the entry began with.
-            picture_s: Seconds that a picture takes, 0 where that is not known.
+            noise: Initial noise of the entry.
+            picture_s: Seconds that a picture takes; 0 if unknown.
         """
         if not prompt:
             return True
@@ -87,21 +87,21 @@ class PromptRows:
         return True
 
     def note(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> None:
-        """Note that a picture of the prompt is drawn from that noise. See `reserve`."""
+        """Record that a picture of the prompt is drawn from that noise. See `reserve`."""
         if prompt:
             with self._lock:
                 self._note(_name(key, prompt), noise, picture_s)
 
     def note_once(self, key: str, prompt: str, noise: int) -> None:
-        """The same, unless a picture of the row was noted to be drawn from that noise."""
+        """Record a picture like `note`, unless one of the row already came from that noise."""
         name = _name(key, prompt)
         with self._lock:
             if noise not in self._row(name).noise:
                 self._note(name, noise)
 
     def release(self, key: str, prompt: str, noise: int) -> None:
-        """Take back the latest reservation of that noise: no picture has started from it."""
-        name = _name(key, prompt)  # of a prompt that is not known there is no row
+        """Undo the latest reservation of that noise, because no picture has started from it."""
+        name = _name(key, prompt)  # an unknown prompt has no row
         with self._lock:
             row = self._rows.get(name)
             if row is not None and noise in row.noise:

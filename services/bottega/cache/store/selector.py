@@ -1,4 +1,4 @@
-"""Which latents a job's pictures start from, of those whose prompts are similar to its own. Knows no files."""
+"""Selects the latents that a job's pictures start from, among those of similar prompts. It knows no files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bottega.planning.skip_profile import SkipProfile, served_step, skip_steps
 
-# Of a similarity: of one prompt's embeddings, in single precision, cosines differ from 1 by less.
+# Decimals of a similarity. In single precision, cosines of one prompt's embeddings differ from 1 by less.
 _DIGITS = 5
 
 
@@ -19,54 +19,57 @@ class Candidate:
 
     number: int
     noise: int
-    """What noise the entry began with: its seed."""
+    """Seed of the entry, which identifies its initial noise."""
     similarity: float
     """Cosine of the embeddings of the two prompts."""
     steps: Collection[int]
     """Steps after which the entry has latents."""
     hits: int = 0
-    """How often pictures have started from the entry."""
+    """How many pictures have started from the entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """A latent that may be started from."""
+    """A latent that a picture may start from."""
 
     number: int
     noise: int
-    """What noise the entry began with: its seed."""
+    """Seed of the entry, which identifies its initial noise."""
     similarity: float
     """Cosine of the embeddings of the two prompts."""
     step: int
     """Number of steps after which the latent was recorded."""
     hole: bool
-    """Whether the similarity allows for more steps, whose latent was evicted."""
+    """Whether the similarity allows more steps, whose latent was evicted."""
 
 
 class Selector(Protocol):
-    """Decides by similarity."""
+    """A selector of latents by similarity."""
 
     def select(
         self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
     ) -> list[Selection]:
-        """At most one latent of each candidate, the best first.
+        """Return at most one latent of each candidate, the best first.
 
-        words: of the new prompt. steps: of the job. latest: after which the latents are, at most.
+        Args:
+            words: Words of the new prompt.
+            steps: Steps of the job.
+            latest: The last step of usable latents.
         """
         ...
 
 
 class MostStepsSelector:
-    """The latent that saves most steps goes first, of equal ones that of the most similar prompt, of equally similar
-    ones the one that was started from least: so that not all pictures of one prompt begin alike.
+    """A selector that prefers the latent that saves most steps.
 
-    Each of them is similar enough for its steps, as the profile says.
+    Of equal ones it prefers the most similar prompt, then the least used entry, so that the pictures of one prompt do
+    not all begin alike. Each latent is similar enough for its steps, according to the profile.
     """
 
     def select(
         self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
     ) -> list[Selection]:
-        """At most one latent of each candidate, that of the most steps first. See Selector.select."""
+        """Return at most one latent of each candidate, those of the most steps first. See Selector.select."""
         found: list[tuple[Selection, int]] = []
         for candidate in candidates:
             similar_enough = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
@@ -85,18 +88,17 @@ class MostStepsSelector:
 
 
 def _order(found: tuple[Selection, int]) -> tuple[float, ...]:
-    """The best first."""
     selection, hits = found
     return (-selection.step, -round(selection.similarity, _DIGITS), hits, selection.number)
 
 
 class Exploration:
-    """Has a share of the hits drawn from noise, so that what is recorded, and what people see, stays various."""
+    """Chooses hits that are drawn from noise all the same, so that recordings and pictures stay various."""
 
     def __init__(self, share: float, seed: int | None) -> None:
         self._share = share
         self._random = random.Random(seed)
 
     def kept(self, hits: int) -> int:
-        """How many of so many hits are served."""
+        """Return how many of `hits` hits are served."""
         return sum(self._random.random() >= self._share for _ in range(hits))

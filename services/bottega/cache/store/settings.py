@@ -1,4 +1,4 @@
-"""What the core of an approximate cache may be told."""
+"""The settings of a LatentStore."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from bottega.planning.eviction import LCBFU, EvictionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What a LatentStore may be told.
-
-    folder: of records, latents and profiles; one process at a time has it. budget_bytes: of latents and
-    the small pictures of their entries. policy: which latents go first; its clock counts questions. batch_share: of the
-    budget, that an eviction frees beyond what is needed, so that deletions come together. max_entries: pictures
-    of which there are latents. min_free_bytes: of the disk, that are left to others; of one smaller than 20 times that,
-    a twentieth. exploration: share of the hits that are drawn from noise all the same. row_pictures: see
-    PromptRows. plain_for_loras: whether
-    questions are also answered with entries of their plain_key. doorkeeper: whether a key is recorded only from its
-    second question on. predictor: whether searches may be spared that are predicted to find
-    nothing. max_waiting, max_waiting_bytes: recordings that wait to be written. retry_s: after which a disk that failed
-    is tried again, and after which what was counted is written at the latest. seed: of exploration; None is a different
-    one each time.
-    """
+    """Settings of a LatentStore."""
 
     folder: Path
+    """Folder of records, latents and profiles, for one process at a time."""
     budget_bytes: int
+    """Budget for latents and the small pictures of their entries."""
     policy: EvictionPolicy = LCBFU
+    """Determines which latents are evicted first. Its clock counts questions."""
     batch_share: float = 0.02
+    """Share of the budget that an eviction frees in addition, so that deletions come together."""
     max_entries: int = 200_000
+    """Maximum number of pictures with latents."""
     min_free_bytes: int = 0
+    """Free space of the disk that is left to others; at most a twentieth of the disk."""
     exploration: float = 0.05
+    """Share of the hits that are drawn from noise all the same."""
     row_pictures: int = 6
+    """See PromptRows."""
     plain_for_loras: bool = False
+    """Whether questions are also answered with entries of their plain_key."""
     doorkeeper: bool = True
+    """Whether a key is recorded only from its second question on."""
     predictor: bool = True
+    """Whether searches that are predicted to find nothing may be skipped."""
     max_waiting: int = 256
+    """Maximum number of recordings that wait to be written."""
     max_waiting_bytes: int = 256 << 20
+    """Maximum size of recordings that wait to be written."""
     retry_s: float = 5.0
+    """Seconds after which a failed disk is tried again, and after which counts are written at the latest."""
     seed: int | None = None
+    """Seed of the exploration; None is a different one each time."""

@@ -1,4 +1,4 @@
-"""What a store counts, and its figures of a moment."""
+"""The counters of a store, and its figures at one moment."""
 
 from __future__ import annotations
 
@@ -13,36 +13,33 @@ from bottega.v1.cache_pb2 import CacheOutcome
 
 
 class Dropped(StrEnum):
-    """Why a recording was not kept."""
+    """The reason why a recording was not kept."""
 
     BUSY = "busy"
-    """More waits to be written than may."""
+    """Too much waits to be written."""
     TROUBLE = "trouble"
-    """The disk is full, or fails."""
+    """The disk is full or fails."""
     TOO_LARGE = "too_large"
-    """Its latents are more than the whole budget."""
+    """Its latents exceed the whole budget."""
     UNFIT = "unfit"
     """Its embedding has another width than those of its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
-    """What there is of a model. keys: entries of different ones never serve the same request."""
+    """Figures of a model."""
 
     model_hash: str
     entries: int
     latents: int
     keys: int
+    """Number of keys. Entries of different keys never serve the same request."""
     has_profile: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentStatistics:
-    """A store at one moment; see GetCacheStatsResponse.
-
-    recorded: entries since the start. damaged: latents that were found to be, and deleted. waiting, waiting_bytes:
-    recordings that are to be written.
-    """
+    """The figures of a store at one moment; see GetCacheStatsResponse."""
 
     models: tuple[ModelStatistics, ...]
     bytes: int
@@ -50,18 +47,22 @@ class LatentStatistics:
     lookups: dict[str, int]
     steps_skipped: int
     recorded: int
+    """Number of entries since the start."""
     evictions: int
     holes: int
     damaged: int
+    """Number of latents that were damaged, and deleted."""
     dropped: dict[str, int]
     trouble: str
     predictor: PredictorStatistics | None
     waiting: int
+    """Number of recordings to be written."""
     waiting_bytes: int
+    """Size of recordings to be written."""
 
 
 class Counts:
-    """Since the start. Any thread counts."""
+    """Counters since the start. Any thread counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,31 +71,31 @@ class Counts:
         self._dropped: Counter[str] = Counter({reason.value: 0 for reason in Dropped})
 
     def add(self, name: str, number: int = 1) -> None:
-        """Of one of the totals of LatentStatistics."""
+        """Add to one of the totals of LatentStatistics."""
         with self._lock:
             self._totals[name] += number
 
     def total(self, name: str) -> int:
-        """Of `add`."""
+        """Return a total of `add`."""
         return self._totals[name]
 
     def lookup(self, outcome: CacheOutcome.ValueType) -> None:
-        """A question was answered."""
+        """Count an answered question."""
         with self._lock:
             self._lookups[_name(outcome)] += 1
 
     def drop(self, reason: Dropped, number: int = 1) -> None:
-        """Recordings were dropped."""
+        """Count dropped recordings."""
         with self._lock:
             self._dropped[reason.value] += number
 
     def lookups(self) -> dict[str, int]:
-        """Questions by outcome."""
+        """Return the numbers of questions by outcome."""
         with self._lock:
             return dict(self._lookups)
 
     def dropped(self) -> dict[str, int]:
-        """Recordings by reason."""
+        """Return the numbers of dropped recordings by reason."""
         with self._lock:
             return dict(self._dropped)
 

@@ -1,6 +1,6 @@
-"""The approximate cache itself, in one: entries in memory and on the disk, questions, recordings, profiles.
+"""The store of an approximate cache: entries in memory and on the disk, questions, recordings, profiles.
 
-Its calls come from any thread. `service.py` translates between it and gRPC, links bring it questions and recordings.
+Any thread may call it. `service.py` translates between it and gRPC; links bring it questions and recordings.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 class LatentStore:
-    """A store of cached latents. Start it with `start`, end it with `close`, which ends the index, too.
+    """A store of cached latents. Start it with `start`, end it with `close`, which closes the index, too.
 
     Args:
-        clock: Says when entries were recorded, and how long ago a prompt's last picture was.
+        clock: Tells when entries were recorded, and how long ago a prompt's last picture was.
     """
 
     def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
@@ -80,10 +80,10 @@ class LatentStore:
         )
 
     def start(self) -> None:
-        """Takes the folder. What is there is served soon: it is read in the background.
+        """Lock the folder and open the store. Earlier entries are read in the background.
 
-        A disk that fails is told of in the statistics, and tried again. Raises Unavailable where another process has
-        the folder, StorageUnavailable where there can be none, ConfigError where its records are somebody else's.
+        A disk that fails is reported in the statistics, and tried again. Raises Unavailable if another process uses the
+        folder, StorageUnavailable if it cannot be created, and ConfigError if its records are not ours.
         """
         with os_errors.translated():
             folders.make_own(self._settings.folder)
@@ -95,19 +95,22 @@ class LatentStore:
         self._writer.start()
 
     def close(self) -> None:
-        """Writes what waits, and ends. Harmless when it was not started."""
+        """Write what waits, and stop. It does nothing if it was not started."""
         self._writer.close()
         self._contents.close()
         self._lock.release()
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether what is there was read, and what was recorded before is written, within that time."""
+        """Return whether earlier entries were read and pending recordings written within that time."""
         return self._writer.flush(timeout_s)
 
     def ask(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """What a job's pictures may start from, and whether its first one is to be recorded.
+        """Return the latents that a job's pictures may start from, and whether its first picture is to be recorded.
 
-        embedding: of its prompt. Raises ValueError for what breaks a rule of cache.proto.
+        Raises ValueError if a rule of cache.proto is broken.
+
+        Args:
+            embedding: Embedding of the job's prompt.
         """
         _check(question)
         checked_embedding(embedding)
@@ -130,13 +133,13 @@ class LatentStore:
         return answer
 
     def count_starts(self, starts: CacheStarts) -> None:
-        """Count what the latents of an answer saved, and let the others serve the prompt's next picture.
+        """Count what the latents of an answer saved, and release unused ones for the prompt's next picture.
 
-        Raises ValueError for what breaks a rule of cache.proto.
+        Raises ValueError if a rule of cache.proto is broken.
         """
         most = starts.pictures * MAX_STEP
         if not (0 <= starts.pictures <= _MOST_IMAGES and 0 <= starts.skipped_steps <= most):
-            raise ValueError(f"a worker tells of 0 to {_MOST_IMAGES} pictures, and of at most {MAX_STEP} steps of each")
+            raise ValueError(f"a worker reports 0 to {_MOST_IMAGES} pictures, and at most {MAX_STEP} steps of each")
         if len(starts.unused) > _MOST_IMAGES:
             raise ValueError(f"an answer has at most {_MOST_IMAGES} entries")
         _check_row(starts.key, starts.prompt_digest)
@@ -155,10 +158,13 @@ class LatentStore:
         picture: npt.NDArray[np.uint8],
         latents: Sequence[RecordedLatent],
     ) -> None:
-        """Keeps latents of a picture, soon: it returns at once. What cannot be kept is dropped and counted.
+        """Queue latents of a picture to be kept, and return at once. What cannot be kept is dropped and counted.
 
-        picture: [height, width, 3]. latents: after the header's steps, in their order. They are copied. Raises
-        ValueError for what breaks a rule of cache.proto.
+        Raises ValueError if a rule of cache.proto is broken.
+
+        Args:
+            picture: [height, width, 3]; copied.
+            latents: One for each of the header's steps, in their order; copied.
         """
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
         drawn = recording.parameters
@@ -166,11 +172,11 @@ class LatentStore:
             self._rows.note_once(recording.key, prompt_digest(drawn.prompt), drawn.seed)
 
     def lookups(self) -> dict[str, int]:
-        """Questions since the start, by outcome."""
+        """Return the numbers of questions since the start, by outcome."""
         return self._counts.lookups()
 
     def statistics(self) -> LatentStatistics:
-        """Its figures of this moment."""
+        """Return the current figures."""
         counts, waiting = self._counts, self._writer.waiting
         predictor = self._contents.predictor
         return LatentStatistics(
@@ -191,7 +197,7 @@ class LatentStore:
         )
 
     def entry(self, name: str) -> EntryDetails | None:
-        """One entry; None where it is not there. Raises StorageUnavailable, DataLoss."""
+        """Return an entry; None if it does not exist. Raises StorageUnavailable, DataLoss."""
         entry = self._table.named(name)
         if entry is None:
             return None
@@ -199,29 +205,30 @@ class LatentStore:
         return EntryDetails(entry=found[0], picture=self._picture(entry)) if found else None
 
     def entries(self, model_hash: str, limit: int) -> list[CacheEntry]:
-        """The entries that were recorded last, newest first. model_hash: empty is of any.
+        """Return the newest entries, newest first. Raises StorageUnavailable, DataLoss.
 
-        Raises StorageUnavailable, DataLoss.
+        Args:
+            model_hash: "" means any model.
         """
         return self._described(self._table.newest(model_hash, limit))
 
     def clear(self, model_hash: str = "") -> int:
-        """Forgets the entries of a model; empty is of all. How many. Raises StorageUnavailable."""
+        """Remove the entries of a model, or of all models for ""; return how many. Raises StorageUnavailable."""
         return self._writer.clear(model_hash)
 
     def profiles(self) -> list[CacheProfile]:
-        """Of each model that has one."""
+        """Return the profiles of all models."""
         return self._profiles.all()
 
     def set_profile(self, profile: CacheProfile) -> CacheProfile:
-        """Keeps it in place of the model's other one; without classes, that one is forgotten.
+        """Replace the model's profile; one without classes removes it.
 
-        Raises ValueError for what is none, StorageUnavailable.
+        Raises ValueError if it is invalid, and StorageUnavailable.
         """
         return self._profiles.set(profile)
 
     def add_profile(self, profile: CacheProfile) -> None:
-        """Keeps it where the model has none. Raises ValueError, StorageUnavailable."""
+        """Add a profile if the model has none. Raises ValueError, StorageUnavailable."""
         if not self._profiles.has(profile.model_hash):
             self._profiles.set(profile)
 
@@ -243,7 +250,7 @@ class LatentStore:
         )
 
     def _described(self, entries: Sequence[Entry]) -> list[CacheEntry]:
-        """Those that are still there, in the same order."""
+        """Return the entries that still exist, in the same order."""
         parameters = self._writer.parameters(entries)
         found = []
         for entry in entries:
@@ -279,7 +286,7 @@ def _check(question: CacheQuestion) -> None:
 
 
 def _check_row(key: str, digest: str) -> None:
-    """Raise ValueError for what is no key, or no digest of a prompt."""
+    """Raise ValueError if it is not a key, or not the digest of a prompt."""
     check_key(key)
     if digest and not _DIGEST.fullmatch(digest):
         raise ValueError("the digest of a prompt has 64 hex digits")

@@ -1,7 +1,7 @@
-"""All that a store writes, in one thread: recordings, evictions, deletions, uses; and what it reads at its start.
+"""The thread in which a store writes: recordings, evictions, deletions and uses. It also reads earlier entries.
 
-A disk that is full or fails makes the store read-only: recordings are dropped, what is there is served, and every
-`retry_s` seconds the disk is tried again. Recordings that wait are bounded in number and bytes.
+A disk that is full or fails makes the store read-only: recordings are dropped, existing entries are served, and the
+disk is tried again every `retry_s` seconds. Recordings that wait are bounded in number and bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bottega.clocks import Clock
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.storage.store_thread import StoreThread
 
-# Recordings that are written at once, and the share of the budgets that they may have together.
+# Maximum number of recordings that are written at once, and their maximum share of the budgets.
 _MOST_AT_ONCE = 64
 _SHARE_AT_ONCE = 0.5
 
@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Closing(Exception):
-    """Ends the reading of what is there."""
+    """Stops the reading of earlier entries."""
 
 
 class CacheWriter:
-    """Start it with `start`, end it with `close`. Any thread may call it."""
+    """The writer of a store. Start it with `start`, end it with `close`. Any thread may call it."""
 
     def __init__(
         self, settings: StoreSettings, *, contents: Contents, disk: CacheDisk, counts: Counts, clock: Clock
@@ -51,34 +51,34 @@ class CacheWriter:
         self._waiting_bytes = 0
         self._trouble = ""
         self._closing = False
-        # Of the thread alone.
+        # Used by the writer's thread only.
         self._insertion = Insertion(settings, contents=contents, disk=disk, counts=counts, clock=clock)
         self._opened = self._loaded = False
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be recorded now; empty when all is well."""
+        """Why nothing can be recorded now; "" if all is well."""
         return self._trouble
 
     @property
     def has_read(self) -> bool:
-        """Whether all entries of earlier times have been read: before, one that is not known need not be gone."""
+        """Whether all earlier entries have been read. Before that, an unknown entry may still exist."""
         return self._loaded
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Recordings that wait, and their bytes."""
+        """Number of waiting recordings, and their bytes."""
         with self._lock:
             return len(self._waiting), self._waiting_bytes
 
     def start(self) -> None:
-        """What is there is read soon. Raises ConfigError where the records are somebody else's."""
+        """Open the records and read them in the background. Raises ConfigError if they are not ours."""
         self._thread.start()
         self._thread.call(self._open)
         self._thread.post(self._load)
 
     def close(self) -> None:
-        """Ends after what waits."""
+        """Write what waits and stop."""
         self._closing = True
         self._thread.post(self._tidy)
         if self._thread.end():
@@ -87,7 +87,7 @@ class CacheWriter:
             _log.error("the disk of the cache does not answer; what waits for it is lost")
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all that was handed in before is written, in that time."""
+        """Return whether everything handed in before was written within that time."""
         try:
             self._thread.call(self._tidy, wait_s=timeout_s)
         except StorageUnavailable:
@@ -95,7 +95,7 @@ class CacheWriter:
         return self._loaded and not self._trouble
 
     def record(self, recording: CheckedRecording) -> None:
-        """Has it written soon, or drops it."""
+        """Queue a recording to be written, or drop it."""
         reason = self._enqueue(recording)
         if reason is None:
             self._thread.post(self._write_waiting)
@@ -103,22 +103,22 @@ class CacheWriter:
             self._counts.drop(reason)
 
     def lose(self, removal: Removal) -> None:
-        """The table has forgotten what is damaged: its files go soon."""
+        """Remove damaged latents that the table has removed; their files are deleted in the background."""
         self._contents.forget(removal.entries)
         self._thread.post(lambda: self._disk.discard(removal.files))
         self._thread.post(self._tidy)
 
     def clear(self, model_hash: str) -> int:
-        """Forgets the entries of a model; empty is of all. How many. Raises StorageUnavailable."""
+        """Remove the entries of a model, or of all models for ""; return how many. Raises StorageUnavailable."""
         return self._thread.call(lambda: self._clear(model_hash))
 
     def parameters(self, entries: Sequence[Entry]) -> dict[int, bytes]:
-        """What was drawn, by number of the entry. Raises StorageUnavailable, DataLoss."""
+        """Return the parameters of entries by number. Raises StorageUnavailable, DataLoss."""
         numbers = [entry.number for entry in entries]
         return self._thread.call(lambda: self._disk.records.parameters(numbers))
 
     def _enqueue(self, recording: CheckedRecording) -> Dropped | None:
-        """Why it is dropped; None where it waits."""
+        """Queue a recording, or return why it is dropped."""
         if self._trouble:
             return Dropped.TROUBLE
         if recording.file_bytes > self._settings.budget_bytes:
@@ -138,7 +138,7 @@ class CacheWriter:
             self._tidy()
 
     def _open(self) -> None:
-        """Raises ConfigError."""
+        """Open the records. Raises ConfigError."""
         try:
             self._disk.open()
         except (StorageUnavailable, DataLoss) as error:
@@ -169,7 +169,11 @@ class CacheWriter:
         self._insertion.go_on_from(max(record.entry.number for record in records))
 
     def _tidy(self, *, probe: bool = False) -> None:
-        """Deletes and notes what is to be. probe: also sees whether the disk can be written."""
+        """Write pending deletions and changes.
+
+        Args:
+            probe: Also test whether the disk can be written.
+        """
         if not self._opened:
             return
         try:
@@ -212,13 +216,13 @@ class CacheWriter:
 
     def _fail(self, error: StorageUnavailable | DataLoss) -> None:
         if isinstance(error, DataLoss):
-            self._loaded = False  # the records are to be opened anew, and read
+            self._loaded = False  # the records have to be opened and read again
         if not self._trouble:
             _log.error("the cache records nothing until its disk can be written", extra={"text": error.message})
         self._trouble = error.message
 
     def _heal(self) -> None:
-        """Tries the disk again. Where the records have failed, or are gone, what is there then is read anew."""
+        """Try the disk again. If the records have failed or are gone, read what is there now."""
         try:
             self._loaded = self._disk.open() and self._loaded
             self._disk.files.probe()
