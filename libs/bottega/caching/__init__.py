@@ -1,7 +1,7 @@
-"""What is kept within a budget of bytes: files in memory over disk, values that a thread loads, and what goes first.
+"""Caches within a budget of bytes: files in memory over disk, values that a thread loads, and orders of eviction.
 
-TieredCache keeps files in sealed memory over the disk; LoadCache loads values for those who borrow them; LruCache and
-Popularity say which entry goes first.
+TieredCache keeps files in sealed memory over the disk. LoadCache loads values for those who lease them. LruCache and
+Popularity decide which entry is evicted first.
 """
 
 from bottega.caching.load_cache import Lease, LoadCache, Loader

@@ -1,6 +1,6 @@
-"""Values, such as weights of adapters, that one thread loads within a budget of bytes, and that many borrow.
+"""A cache of values, such as adapter weights, that one thread loads within a budget of bytes and many callers lease.
 
-What is loaded and let go, and when, is decided by LoadPlan; this carries it out.
+LoadPlan decides what is loaded and evicted, and when; this module carries it out.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ LoadedT_co = TypeVar("LoadedT_co", covariant=True)
 
 _log = logging.getLogger(__name__)
 
-# A load that has begun cannot be broken off; what it loaded is dropped with the process.
+# A running load cannot be interrupted. What it loaded is dropped with the process.
 _STOP_S = 30.0
 
 
 class Loader(Protocol[LoadedT_co]):
-    """What there is to be loaded. what: one of it is, for people."""
+    """A loader of values. `what` names one of them in texts for users."""
 
     what: str
 
     def size_bytes(self, name: str) -> int:
-        """That it takes in memory. Raises BottegaError where there is none of that name. Any thread may ask."""
+        """Return its size in memory. Raises BottegaError if there is none of that name. Any thread may call it."""
         ...
 
     def load(self, name: str) -> LoadedT_co:
-        """Loads it, in the cache's thread. Raises BottegaError saying why it cannot be."""
+        """Load a value, in the cache's thread. Raises BottegaError with the reason if it cannot be loaded."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease(Generic[ValueT]):
-    """What one request has borrowed. Its values are there when `values` has a result, in the order asked for.
+    """The values that one request leases. `values` gets them as its result, in the requested order.
 
-    Its exception is the BottegaError for which one of them cannot be.
+    If a value cannot be loaded, `values` gets the BottegaError.
     """
 
     claim: LoadClaim
@@ -51,7 +51,11 @@ class Lease(Generic[ValueT]):
 
 
 class LoadCache(Generic[ValueT]):
-    """Any thread may call it, and no call waits for a load. popularity: in what order values are let go."""
+    """A cache that loads values on demand. Any thread may call it, and no call waits for a load.
+
+    Args:
+        popularity: Determines the order of eviction.
+    """
 
     def __init__(self, loader: Loader[ValueT], *, budget_bytes: int, popularity: Popularity | None = None) -> None:
         self._loader = loader
@@ -72,32 +76,32 @@ class LoadCache(Generic[ValueT]):
 
     @property
     def popularity(self) -> dict[str, int]:
-        """Uses among the last ones, by name, the most popular first."""
+        """Number of recent uses by name, the most popular first."""
         with self._changed:
             return self._popularity.counts
 
     @property
     def loaded(self) -> list[str]:
-        """Names of what is loaded."""
+        """Names of loaded values."""
         with self._changed:
             return self._plan.loaded
 
     @property
     def coming(self) -> list[str]:
-        """Names of what is being loaded, or waits for it because somebody has asked."""
+        """Names of values that are being loaded, or wait for a load because a caller asked for them."""
         with self._changed:
             return self._plan.coming
 
     @property
     def used_bytes(self) -> int:
-        """Of what is loaded or being loaded."""
+        """Size of the values that are loaded or being loaded."""
         with self._changed:
             return self._plan.used_bytes
 
     def borrow(self, names: Sequence[str]) -> Lease[ValueT]:
-        """Begins a lease of these, together.
+        """Begin a lease of these values together.
 
-        Raises what the loader says of a name, TooLarge where they have no room together, Draining once it is closed.
+        Raises the loader's errors, TooLarge if they do not fit together, and Draining once the cache is closed.
         """
         items = [self._item(name) for name in names]
         with self._changed:
@@ -110,7 +114,7 @@ class LoadCache(Generic[ValueT]):
         return lease
 
     def give_back(self, lease: Lease[ValueT]) -> None:
-        """Ends a lease. Harmless when it has ended."""
+        """End a lease. It does nothing if the lease has ended."""
         with self._changed:
             if lease in self._leases:
                 self._leases.remove(lease)
@@ -120,7 +124,7 @@ class LoadCache(Generic[ValueT]):
         lease.values.cancel()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Requests that wait elsewhere will borrow these. Names that are not known are left out."""
+        """Announce that requests that wait elsewhere will lease these. Unknown names are ignored."""
         items = []
         for name in names:
             try:
@@ -132,7 +136,7 @@ class LoadCache(Generic[ValueT]):
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the loads and fails the leases that wait for one."""
+        """Stop loading and fail the leases that wait for a load."""
         with self._changed:
             self._closed = True
             for lease in [lease for lease in self._leases if not lease.values.done()]:
@@ -153,7 +157,7 @@ class LoadCache(Generic[ValueT]):
             self._load(command.name)
 
     def _load(self, name: str) -> None:
-        """By itself, so that nothing is kept of one value while the next one is loaded."""
+        """Load one value, in a function of its own so that no reference to it is left during the next load."""
         try:
             value = self._loader.load(name)
         except Exception as error:  # noqa: BLE001 - the boundary of a load: those that wait get its error
@@ -162,7 +166,7 @@ class LoadCache(Generic[ValueT]):
             self._on_loaded(name, value)
 
     def _next(self) -> LoadCommand | None:
-        """Waits for the next load and forgets what makes room for it; None once the cache is closed."""
+        """Wait for the next load and drop the values evicted for it; return None once the cache is closed."""
         with self._changed:
             while not self._closed:
                 command = self._plan.next_load()
@@ -181,16 +185,17 @@ class LoadCache(Generic[ValueT]):
 
     def _on_failed(self, name: str, error: Exception) -> None:
         what = self._loader.what
-        told = error if isinstance(error, BottegaError) else InternalError(f"the {what} {name} cannot be loaded")
-        _log.error("a %s cannot be loaded", what, extra={"entry": name, "why": str(error)}, exc_info=told is not error)
+        reported = error if isinstance(error, BottegaError) else InternalError(f"the {what} {name} cannot be loaded")
+        facts = {"entry": name, "why": str(error)}
+        _log.error("a %s cannot be loaded", what, extra=facts, exc_info=reported is not error)
         with self._changed:
             self._plan.failed(name)
             for lease in list(self._leases):
                 if lease.claim.granted and any(item.name == name for item in lease.claim.items):
-                    self._fail(lease, told)
+                    self._fail(lease, reported)
 
     def _serve_leases(self) -> None:
-        """Hands the values to every lease whose values are all here."""
+        """Set the result of every lease whose values are all loaded."""
         for lease in self._leases:
             names = [item.name for item in lease.claim.items]
             if lease.claim.granted and not lease.values.done() and all(name in self._values for name in names):

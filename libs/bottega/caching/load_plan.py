@@ -1,6 +1,6 @@
-"""Within a byte budget: which adapters to load and evict for the claims of requests.
+"""Decides which adapters to load and evict for the claims of requests, within a byte budget.
 
-A state machine that loads nothing itself: the owner of the memory does what `next_load` says, and reports with
+It is a state machine that loads nothing itself: the owner of the memory executes `next_load`, and reports with
 `finished` or `failed`.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from bottega.caching.popularity import EvictionOrder
 from bottega.errors import TooLarge
 
-# Claims after which something that was expected and never claimed counts like everything else.
+# Number of claims after which an expected item that was not claimed counts as not expected.
 _PATIENCE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheItem:
-    """Something that can be loaded."""
+    """An item that can be loaded."""
 
     name: str
     size_bytes: int
@@ -27,7 +27,7 @@ class CacheItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCommand:
-    """An order to the owner of the memory: first forget `evicted`, then load `name`."""
+    """An order to the owner of the memory: first drop `evicted`, then load `name`."""
 
     name: str
     evicted: tuple[str, ...]
@@ -35,7 +35,7 @@ class LoadCommand:
 
 @dataclass(slots=True, kw_only=True)
 class LoadCounts:
-    """What has happened since the start. hits, misses: uses that found the item loaded, or did not."""
+    """Counters since the start. Hits and misses are uses that found the item loaded, or did not."""
 
     hits: int = 0
     misses: int = 0
@@ -46,35 +46,38 @@ class LoadCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadClaim:
-    """Items that one request needs together. granted: they stay, and are loaded as far as they are not yet."""
+    """Items that one request needs together."""
 
     items: tuple[CacheItem, ...]
     granted: bool = False
+    """Whether the items stay in memory, and are loaded if they are not yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _KnownItem:
-    """An item that was claimed or expected. expected_until: by number of claims. broken: its last load failed."""
+    """An item that was claimed or expected."""
 
     size_bytes: int
     expected_until: int = 0
+    """Number of claims until which it counts as expected."""
     broken: bool = False
+    """Whether its last load failed."""
 
 
 class LoadPlan:
-    """Items within `budget_bytes`, one load at a time.
+    """The plan for items within `budget_bytes`, with one load at a time.
 
     Items of a granted claim are never evicted. Claims are granted in their order, each with all its items at once, so
-    that two requests never wait for each other's. Of the other items, `order` says what goes first. When nobody waits,
-    what is expected is loaded ahead, and what is far more popular than what is loaded comes back: an unpopular item
-    takes the place of a popular one only while it is used.
+    that two requests never wait for each other's items. `order` decides which other items are evicted first. When no
+    claim waits, expected items are loaded ahead, and items that are far more popular than loaded ones come back: an
+    unpopular item replaces a popular one only while it is used.
     """
 
     def __init__(self, budget_bytes: int, order: EvictionOrder) -> None:
         self.counts = LoadCounts()
         self._budget_bytes = budget_bytes
         self._order = order
-        self._present: dict[str, None] = {}  # loaded, or being loaded, in the order of their loads
+        self._present: dict[str, None] = {}  # loaded or being loaded, in load order
         self._known: dict[str, _KnownItem] = {}
         self._waiting: list[LoadClaim] = []
         self._users: Counter[str] = Counter()
@@ -83,12 +86,12 @@ class LoadPlan:
 
     @property
     def loaded(self) -> list[str]:
-        """Names of what is loaded."""
+        """Names of loaded items."""
         return [name for name in self._present if name != self._loading]
 
     @property
     def coming(self) -> list[str]:
-        """Names of what is not loaded and will be as soon as it can: what is being loaded, or was asked for."""
+        """Names of items that are being loaded, or will be as soon as possible because they were claimed."""
         wanted = dict.fromkeys(item.name for claim in self._waiting for item in claim.items) | dict.fromkeys(
             self._users
         )
@@ -97,14 +100,11 @@ class LoadPlan:
 
     @property
     def used_bytes(self) -> int:
-        """Of what is loaded or being loaded."""
+        """Size of the items that are loaded or being loaded."""
         return sum(self._known[name].size_bytes for name in self._present)
 
     def claim(self, items: Sequence[CacheItem]) -> LoadClaim:
-        """Counts a use of each, and claims all of them.
-
-        Raises TooLarge when they can never be here together.
-        """
+        """Count a use of each item, and claim all of them. Raises TooLarge if they do not fit together."""
         together = sum({item.name: item.size_bytes for item in items}.values())
         if together > self._budget_bytes:
             names = ", ".join(dict.fromkeys(item.name for item in items))
@@ -122,40 +122,43 @@ class LoadPlan:
         return claim
 
     def release(self, claim: LoadClaim) -> None:
-        """Ends a claim, granted or not."""
+        """End a claim, granted or not."""
         if claim.granted:
             self._users.subtract(item.name for item in claim.items)
-            self._users += Counter()  # drops those without users
+            self._users += Counter()  # drops items without users
         else:
             self._waiting.remove(claim)
         self._grant()
 
     def expect(self, items: Iterable[CacheItem]) -> None:
-        """Requests that wait elsewhere will claim these: they are loaded ahead while nobody here waits."""
+        """Announce that requests that wait elsewhere will claim these.
+
+        They are loaded ahead while no claim waits here.
+        """
         for item in items:
             if item.size_bytes <= self._budget_bytes:
                 self._remember(item).expected_until = self._claims + _PATIENCE
 
     def next_load(self) -> LoadCommand | None:
-        """What to load now; None while something is being loaded, or nothing is to be."""
+        """Return the next load; None during a load, or if there is nothing to load."""
         if self._loading is not None:
             return None
         for name in self._users:
             if name not in self._present:
-                # Granted only where all that is claimed has room: what is in the way has no claim.
+                # A claim is granted only if all claimed items fit, so only items without a claim can be in the way.
                 victims = self._victims(name, self._idle())
                 assert victims is not None, "no more is granted than there is room for"
                 return self._start_load(name, victims)
         return self._ahead()
 
     def finished(self, name: str) -> None:
-        """The load has succeeded."""
+        """Record that the load succeeded."""
         self._known[name].broken = False
         self._loading = None
         self.counts.loads += 1
 
     def failed(self, name: str) -> None:
-        """The load has failed: it is tried again only for a new request, so the caller releases its claims."""
+        """Record that the load failed. It is retried only for a new claim, so the caller releases its claims."""
         del self._present[name]
         self._known[name].broken = True
         self._loading = None
@@ -163,12 +166,11 @@ class LoadPlan:
 
     def _remember(self, item: CacheItem) -> _KnownItem:
         known = self._known.setdefault(item.name, _KnownItem(size_bytes=item.size_bytes))
-        if item.name not in self._present:  # what is here has the size that it had when it was loaded
+        if item.name not in self._present:  # a loaded item keeps the size that it had when it was loaded
             known.size_bytes = item.size_bytes
         return known
 
     def _grant(self) -> None:
-        """Grants claims, first come first served, while all that is granted has room together."""
         loaded = set(self.loaded)
         while self._waiting:
             first = self._waiting[0]
@@ -185,7 +187,7 @@ class LoadPlan:
                 self._users[item.name] += 1
 
     def _idle(self) -> list[str]:
-        """What may be let go, the first to go first: what is expected goes last."""
+        """Return the items that may be evicted, in eviction order, with expected ones last."""
         idle = [name for name in self.loaded if name not in self._users]
         return sorted(idle, key=lambda name: (self._expected(name), self._order.value(name)))
 
@@ -193,7 +195,7 @@ class LoadPlan:
         return self._known[name].expected_until > self._claims
 
     def _victims(self, name: str, candidates: Sequence[str]) -> list[str] | None:
-        """Whom of `candidates`, in their order, the item takes the place of; None where it has no room even so."""
+        """Return the candidates, in order, that the item must replace; None if it does not fit even then."""
         lack = self.used_bytes + self._known[name].size_bytes - self._budget_bytes
         victims: list[str] = []
         for candidate in candidates:
@@ -212,9 +214,9 @@ class LoadPlan:
         return LoadCommand(name=name, evicted=tuple(victims))
 
     def _ahead(self) -> LoadCommand | None:
-        """What to load though nobody waits for it: what is expected, then what is worth it."""
+        """Return a load that no claim waits for: expected items first, then popular ones."""
         if self._waiting:
-            return None  # room will be needed for those
+            return None  # the waiting claims will need the room
         absent = [
             name
             for name, known in self._known.items()

@@ -1,6 +1,6 @@
-"""Entries by key within a budget of bytes and a number: when room is needed, the idle one used longest ago goes first.
+"""A cache of entries by key, bounded in bytes and number, which evicts the least recently used idle entry first.
 
-Its calls are made under the lock of its owner. It loads nothing, and does not know what an entry is.
+The owner calls it under its own lock. It loads nothing, and does not know what an entry is.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Generic, Protocol, TypeVar
 
 
 class LruEntry(Protocol):
-    """What may be kept. Its size may change while it is kept."""
+    """An entry that may be cached. Its size may change meanwhile."""
 
     @property
     def size_bytes(self) -> int:
-        """That it takes of the budget."""
+        """Size that counts against the budget."""
         ...
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be evicted: it is complete, and nobody uses it."""
+        """Whether the entry may be evicted: it is complete and not in use."""
         ...
 
 
@@ -28,14 +28,17 @@ EntryT = TypeVar("EntryT", bound=LruEntry)
 
 
 def _ignore(_key: str, _entry: object) -> None:
-    """For entries that hold nothing but memory."""
+    """Do nothing, for entries that hold only memory."""
 
 
 class LruCache(Generic[EntryT]):
-    """budget_bytes, max_entries: of all together. pinned: keys of entries that are never evicted.
+    """A cache that evicts the least recently used idle entry first. Entries with keys in `pinned` are never evicted.
 
-    on_evict: called with every entry that is evicted. order: the keys of all entries, in the order in which they go,
-    where that is not by last use.
+    Args:
+        budget_bytes: Maximum size of all entries together.
+        max_entries: Maximum number of entries.
+        on_evict: Called with every evicted entry.
+        order: Returns the keys of all entries in eviction order, instead of the last use.
     """
 
     def __init__(
@@ -51,55 +54,55 @@ class LruCache(Generic[EntryT]):
         self._max_entries = max_entries
         self._on_evict = on_evict
         self._order = order
-        # The one used longest ago first.
+        # The least recently used entry comes first.
         self._entries: OrderedDict[str, EntryT] = OrderedDict()
 
     @property
     def used_bytes(self) -> int:
-        """Of all. Any thread may ask."""
+        """Size of all entries. Any thread may read it."""
         return sum(entry.size_bytes for entry in list(self._entries.values()))
 
     def items(self) -> Iterator[tuple[str, EntryT]]:
-        """All, the one used longest ago first. Any thread may ask."""
+        """Return all entries, the least recently used first. Any thread may call it."""
         return iter(list(self._entries.items()))
 
     def get(self, key: str) -> EntryT | None:
-        """Returns the entry without marking it as used."""
+        """Return the entry without marking it as used."""
         return self._entries.get(key)
 
     def use(self, key: str) -> EntryT | None:
-        """The same, and now it is the one used last."""
+        """Return the entry and mark it as the most recently used."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
     def add(self, key: str, entry: EntryT) -> None:
-        """It is the one used last. Call `make_room` before, where its size is known."""
+        """Add an entry as the most recently used. If its size is known, call `make_room` before."""
         self._entries[key] = entry
         self._entries.move_to_end(key)
 
     def remove(self, key: str) -> EntryT | None:
-        """Takes it out, without a call of on_evict."""
+        """Remove an entry, without a call of on_evict."""
         return self._entries.pop(key, None)
 
     def make_room(self, size_bytes: int) -> int | None:
-        """Evicts idle entries until one of that size fits. Returns how many.
+        """Evict idle entries until one of that size fits; return how many were evicted.
 
-        Evicts none and returns None where it cannot fit.
+        If it cannot fit, evict none and return None.
         """
         lack = len(self._entries) + 1 - self._max_entries if self._max_entries is not None else 0
         return self._evict_idle(self.used_bytes + size_bytes - self._budget_bytes, lack)
 
     def free(self, size_bytes: int) -> int | None:
-        """Evicts idle entries that have so many bytes together, however much of the budget is left. Returns how many.
+        """Evict idle entries with at least `size_bytes` in total, whatever is left of the budget; return how many.
 
-        Evicts none and returns None where all of them have less.
+        If all of them have less, evict none and return None.
         """
         return self._evict_idle(size_bytes, 0)
 
     def trim_idle(self) -> None:
-        """Evicts what is idle beyond the budget: what is in use does not count against it."""
+        """Evict idle entries beyond the budget. Entries in use do not count against it."""
         idle = list(self._idle())
         excess_bytes = sum(entry.size_bytes for _, entry in idle) - self._budget_bytes
         for key, entry in idle:
@@ -109,16 +112,16 @@ class LruCache(Generic[EntryT]):
             self.evict([key])
 
     def evict(self, keys: Iterable[str]) -> None:
-        """Takes these out."""
+        """Evict these entries."""
         for key in keys:
             self._on_evict(key, self._entries.pop(key))
 
     def clear(self) -> None:
-        """Takes all out."""
+        """Evict all entries."""
         self.evict(list(self._entries))
 
     def _evict_idle(self, lack_bytes: int, lack: int) -> int | None:
-        """Until neither bytes nor entries are lacking; none where they would be all the same."""
+        """Evict idle entries until both lacks are covered; return how many, or None (evicting none) if impossible."""
         victims = []
         for key, entry in self._idle():
             if lack_bytes <= 0 and lack <= 0:
@@ -132,7 +135,6 @@ class LruCache(Generic[EntryT]):
         return len(victims)
 
     def _idle(self) -> Iterator[tuple[str, EntryT]]:
-        """Those that may be evicted, in the order in which they go."""
         for key in self._order() if self._order is not None else self._entries:
             entry = self._entries[key]
             if entry.is_idle and key not in self.pinned:

@@ -1,4 +1,4 @@
-"""A file read from the disk into memory without a name: whole, checked and then sealed."""
+"""Loads a file from disk into anonymous memory: completely, checked and then sealed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _PIECE_BYTES = 4 << 20
 
 
 def load(source: int, target: int, size_bytes: int, *, digest: str | None, what: str) -> float:
-    """Copies the file `source` into the new file `target`, which nobody can change from then on.
+    """Copy the file `source` into the new file `target` and seal it; return the seconds that the checksum took.
 
-    digest: SHA-256 that it must have; None is not checked. what: a file is, for people. Returns the seconds that the
-    checksum took. Raises DataLoss, StorageUnavailable.
+    Raises DataLoss, StorageUnavailable.
+
+    Args:
+        digest: Expected SHA-256; None skips the check.
+        what: Name of such a file in texts for users.
     """
     _take_memory(target, size_bytes, what)
     with os_errors.translated():
@@ -28,14 +31,14 @@ def load(source: int, target: int, size_bytes: int, *, digest: str | None, what:
 
 
 def check(source: int, digest: str, *, what: str) -> None:
-    """Reads the whole file. Raises DataLoss where it does not have this SHA-256, StorageUnavailable."""
+    """Read the whole file. Raises DataLoss if it does not have this SHA-256, and StorageUnavailable."""
     with os_errors.translated():
         if digest_of(source) != digest:
             raise _damaged(what)
 
 
 def digest_of(source: int) -> str:
-    """SHA-256 of a file, hex. Raises OSError."""
+    """Return the SHA-256 of a file in hex. Raises OSError."""
     hashed, buffer, place = hashlib.sha256(), bytearray(_PIECE_BYTES), 0
     while got := os.preadv(source, [buffer], place):
         hashed.update(memoryview(buffer)[:got])
@@ -72,4 +75,4 @@ def _copy(source: int, target: int, size_bytes: int, digest: str | None, what: s
 
 
 def _damaged(what: str) -> DataLoss:
-    return DataLoss(f"the {what}'s file is damaged; it has to be brought again")
+    return DataLoss(f"the {what}'s file is damaged; bring it again")

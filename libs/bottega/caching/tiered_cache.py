@@ -1,14 +1,14 @@
-"""Files read through two tiers: host memory within a budget, over the disk.
+"""A cache of files in two tiers: host memory within a budget, over the disk.
 
-The memory tier consists of files without a name (memfd), sealed once they are loaded: other processes of this host
+The memory tier consists of anonymous files (memfd) that are sealed once they are loaded. Other processes of this host
 get the same files, and can only read them. When the cache drops a file that other processes have, its pages count in
-their budgets from then on. Loads run in parallel, one for each file. A file for which there is no room in memory,
-because all of it is pinned or leased, is read from the disk. Files of the disk are never given to other processes: a
-process that reads one ends when somebody shortens it. Pinned files are loaded as soon as there is room. Keys are
-SHA-256, by which a file is checked when it is loaded for the first time, or whenever it is read from the disk.
+their budgets from then on. Loads run in parallel, one for each file. If pinned and leased files leave no room for a
+file, it is read from the disk. Files on disk are never passed to other processes, because a process that reads such a
+file crashes if it is shortened. Pinned files are loaded as soon as there is room. Keys are SHA-256 digests, by which a
+file is checked when it is first loaded, or whenever it is read from the disk.
 
-Files of one group are used together: the group that was used longest ago goes first, and of it the file that was used
-last, so that what is left of it are those that its next use begins with. The disk is never waited for under the lock.
+Files of one group are used together. The least recently used group is evicted first, and its last used file first, so
+that the remaining files are those with which its next use begins. No call waits for the disk under the lock.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 class TieredCache:
-    """Any thread may call it.
+    """A cache of files in host memory over the disk. Any thread may call it.
 
-    path: where the file of a digest is. what: a file is, for people. missing: the error for a digest without a file.
-    budget_bytes, max_entries: of what is in memory; each holds a file descriptor. max_loads: that run at once.
-    on_damaged: called with the digest of a file that is damaged, by the thread that has read it. Where it is given,
-    files are checked whenever they are read from the disk, those that memory has no room for included. spared: asked
-    for the groups that go last, under the lock.
+    Args:
+        path: Returns the path of a digest's file.
+        what: Name of such a file in texts for users.
+        missing: Returns the error for a digest without a file.
+        budget_bytes: Budget of the memory tier.
+        max_entries: Maximum number of files in memory; each holds a file descriptor.
+        max_loads: How many loads run at once.
+        on_damaged: Called with the digest of a damaged file by the thread that read it. If given, files are checked
+            whenever they are read from the disk, including those that do not fit into memory.
+        spared: Returns the groups to evict last; called under the lock.
     """
 
     def __init__(
@@ -70,10 +75,9 @@ class TieredCache:
             order=self._eviction_order,
         )
         self._spared = spared
-        # Of each group what is in memory; groups and files in them that were used last at the end. A file without a
-        # group is one by itself.
+        # The files in memory by group, in order of use, the last used last. A file without a group is its own group.
         self._groups: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
-        # Pinned, and without room so far.
+        # Pinned files without room so far.
         self._awaited: dict[str, KnownFile] = {}
         self._leases: Counter[str] = Counter()
         self._trusted: set[str] = set()
@@ -81,28 +85,28 @@ class TieredCache:
 
     @property
     def used_bytes(self) -> int:
-        """Of what is in memory, or on its way there."""
+        """Size of the files in memory, including those being loaded."""
         with self._lock:
             return self._memory.used_bytes
 
     def state(self, digest: str) -> bool | None:
-        """Whether it is in memory; False while it is on its way there, None where it is not."""
+        """Return whether the file is in memory: False while it is being loaded, None if it is not."""
         entry = self._memory.get(digest)
         return None if entry is None else entry.loaded.done()
 
     def leases(self, digest: str) -> int:
-        """Those of it that have not been given back."""
+        """Return the number of its open leases."""
         return self._leases[digest]
 
     def wait_idle(self, seconds: float) -> bool:
-        """Whether nothing is leased, or will not be within so many seconds. It blocks."""
+        """Wait until there are no leases; return whether that happened within `seconds`. It blocks."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._leases, seconds)
 
     def pin(self, digests: Iterable[str]) -> None:
-        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there.
+        """Pin exactly these files: they are loaded as soon as there is room, and then stay in memory.
 
-        One without a file is not loaded: pin it again when it has one.
+        A digest without a file is not loaded: pin it again when it has one.
         """
         pinned = {digest: self._look_at(digest) for digest in digests}
         with self._lock:
@@ -114,15 +118,15 @@ class TieredCache:
             }
 
     def prefetch(self, digest: str, file: KnownFile | None = None) -> bool:
-        """Has it in memory soon, where there is room; whether it will be."""
+        """Load a file ahead if there is room; return whether there was."""
         known = file or self._look_at(digest)
         with self._lock:
             return self._entry(digest, known) is not None
 
     def adopt(self, digest: str, descriptor: int, file: KnownFile) -> bool:
-        """Takes a sealed file that is in memory already, and has this digest; whether there was room.
+        """Adopt a sealed file that is in memory already and has this digest; return whether there was room.
 
-        The descriptor is the cache's from then on; where it is not taken it is closed.
+        The cache owns the descriptor from then on, and closes it if there is no room.
         """
         with self._lock:
             there = self._memory.get(digest)
@@ -141,7 +145,10 @@ class TieredCache:
             return True
 
     def borrow(self, digest: str, file: KnownFile | None = None) -> Future[CacheLease]:
-        """The file's bytes, as soon as they can be read. It fails with `missing`, DataLoss, StorageUnavailable."""
+        """Return a future lease of the file's bytes.
+
+        The future fails with `missing`, DataLoss or StorageUnavailable.
+        """
         asked_s = time.monotonic()
         known = file or self._look_at(digest)
         with self._lock:
@@ -162,7 +169,7 @@ class TieredCache:
         return outcome
 
     def give_back(self, lease: CacheLease) -> None:
-        """Ends a lease."""
+        """End a lease."""
         with self._lock:
             self._uncount(lease.digest)
             entry = self._memory.get(lease.digest)
@@ -174,7 +181,7 @@ class TieredCache:
         os.close(lease.descriptor)
 
     def forget(self, digest: str) -> None:
-        """It is deleted: memory lets it go, as soon as it is neither lent nor on its way."""
+        """Drop a deleted file from memory as soon as it is neither leased nor being loaded."""
         with self._lock:
             self._trusted.discard(digest)
             self._memory.pinned -= {digest}
@@ -186,7 +193,7 @@ class TieredCache:
                 self._load_awaited()
 
     def close(self) -> None:
-        """Loads nothing more, and gives the memory back."""
+        """Stop loading, and release the memory."""
         with self._lock:
             self._awaited.clear()
         self._pool.shutdown(cancel_futures=True)
@@ -194,18 +201,22 @@ class TieredCache:
             self._memory.clear()
 
     def _look_at(self, digest: str) -> KnownFile | None:
-        """Of a file that is not in memory; None where there is none, or nothing has to be known. Asks the disk."""
+        """Ask the disk about a file; return None if it is in memory or cannot be found."""
         if self._memory.get(digest) is not None:
             return None
         try:
             return KnownFile(size_bytes=self._path(digest).stat().st_size)
         except OSError:
-            return None  # reading it from the disk raises why
+            return None  # the read from the disk raises the reason
 
     def _entry(self, digest: str, file: KnownFile | None, *, awaits_fetch: bool = True) -> CacheEntry | None:
-        """The file in memory, or being loaded from now on; None where it has no room or no file. Under the lock.
+        """Return the entry of a file in memory, starting its load if needed; None if it has no room or no file.
 
-        file: None where nothing is known, and it is not loaded then. awaits_fetch: of one that is loaded from now on.
+        Call it under the lock.
+
+        Args:
+            file: None if nothing is known about the file. It is not loaded then.
+            awaits_fetch: Whether a new load is for a fetch that is still to come.
         """
         found = self._memory.get(digest)
         if found is not None:
@@ -218,8 +229,8 @@ class TieredCache:
         self.counts.evictions += gone
         try:
             descriptor = new_file(self._what.lower())
-        except OSError as error:  # no descriptor is left, most likely: reading it from the disk raises that
-            _log.warning("a %s cannot be had in memory", self._what, extra={"digest": digest, "why": error.strerror})
+        except OSError as error:  # probably no descriptor is left; the read from the disk raises that
+            _log.warning("a %s cannot be kept in memory", self._what, extra={"digest": digest, "why": error.strerror})
             return None
         entry = CacheEntry(
             descriptor=descriptor, size_bytes=file.size_bytes, group=file.group, awaits_fetch=awaits_fetch
@@ -229,12 +240,12 @@ class TieredCache:
         return entry
 
     def _add(self, digest: str, entry: CacheEntry) -> None:
-        """Under the lock."""
+        """Add an entry as the most recently used. Call it under the lock."""
         self._memory.add(digest, entry)
         self._use(digest, entry)
 
     def _use(self, digest: str, entry: CacheEntry) -> None:
-        """It is what was used last, with its group. Under the lock."""
+        """Mark an entry and its group as the most recently used. Call it under the lock."""
         group = entry.group or digest
         files = self._groups.setdefault(group, OrderedDict())
         files[digest] = None
@@ -242,7 +253,7 @@ class TieredCache:
         self._groups.move_to_end(group)
 
     def _eviction_order(self) -> Iterator[str]:
-        """Under the lock."""
+        """Yield all digests in eviction order. Call it under the lock."""
         spared = self._spared()
         last = []
         for group, files in self._groups.items():
@@ -254,7 +265,7 @@ class TieredCache:
             yield from reversed(files)
 
     def _let_go(self, digest: str, entry: CacheEntry) -> None:
-        """It is evicted. Under the lock."""
+        """Close an evicted entry. Call it under the lock."""
         os.close(entry.descriptor)
         group = entry.group or digest
         self._groups[group].pop(digest)
@@ -262,14 +273,12 @@ class TieredCache:
             del self._groups[group]
 
     def _evict_forgotten(self, digest: str, entry: CacheEntry) -> None:
-        """Where nothing keeps it any more. Under the lock."""
+        """Evict a deleted file if nothing needs it any more. Call it under the lock."""
         if entry.forgotten and entry.is_idle:
             self._memory.evict([digest])
 
     def _load_awaited(self) -> None:
-        """Begins to load what is pinned and could not be loaded before; what has still no room waits on. Under the
-        lock.
-        """
+        """Start the loads of pinned files that now have room. Call it under the lock."""
         self._awaited = {
             digest: file
             for digest, file in self._awaited.items()
@@ -277,13 +286,13 @@ class TieredCache:
         }
 
     def _load(self, digest: str, entry: CacheEntry) -> None:
-        """In a thread of the pool."""
+        """Load a file into memory. Runs in a thread of the pool."""
         began_s = time.monotonic()
         try:
             check_s = self._copy(digest, entry)
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
             self._note_damage(digest, error)
-            # Nobody awaits what is loaded ahead.
+            # Logged here, because nothing awaits a file that is loaded ahead.
             facts = {"digest": digest, "why": str(error)}
             _log.error("a %s cannot be loaded into memory", self._what, extra=facts)
             with self._lock:
@@ -298,16 +307,16 @@ class TieredCache:
                 self.counts.load_s += load_s
             entry.load = LoadParts(began_s=began_s, read_s=load_s - check_s, check_s=check_s)
             entry.loaded.set_result(None)
-        with self._lock:  # it has left its room, or may be let go from now on
+        with self._lock:  # its room is free, or it may be evicted from now on
             if self._memory.get(digest) is entry:
                 self._evict_forgotten(digest, entry)
             self._load_awaited()
 
     def _copy(self, digest: str, entry: CacheEntry) -> float:
-        """Returns the seconds that comparing the checksum took."""
+        """Copy the file into memory; return the seconds that the checksum took."""
         source = self._open(digest)
         try:
-            # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
+            # Checked once since the start, which also detects for all workers that a disk has changed a bit.
             known = None if digest in self._trusted else digest
             check_s = load(source, entry.descriptor, entry.size_bytes, digest=known, what=self._what)
         finally:
@@ -341,7 +350,7 @@ class TieredCache:
         )
 
     def _lease_from_disk(self, digest: str, outcome: Future[CacheLease], *, asked_s: float) -> None:
-        """In a thread of the pool."""
+        """Complete a lease with a file on disk. Runs in a thread of the pool."""
         began_s = time.monotonic()
         try:
             descriptor = self._open_checked(digest)

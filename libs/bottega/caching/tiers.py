@@ -1,4 +1,4 @@
-"""The tiers of a TieredCache, its entries in memory, and what it leases."""
+"""The tiers of a TieredCache, its entries in memory, and its leases."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from bottega.v1.trace_pb2 import StoreTimes
 
 
 class Tier(StrEnum):
-    """Where a file was when somebody asked for it.
-
-    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
-    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
-    """
+    """The place of a file when it was requested."""
 
     MEMORY = "memory"
+    """In memory already, and not only because of this request."""
     LOADED = "loaded"
+    """Loaded for this request: the load was running, or it was loaded ahead and this is its first use."""
     DISK = "disk"
+    """On disk, because memory had no room for it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TierStatistics:
-    """What has happened since the start. by_tier: leases, by where the file was. load_s: seconds of loading."""
+    """Counters since the start."""
 
     by_tier: Counter[Tier]
+    """Number of leases by the tier of their file."""
     loads: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
+    """Seconds of loading."""
     failures: int = 0
     evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheLease:
-    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
+    """Bytes that stay readable until the lease is given back, whatever is loaded or deleted.
 
-    resident: in memory, sealed. times: from when it was asked for until it began, at begun_s on the monotonic clock.
+    Read them with os.preadv.
     """
 
     digest: str
@@ -47,11 +48,14 @@ class CacheLease:
     size_bytes: int
     tier: Tier
     resident: bool
+    """Whether they are in sealed memory."""
     times: StoreTimes
+    """Store times from the request until the lease began."""
     begun_s: float = field(default_factory=time.monotonic)
+    """When the lease began, on the monotonic clock."""
 
     def times_until_now(self) -> StoreTimes:
-        """Its times, and for how long it has waited to be sent."""
+        """Return the store times including the wait to be sent until now."""
         times = StoreTimes(send_wait_s=time.monotonic() - self.begun_s)
         times.MergeFrom(self.times)
         return times
@@ -59,37 +63,40 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFile:
-    """What whoever asks knows of a file, so that the disk is not asked. group: of files that are used together."""
+    """Facts that a caller knows about a file, so that the disk need not be asked."""
 
     size_bytes: int
     group: str = ""
+    """Group of files that are used together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadParts:
-    """What loading a file took. began_s: on the monotonic clock."""
+    """The durations of a file's load."""
 
     began_s: float
+    """Start on the monotonic clock."""
     read_s: float
     check_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CacheEntry:
-    """A file in memory, or on its way there until `loaded` ends.
-
-    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come. load: of what was read
-    from the disk. group: see KnownFile. forgotten: it is let go as soon as it is idle.
-    """
+    """A file in memory, which is being loaded until `loaded` is done."""
 
     descriptor: int
     size_bytes: int
     loaded: Future[None] = field(default_factory=Future)
     awaits_fetch: bool
+    """Whether it was loaded for a fetch that is still to come."""
     leases: int = 0
+    """Number of open leases."""
     load: LoadParts | None = None
+    """Durations of its load, if it was read from the disk."""
     group: str = ""
+    """See KnownFile."""
     forgotten: bool = False
+    """Whether it is evicted as soon as it is idle."""
 
     @property
     def is_idle(self) -> bool:
@@ -97,7 +104,7 @@ class CacheEntry:
         return self.loaded.done() and not self.leases
 
     def times(self, asked_s: float) -> StoreTimes:
-        """Of a lease that was asked for then and begins now. A load that was under way before was only waited for."""
+        """Return the times of a lease that begins now. A load that ran before the request counts only as waiting."""
         if self.load is None or self.load.began_s < asked_s:
             return StoreTimes(wait_s=time.monotonic() - asked_s)
         return StoreTimes(wait_s=self.load.began_s - asked_s, read_s=self.load.read_s, check_s=self.load.check_s)
