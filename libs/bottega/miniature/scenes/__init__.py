@@ -1,4 +1,4 @@
-"""The world that the miniature draws: its grammar, its captions, its layouts and their pictures. No torch here."""
+"""The scenes that the miniature draws: their grammar, captions, layouts and pictures. No torch here."""
 
 from bottega.miniature.scenes.captions import (
     WORDS,

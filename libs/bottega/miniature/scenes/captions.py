@@ -1,4 +1,4 @@
-"""How scenes are said: one full sentence for prompts, and phrasings, some of which leave things out, for training.
+"""Captions of scenes: a full sentence for prompts, and other phrasings for training, some of which omit details.
 
 Nearly every word is one token of the miniature's tokenizers, and every sentence fits their 24.
 """
@@ -13,7 +13,7 @@ from bottega.miniature.scenes.grammar import COLOURS, PLACES, RELATIONS, SHAPES,
 _AT = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 _PLACED = {**_AT, "center": "in the center"}
 _ENDS = {"left of": ("left", "right"), "above": ("top", "bottom")}
-# A short form leaves the rest to chance, as people do.
+# A short phrasing leaves the rest to chance, as users' prompts do.
 _SHORT_SHARE = 0.2
 
 _OTHER_WORDS = ("a", "an", "and", "at", "background", "image", "in", "of", "on", "the", "to", "with")
@@ -23,7 +23,7 @@ WORDS = frozenset(" ".join((*COLOURS, *SHAPES, *SIZES, *PLACES, *RELATIONS, *_OT
 
 
 def caption(scene: Scene) -> str:
-    """The sentence that says all of the scene: "a big red star on the left on a blue background"."""
+    """Return the sentence that describes all of the scene: "a big red star on the left on a blue background"."""
     if len(scene.things) == 1:
         return f"{_a(f'{scene.size} {_name(scene.things[0])}')} {_PLACED[scene.place]} on {_ground(scene)}"
     first, second = (_a(_name(thing)) for thing in scene.things)
@@ -31,7 +31,7 @@ def caption(scene: Scene) -> str:
 
 
 def placed_caption(scene: Scene) -> str:
-    """A longer sentence that says all of the scene: of two things where each stands."""
+    """Return a longer sentence that describes all of the scene, with the place of each of two things."""
     if len(scene.things) == 1:
         return caption(scene)
     first, second = (_a(_name(thing)) for thing in scene.things)
@@ -40,7 +40,7 @@ def placed_caption(scene: Scene) -> str:
 
 
 def unplaced_caption(scene: Scene) -> str:
-    """The sentence that says all of the scene but what is where: "a big red star on a blue background"."""
+    """Return a sentence that describes all of the scene but the places: "a big red star on a blue background"."""
     if len(scene.things) == 1:
         return f"{_a(f'{scene.size} {_name(scene.things[0])}')} on {_ground(scene)}"
     first, second = (_a(_name(thing)) for thing in scene.things)
@@ -48,7 +48,7 @@ def unplaced_caption(scene: Scene) -> str:
 
 
 def any_caption(scene: Scene, rng: random.Random) -> str:
-    """One of the scene's phrasings; nothing in it is wrong for the scene."""
+    """Return one of the scene's phrasings, all of which are true of it."""
     if len(scene.things) == 1:
         return _any_of_one(scene, rng)
     return _any_of_two(scene, rng)

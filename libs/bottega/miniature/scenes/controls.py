@@ -1,6 +1,7 @@
-"""Control images: what a ControlNet is shown of a picture, as thin outlines or as a map of what stands where.
+"""Control images for ControlNets: thin outlines, or silhouettes of the things.
 
-Drawn from a layout, or found in any picture; RGB, white on black, so that people can draw them by hand too.
+They are drawn from a layout, or found in any picture. They are RGB, white on black, so that users can draw them by
+hand, too.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from bottega.miniature.scenes.layout import SceneLayout
 from bottega.miniature.scenes.outlines import outline
 from bottega.miniature.scenes.render import FINE, SIDE, coverage, points
 
-# Of an outline, in pixels shown.
+# Thickness of an outline, in pixels of the picture.
 _THICK = 1.25
-# Levels by which neighbours differ: less is no edge, and from the second on an edge is white. Yellow and orange, the
-# colours of the grammar that are nearest to each other, differ by 72; a smooth edge between them does so in two halves.
+# Differences of neighbours in levels: below the first there is no edge, from the second on an edge is white. Yellow and
+# orange, the most similar colours of the grammar, differ by 72; a smooth edge between them has two halves.
 _NO_EDGE, _WHITE_EDGE = 12, 36
 
 
 def draw_edges(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
-    """The outlines of all things, about a pixel thick."""
+    """Return the outlines of all things, about a pixel thick."""
     fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
     for placed in layout.placed:
@@ -34,7 +35,7 @@ def draw_edges(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
 
 
 def draw_layout(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
-    """The silhouettes of all things, filled."""
+    """Return the filled silhouettes of all things."""
     whole = PIL.Image.new("L", (side, side), 0)
     for placed in layout.placed:
         whole = PIL.ImageChops.lighter(whole, coverage(placed, side))
@@ -42,9 +43,9 @@ def draw_layout(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
 
 
 def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
-    """The edges of any picture, one to two pixels thick.
+    """Return the edges of any picture, one to two pixels thick.
 
-    A picture that is not square is stretched. Fine texture becomes edges as well: blur it before.
+    A picture that is not square is stretched. Fine texture becomes edges, too: blur it first.
     """
     sized = picture.convert("RGB").resize((side, side), PIL.Image.Resampling.BOX)
     steep = PIL.ImageChops.lighter(_differences(sized, 1, 0), _differences(sized, 0, 1))
@@ -55,11 +56,11 @@ def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
 
 
 DRAWN: dict[str, Callable[[SceneLayout], PIL.Image.Image]] = {"edges": draw_edges, "layout": draw_layout}
-"""What draws the control images of each of the miniature's ControlNets."""
+"""Functions that draw the control images for each of the miniature's ControlNets."""
 
 
 def _differences(picture: PIL.Image.Image, across: int, down: int) -> PIL.Image.Image:
-    """Of each pixel from its neighbour; none at the frame, where there is no neighbour."""
+    """Return the difference of each pixel from its neighbour; 0 at the border without a neighbour."""
     moved = picture.copy()
     moved.paste(picture.crop((across, down, *picture.size)), (0, 0))
     return PIL.ImageChops.difference(picture, moved)

@@ -1,4 +1,4 @@
-"""What the miniature can be told to draw: shapes, colours, sizes, places, grounds, relations; what is held out."""
+"""The grammar of the miniature: shapes, colours, sizes, places, grounds, relations; and the held-out scenes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "diamond")
-# Red, green and blue, 0 to 255. Chosen so that no two are near each other, also after the VAE.
+# Red, green and blue, 0 to 255. No two are similar, even after the VAE.
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (220, 32, 38),
     "green": (40, 176, 72),
@@ -23,7 +23,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 SIZES = ("small", "big")
 PLACES = ("left", "right", "top", "bottom", "center")
 RELATIONS = ("left of", "above")
-# One scene in so many is never trained on.
+# One scene in this many is never trained on.
 HELD_OUT_SHARE = 10
 
 
@@ -37,36 +37,37 @@ class Thing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One thing with a size and a place, or two with a relation, on a ground of another colour.
+    """A scene: one thing with a size and a place, or two with a relation, on a ground of another colour.
 
-    size, place: of a single thing; empty with two. relation: of the first of two to the second; empty with one.
-    Right of and below are left of and above with the things exchanged, so that a scene has one form only.
+    "Right of" and "below" are "left of" and "above" with the things exchanged, so that a scene has only one form.
     """
 
     things: tuple[Thing, ...]
     ground: str
     size: str = ""
+    """Size of a single thing, "" with two; place likewise."""
     place: str = ""
     relation: str = ""
+    """Relation of the first of two things to the second, "" with one."""
 
     def __post_init__(self) -> None:
-        """ValueError when the parts do not fit together."""
+        """Raise ValueError if the parts do not fit together."""
         known = self.ground in COLOURS and all(t.shape in SHAPES and t.colour in COLOURS for t in self.things)
         one = len(self.things) == 1 and self.size in SIZES and self.place in PLACES and not self.relation
         two = len(set(self.things)) == 2 and self.relation in RELATIONS and not (self.size or self.place)
         if not (known and (one or two) and self.ground not in {thing.colour for thing in self.things}):
-            raise ValueError(f"no scene: {self}")
+            raise ValueError(f"not a scene: {self}")
 
     @property
     def held_out(self) -> bool:
-        """Whether training never sees this scene; the same on every machine, for ever."""
-        said = [f"{thing.colour} {thing.shape}" for thing in self.things]
-        name = "|".join([*said, self.size, self.place, self.relation, self.ground])
+        """Whether training never sees this scene. It is the same on every machine."""
+        names = [f"{thing.colour} {thing.shape}" for thing in self.things]
+        name = "|".join([*names, self.size, self.place, self.relation, self.ground])
         return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def near_miss(scene: Scene, rng: random.Random) -> Scene:
-    """A scene that says one thing differently; of two things, most often which has what, or which is where."""
+    """Return a scene with one difference. With two things, it is mostly which has what, or which is where."""
     while True:
         changed = rng.choice((_exchanged, _turned, _other_thing) if scene.relation else _CHANGES)(scene, rng)
         if changed is not None and changed != scene:
@@ -74,9 +75,9 @@ def near_miss(scene: Scene, rng: random.Random) -> Scene:
 
 
 def elsewhere(scene: Scene) -> list[Scene]:
-    """The scenes that show the same with its things in other places, and differ in nothing else.
+    """Return the scenes with the same things in other places and no other difference.
 
-    Two things of one shape are only turned: silhouettes do not tell what their exchange changes.
+    Two things of one shape are only turned, because silhouettes do not show whether they were exchanged.
     """
     if not scene.relation:
         return [replace(scene, place=place) for place in PLACES if place != scene.place]
@@ -86,7 +87,7 @@ def elsewhere(scene: Scene) -> list[Scene]:
 
 
 def random_scene(rng: random.Random, *, things: int) -> Scene:
-    """Any scene of one or two things, held out or not, all equally likely."""
+    """Return any scene of one or two things, held out or not, all equally likely."""
     ground = rng.choice(tuple(COLOURS))
     colours = tuple(colour for colour in COLOURS if colour != ground)
     drawn = _thing(rng, colours)
@@ -99,14 +100,15 @@ def random_scene(rng: random.Random, *, things: int) -> Scene:
 
 
 def training_scene(rng: random.Random, *, things: int) -> Scene:
-    """A scene that is not held out."""
+    """Return a scene that is not held out."""
     return _scene_where(rng, things, held_out=False)
 
 
 def held_out_scenes(count: int, *, things: int, seed: int = 0) -> list[Scene]:
-    """Distinct scenes that training never saw; with one thing there are about 720.
+    """Return distinct scenes that training never saw. With one thing there are about 720.
 
-    seed: another one gives another choice.
+    Args:
+        seed: Selects the scenes.
     """
     rng = random.Random(seed)
     found: dict[Scene, None] = {}
@@ -123,19 +125,19 @@ def _scene_where(rng: random.Random, things: int, *, held_out: bool) -> Scene:
 
 
 def _exchanged(scene: Scene, rng: random.Random) -> Scene | None:
-    """Colours, shapes or both change places."""
+    """Return the scene with colours, shapes or both exchanged."""
     first, second = scene.things
     swapped = (Thing(shape=first.shape, colour=second.colour), Thing(shape=second.shape, colour=first.colour))
     return replace(scene, things=rng.choice((swapped, swapped[::-1], (second, first))))
 
 
 def _turned(scene: Scene, rng: random.Random) -> Scene | None:
-    """Beside becomes above, and the reverse."""
+    """Return the scene with the other relation."""
     return replace(scene, relation=next(relation for relation in RELATIONS if relation != scene.relation))
 
 
 def _other_thing(scene: Scene, rng: random.Random) -> Scene | None:
-    """One thing has another shape or colour; None when that makes no scene."""
+    """Return the scene with another shape or colour of one thing; None if that is not a scene."""
     at = rng.randrange(len(scene.things))
     old = scene.things[at]
     shape, colour = rng.choice(((rng.choice(SHAPES), old.colour), (old.shape, rng.choice(tuple(COLOURS)))))

@@ -1,4 +1,4 @@
-"""Where exactly the things of a scene stand and how large they are: what a caption leaves open.
+"""Layouts: the exact places and sizes of a scene's things, which a caption leaves open.
 
 All lengths are in sides of the picture; (0, 0) is its top left corner.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from bottega.miniature.scenes.grammar import Scene, Thing
 
-# Radii: their ranges are far apart, so that a size can be read back from the picture alone.
+# Radii. Their ranges are far apart, so that a size can be read back from the picture alone.
 SMALL = (0.115, 0.14)
 BIG = (0.215, 0.25)
 OF_TWO = (0.15, 0.175)
-# A place is so far from the middle; jitter is smaller than half of it.
+# Distance of a place from the middle; the jitter is less than half of it.
 OFFSET = {"small": 0.27, "big": 0.21}
 APART = 0.235
 _JITTER = 0.02
@@ -40,7 +40,7 @@ class SceneLayout:
 
 
 def random_layout(scene: Scene, rng: random.Random) -> SceneLayout:
-    """One of the layouts that the scene's caption describes."""
+    """Return one of the layouts that the scene's caption describes."""
     if len(scene.things) == 1:
         return SceneLayout(placed=(_one(scene, rng),), ground=scene.ground)
     return SceneLayout(placed=_two(scene, rng), ground=scene.ground)

@@ -1,4 +1,4 @@
-"""The outlines of the shapes, as polygons around the origin that fit a circle of radius 1; y goes down."""
+"""The outlines of the shapes, as polygons around the origin that fit a circle of radius 1; y points down."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _ARM = 0.3
 
 
 def outline(shape: str) -> tuple[Polygon, ...]:
-    """The polygons of a shape: the first is filled, the second, if there is one, is a hole in it."""
+    """Return the polygons of a shape: the first is filled, the second, if there is one, is a hole in it."""
     if shape == "ring":
         return (_circle(1.0), _circle(_HOLE))
     return (_FILLED[shape],)
 
 
 def area(shape: str) -> float:
-    """Of the shape, in squares of its radius."""
+    """Return the area of the shape, in squares of its radius."""
     filled, *holes = (_area(polygon) for polygon in outline(shape))
     return filled - sum(holes)
 
 
 def centroid(shape: str) -> Point:
-    """Of the shape; holes are around the origin, where they move nothing."""
+    """Return the centroid of the shape. Holes are centred on the origin and do not change it."""
     polygon = outline(shape)[0]
     pairs = list(zip(polygon, (*polygon[1:], polygon[0]), strict=True))
     crosses = [x * v - u * y for (x, y), (u, v) in pairs]
@@ -77,7 +77,7 @@ _CROSS: Polygon = (
     (-1.0, -_ARM),
     (-_ARM, -_ARM),
 )
-_SIDE = 0.84  # a square whose corners stay near the circle looks as big as the others
+_SIDE = 0.84  # a square whose corners stay near the circle looks as big as the other shapes
 _FILLED: dict[str, Polygon] = {
     "circle": _circle(1.0),
     "square": ((-_SIDE, -_SIDE), (_SIDE, -_SIDE), (_SIDE, _SIDE), (-_SIDE, _SIDE)),

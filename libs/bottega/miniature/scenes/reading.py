@@ -1,4 +1,4 @@
-"""Reads the sentences back that say all of a scene."""
+"""Reads sentences back that describe all of a scene."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RELATIONS = {"on the left and": "left of", "at the top and": "above"}
 
 
 def read_caption(text: str) -> Scene | None:
-    """The scene of which `text` is the caption or the placed caption; None for any other text."""
+    """Return the scene of which `text` is the caption or the placed caption; None for any other text."""
     try:
         scene = _read(text)
     except ValueError:  # a thing of the ground's colour, or the same thing twice
         return None
-    said = [] if scene is None else [caption(scene), placed_caption(scene)]
-    return scene if text in said else None
+    captions = [] if scene is None else [caption(scene), placed_caption(scene)]
+    return scene if text in captions else None
 
 
 def _read(text: str) -> Scene | None:

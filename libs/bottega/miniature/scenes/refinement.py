@@ -1,4 +1,4 @@
-"""How people go on from a scene: one small change after the other, each of its parts as likely."""
+"""Refinements of a scene as users make them: one small change after another, each part equally likely."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from bottega.miniature.scenes.grammar import COLOURS, PLACES, RELATIONS, SHAPES,
 
 
 def refine(scene: Scene, rng: random.Random) -> Scene:
-    """A scene of as many things that differs in one part: a shape, a colour, the ground, or where or how large."""
+    """Return a scene that differs in one part: a shape, a colour, the ground, the place or relation, or the size."""
     parts = [(name, at) for at in range(len(scene.things)) for name in ("shape", "colour")]
     parts += [(name, 0) for name in (("ground", "relation") if scene.relation else ("ground", "size", "place"))]
     while True:
         try:
             return _changed(scene, *rng.choice(parts), rng)
-        except ValueError:  # a thing of the ground's colour, or the same thing twice: no scene
+        except ValueError:  # a thing of the ground's colour, or the same thing twice
             continue
 
 
@@ -41,4 +41,4 @@ def _with(scene: Scene, at: int, thing: Thing) -> Scene:
 
 
 def _other(value: str, values: Sequence[str], rng: random.Random) -> str:
-    return rng.choice([each for each in values if each != value])
+    return rng.choice([other for other in values if other != value])

@@ -11,11 +11,11 @@ from bottega.miniature.scenes.outlines import outline
 
 SIDE = 64
 FINE = 4
-"""Pixels drawn for a pixel shown, a side."""
+"""Pixels drawn per side of a shown pixel."""
 
 
 def render(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
-    """An RGB picture of `side` pixels a side."""
+    """Return an RGB picture of `side` x `side` pixels."""
     fine = PIL.Image.new("RGB", (side * FINE, side * FINE), COLOURS[layout.ground])
     pen = PIL.ImageDraw.Draw(fine)
     for placed in layout.placed:
@@ -27,7 +27,7 @@ def render(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
 
 
 def coverage(placed: Placed, side: int = SIDE) -> PIL.Image.Image:
-    """How much of each pixel the thing covers: a grey picture, 255 is all of it."""
+    """Return how much of each pixel the thing covers: a grey picture, 255 is all of it."""
     fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
     for polygon, value in zip(outline(placed.thing.shape), (255, 0), strict=False):
@@ -36,8 +36,8 @@ def coverage(placed: Placed, side: int = SIDE) -> PIL.Image.Image:
 
 
 def points(polygon: tuple[tuple[float, float], ...], placed: Placed, side: int) -> list[tuple[float, float]]:
-    """A thing's polygon in fine pixels."""
-    # Pillow fills the pixels whose centres lie inside, with a centre at a whole number: half a fine pixel off.
+    """Return a thing's polygon in fine pixels."""
+    # Pillow fills the pixels whose centres lie inside, with centres at whole numbers: half a fine pixel off.
     scale = side * FINE
     return [
         ((placed.x + x * placed.radius) * scale - 0.5, (placed.y + y * placed.radius) * scale - 0.5) for x, y in polygon
