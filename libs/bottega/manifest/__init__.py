@@ -1,4 +1,4 @@
-"""Which services there are: each is one line of `services.txt`, and a `ServiceSpec` in its own package."""
+"""The manifest of services: each is one line of `services.txt`, and a `ServiceSpec` in its own package."""
 
 from bottega.manifest.reading import MANIFEST, VARIABLE, load_object, missing_packages, options_of, read_services
 from bottega.manifest.spec import ServiceOption, ServiceSpec, SuiteSettings, UnitSettings

@@ -1,6 +1,6 @@
-"""Reads the manifest: which services there are, in the order in which they start.
+"""Reads the manifest, the list of services in the order in which they start.
 
-A line names a Python module with a `SPEC` in it; "#" begins a comment. Services that are no part of Bottega are listed
+A line names a Python module with a `SPEC` in it; "#" begins a comment. Services that are not part of Bottega are listed
 in manifests of their own, whose paths are in BOTTEGA_SERVICES.
 """
 
@@ -19,10 +19,10 @@ from bottega.kinds import is_kind
 from bottega.manifest.spec import ServiceOption, ServiceSpec
 
 MANIFEST = Path(__file__).with_name("services.txt")
-"""Bottega's own services."""
+"""The manifest of Bottega's own services."""
 
 VARIABLE = "BOTTEGA_SERVICES"
-"""Manifests of other services, separated as the paths in PATH are."""
+"""Environment variable with the manifests of other services, separated like the paths in PATH."""
 
 
 def read_services() -> tuple[ServiceSpec, ...]:
@@ -37,7 +37,7 @@ def read_services() -> tuple[ServiceSpec, ...]:
 
 
 def options_of(services: tuple[ServiceSpec, ...]) -> Iterator[ServiceOption]:
-    """What `bottega up` takes for them."""
+    """Yield the options that `bottega up` offers for these services."""
     for service in services:
         if service.count:
             yield service.count
@@ -50,11 +50,11 @@ def missing_packages(service: ServiceSpec) -> list[str]:
 
 
 def load_object(path: str) -> Any:
-    """What a spec names as "MODULE:NAME". Raises ConfigError."""
+    """Return the object that a spec names as "MODULE:NAME". Raises ConfigError."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # noqa: BLE001 - it may be anybody's module
+    except Exception as error:  # noqa: BLE001 - a module of another project may raise anything
         raise ConfigError(f"{path}, which a service's spec names, cannot be imported: {error}") from None
 
 
@@ -65,7 +65,7 @@ def _read(manifests: tuple[Path, ...]) -> tuple[ServiceSpec, ...]:
     for where, module in _lines(manifests):
         spec = _load(where, module)
         if not is_kind(spec.kind) or spec.kind in found:
-            raise ConfigError(f"{where}: {spec.kind!r} is no name for a kind of service, or another one has it")
+            raise ConfigError(f"{where}: {spec.kind!r} is not a valid kind of service, or another service has it")
         named = {option.name for option in options_of((spec,))}
         if named & options:
             raise ConfigError(f"{where}: another service has the option {', '.join(sorted(named & options))} already")
@@ -95,10 +95,10 @@ def _load(where: str, module: str) -> ServiceSpec:
                 "pip install 'bottega-services[activations,cache,controlnet,gateway,loras,worker]'"
             ) from None
         raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
-    except Exception as error:  # noqa: BLE001 - it may be anybody's module
+    except Exception as error:  # noqa: BLE001 - a module of another project may raise anything
         raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
     if not isinstance(spec, ServiceSpec):
-        raise ConfigError(f"{where}: SPEC of {module} is no ServiceSpec")
+        raise ConfigError(f"{where}: SPEC of {module} is not a ServiceSpec")
     return spec
 
 

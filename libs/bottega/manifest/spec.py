@@ -1,4 +1,4 @@
-"""What a service declares for `bottega up`, its supervisor, doctor and systemd, which start and watch it."""
+"""The declaration of a service for `bottega up`, its supervisor, doctor and systemd, which start and watch it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOption:
-    """A number that `bottega up` takes for a service. name: an identifier; the command line has dashes in it."""
+    """A number that `bottega up` takes for a service."""
 
     name: str
+    """An identifier; the command line shows it with dashes."""
     help: str
     default: int
     least: int = 0
@@ -20,27 +21,29 @@ class ServiceOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """What all processes of a suite on one machine have in common.
-
-    address, metrics_address, fleet_address: host:port where the gateway listens; services join it at the last one.
-    model: "miniature" or the absolute path of a folder in Diffusers' layout. model_name: by which workers serve it.
-    model_folder: where it lies, the embedded one too. threads: that were asked for; 0 divides `cores`.
-    state: folder below which services keep what outlives them. options: every service's, by name.
-    """
+    """Settings that all processes of a suite on one machine share."""
 
     address: str
+    """host:port of the gateway, like metrics_address and fleet_address."""
     metrics_address: str
     fleet_address: str
+    """The address at which services join the fleet."""
     model: str
+    """"miniature", or the absolute path of a folder in Diffusers' layout."""
     model_name: str
+    """Name under which workers serve the model."""
     model_folder: Path
+    """Folder of the model, also of the embedded one."""
     device: str
     dtype: str
     threads: int
+    """The requested number; 0 divides `cores`."""
     cores: int
     drain_grace_s: float
     state: Path
+    """Folder below which services keep persistent files."""
     options: Mapping[str, int]
+    """The options of all services, by name."""
 
     @property
     def server(self) -> dict[str, object]:
@@ -48,66 +51,73 @@ class SuiteSettings:
         return {"drain_grace_s": self.drain_grace_s}
 
     def threads_of(self, processes: int, *, beside: int = 0) -> int:
-        """Threads of each of `processes` that share the cores with as many more as `beside` says."""
+        """Return the threads of each of `processes` that share the cores with `beside` times as many others."""
         return self.threads or max(1, self.cores // (1 + beside) // max(1, processes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSettings:
-    """What a service's systemd unit has beyond those of all services.
-
-    on_device: it computes with torch, on a device. links: services of the same machine, which are other users, open
-    links to it. tenants: it reads the file of tenants that root writes; not together with links, as a unit has one
-    group. reads_models: they may lie in a home. start_s: for it to become ready, or to ask for more time; 0 is
-    systemd's default.
-    """
+    """The parts of a service's systemd unit that not all services have."""
 
     on_device: bool = False
+    """Whether it computes with torch, on a device."""
     links: bool = False
+    """Whether services of the same machine that run as other users open links to it."""
     tenants: bool = False
+    """Whether it reads the file of tenants, which root writes. Not together with links, because a unit has one group."""
     reads_models: bool = False
+    """Whether it reads models, which may lie in a home folder."""
     start_s: int = 0
+    """Seconds to become ready or to ask for more time; 0 is systemd's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """A service of the suite.
-
-    kind: with which it joins the fleet; its process, its folder below the state and its unit have the same name.
-    title: for people. module: `python -m MODULE --config FILE` starts it.
-    config: its configuration's dataclass, "MODULE:CLASS"; empty: `bottega config` knows nothing of it.
-    config_check: "MODULE:FUNCTION", which raises ConfigError for a configuration with which the service would not start
-    because of what it names on this machine; empty: there is nothing of that kind.
-    example: what the configuration sets that is installed with its unit; the other keys stand there as comments.
-    configure: its configuration in a suite on one machine; the second argument is the process's name.
-    count: the option that says how many there are, and their names are numbered; None: always one.
-    options: further ones. joins: it is ready when it has joined the fleet, else as soon as it serves.
-    folders: names below the state that it uses besides its own. requires: distributions that it imports, and that a
-    machine without it need not have. install: what `pip install` is given for all of them.
-    add_on: what the gateway does for jobs with it: "MODULE:FUNCTION", which makes an AddOn from an AddOnContext
-    (bottega.gateway.addons.addon); empty: nothing. engine_add_on: what the engines of workers do for them, likewise: it
-    makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.worker.engine.addons).
-    """
+    """A service of the suite."""
 
     kind: str
+    """Kind with which it joins the fleet; also the name of its process, its state folder and its unit."""
     title: str
+    """Name for users."""
     module: str
+    """`python -m MODULE --config FILE` starts it."""
     configure: Callable[[SuiteSettings, str], Mapping[str, object]]
+    """Returns its configuration in a suite on one machine, given the process's name."""
     config: str = ""
+    """Its configuration's dataclass, "MODULE:CLASS"; "" hides it from `bottega config`."""
     config_check: str = ""
+    """"MODULE:FUNCTION", or "".
+
+    It raises ConfigError for a configuration that names something unusable on this machine.
+    """
     example: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the configuration that is installed with its unit. The other keys appear there as comments."""
     count: ServiceOption | None = None
+    """The option with the number of its processes, whose names are numbered; None means exactly one."""
     options: tuple[ServiceOption, ...] = ()
+    """Further options."""
     joins: bool = True
+    """Whether it is ready only when it has joined the fleet, instead of as soon as it serves."""
     folders: tuple[str, ...] = ()
+    """Names of folders below the state that it uses besides its own."""
     requires: tuple[str, ...] = ()
+    """Distributions that it imports, and that a machine without it need not have."""
     install: str = ""
+    """The requirement that makes `pip install` install all of them."""
     add_on: str = ""
+    """"MODULE:FUNCTION" of the gateway's part, or "".
+
+    It makes an AddOn from an AddOnContext (bottega.gateway.addons.addon), for jobs that use this service.
+    """
     engine_add_on: str = ""
+    """"MODULE:FUNCTION" of the part in workers' engines, or "".
+
+    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.worker.engine.addons).
+    """
     unit: UnitSettings = field(default_factory=UnitSettings)
 
     def names(self, options: Mapping[str, int]) -> list[str]:
-        """Names of its processes."""
+        """Return the names of its processes."""
         if self.count is None:
             return [self.kind]
         return [f"{self.kind}-{number}" for number in range(options[self.count.name])]
