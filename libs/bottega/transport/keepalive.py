@@ -13,9 +13,9 @@ from bottega.transport.link import Link
 # How often a quiet link is checked, by the end that pings and by one that only listens.
 _CHECK_S = 0.25
 _LISTENING_CHECK_S = 2.0
-# A peer is pinged after this share of silence_s without a message,
+# A peer is pinged after this share of silence_s without a message.
 _PING_SHARE = 0.2
-# and after this time in any case: the other end gives up a peer that is silent for half a minute.
+# A peer is pinged after this time in any case: the other end gives up a peer that is silent for half a minute.
 _PING_S = 5.0
 
 
