@@ -64,7 +64,7 @@ class UnitSettings:
     links: bool = False
     """Whether services of the same machine that run as other users open links to it."""
     tenants: bool = False
-    """Whether it reads the file of tenants, which root writes. Not together with links, because a unit has one group."""
+    """Whether it reads root's file of tenants. Not together with links, because a unit has one group."""
     reads_models: bool = False
     """Whether it reads models, which may lie in a home folder."""
     start_s: int = 0
