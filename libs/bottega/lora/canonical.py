@@ -254,7 +254,7 @@ def _name(name: str) -> tuple[str, str, str]:
     component, _, rest = name.partition(".")
     path, _, part = rest.rpartition(".")
     if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:
-        _refuse(f"it has a tensor {name[:80]!r}, which is not part of a module")
+        _refuse(f"it has a tensor {name[:80]!r}, which is no part of a module")
     return component, path, part
 
 
@@ -264,4 +264,4 @@ def _order(name: str, dtype: str) -> tuple[bool, bool, int, str]:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise BadLora(f"the file is not a LoRA in canonical form: {what}")
+    raise BadLora(f"the file is no LoRA in canonical form: {what}")

@@ -138,7 +138,7 @@ class DrawnTensors:
         if size_bytes > MAX_DRAWN_BYTES:
             raise ValueError(f"image latent and noise of a template have at most {MAX_DRAWN_BYTES} bytes each")
         if any(memoryview(data).nbytes != size_bytes for data in (self.image_latent, self.noise)):
-            raise ValueError("image latent and noise of a template do not fit their shape")
+            raise ValueError("image latent and noise of a template have other bytes than their shape says")
 
     @property
     def size_bytes(self) -> int:

@@ -106,7 +106,7 @@ class ControlNetCatalogue:
         except OSError as error:  # for example a name that is too long for the disk
             raise _refused(error.strerror or "cannot be looked at") from None
         if not there:
-            raise _refused("is not a folder on the server's machine")
+            raise _refused("is no folder on the server's machine")
         try:
             read = listed(path, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)
             check_below([path / "config.json", *read], self.root)

@@ -56,7 +56,7 @@ class Scene:
         one = len(self.things) == 1 and self.size in SIZES and self.place in PLACES and not self.relation
         two = len(set(self.things)) == 2 and self.relation in RELATIONS and not (self.size or self.place)
         if not (known and (one or two) and self.ground not in {thing.colour for thing in self.things}):
-            raise ValueError(f"not a scene: {self}")
+            raise ValueError(f"no scene: {self}")
 
     @property
     def held_out(self) -> bool:
