@@ -1,4 +1,4 @@
-"""The activation store: what blocks put out for templates of edits, in memory over the disk, and links to workers.
+"""The activation store: recorded block outputs of templates, in memory and on disk, served to workers over links.
 
-What it keeps is in `store`, above `disk`: these know no gRPC and no event loop. Nothing here imports torch.
+`store` holds the logic, above `disk`; both know neither gRPC nor an event loop. Nothing here imports torch.
 """

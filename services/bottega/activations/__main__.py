@@ -1,4 +1,4 @@
-"""Starts an activation store: `python -m bottega.activations --config FILE`. Without it all settings have defaults."""
+"""Starts an activation store: `python -m bottega.activations [--config FILE]`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bottega.v1 import activations_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run the service and return the exit status; see `boot`."""
     return boot("activations", ActivationsConfig, _lifespan, description="Bottega's activation store")
 
 
 def build(settings: ActivationsConfig, folder: Path) -> tuple[Server, ActivationServer]:
-    """A store and its server, neither of them started. In a running event loop."""
+    """Return a store's server and its activation server, both not started. Requires a running event loop."""
     server = Server("activations", settings.server)
     activations = ActivationServer(settings, folder=folder, listening=server)
     server.registry.register(ActivationMetrics(activations.statistics))

@@ -1,4 +1,4 @@
-"""What an activation store may be told."""
+"""The configuration of an activation store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLinksConfig:
-    """Where workers' links come in.
+    """The configuration of links to workers.
 
-    listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
-    workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
-    those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
-    unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names. seal: whether what workers of other hosts get is
-    encrypted; false is for a network that is trusted. bytes_per_s: that each link may take; 0 is all, and only then
-    do workers of this host share the store's memory instead of being sent bytes.
+    listen: host:port for workers of other hosts; port 0 is any free one, empty is none. advertised: host:port that
+    workers are told instead, behind a relay or an address translation. socket: path of the unix socket for workers of
+    this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the unit,
+    else in a private one of this user; null is none. This user may connect, and the group that BOTTEGA_LINKS_GROUP in
+    the environment names. seal: whether data to workers of other hosts is encrypted; false is for a trusted network.
+    bytes_per_s: limit of each link; 0 is none, and only then do workers of this host map the store's memory instead of
+    receiving bytes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -40,17 +40,16 @@ class ActivationLinksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationsConfig:
-    """What an activation store may be told.
+    """The configuration of an activation store.
 
     name: unique in the fleet; empty is "activations-" and the process's id. gateway: its fleet.listen, host:port; empty
-    joins no fleet.
-    folder: of records and activations; empty is activations in the folder for Bottega's state. budget_bytes: of
-    activations in memory, which workers of this host share. disk_bytes: of those on the disk; the template used longest
-    ago goes first, as a whole, and pinned ones stay; so they go where the disk itself has less room. min_free_bytes: of
-    the disk, that are left to others; of one smaller than 20 times that, a twentieth. template_mib: that one template
-    may take, of which workers keep the blocks that save most time for their bytes; 0 is without bound. waiting_bytes:
-    of recordings that come, or wait to be written; what is more is dropped, and no worker waits. loads_at_once: from
-    the disk into memory.
+    joins no fleet. folder: where records and activations are kept; empty is activations in the folder for Bottega's
+    state. budget_bytes: bound on activations in memory, which workers of this host share. disk_bytes: bound on
+    activations on disk. Beyond it, or when the disk itself is full, whole templates are evicted, least recently used
+    first, except pinned ones. min_free_bytes: room on the disk that is left to others; at most a twentieth of the disk.
+    template_mib: bound on one template, of which workers record the blocks that save most time per byte; 0 is no bound.
+    waiting_bytes: bound on recordings that arrive or wait to be written; more is dropped, and no worker waits.
+    loads_at_once: parallel loads from disk into memory.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -1,7 +1,4 @@
-"""What an activation store shows of itself: bytes by tier, templates, loads, hits, recordings, evictions, links.
-
-Knows only numbers, and nobody's template.
-"""
+"""The Prometheus metrics of an activation store. They name no template."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ class ActivationServerStatistics:
 
 
 class ActivationMetrics(Collector):
-    """statistics: called for every scrape, in a thread of its own."""
+    """A collector that calls `statistics` for every scrape, in a thread of its own."""
 
     def __init__(self, statistics: Callable[[], ActivationServerStatistics]) -> None:
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
-        """The store's figures of this moment."""
+        """Yield the current metrics."""
         figures = self._statistics()
         yield from link_metrics(figures.links)
         yield from _counters(figures.store)
@@ -41,36 +38,36 @@ class ActivationMetrics(Collector):
 
 def _counters(store: ActivationStatistics) -> Iterator[Metric]:
     lookups = {"hit": store.hits, "miss": store.misses}
-    yield _by("lookups", "Questions of workers, by whether the template was recorded.", "outcome", lookups)
-    fetches = "Sections that workers had: from memory, loaded into it for them, or from the disk without room in it."
+    yield _by("lookups", "Look-ups by workers, by whether the template was recorded.", "outcome", lookups)
+    fetches = "Sections given to workers: from memory, loaded into memory, or from disk because memory had no room."
     yield _by("fetches", fetches, "tier", store.fetches)
     yield _by("dropped", "Sections and recordings that were not kept, by reason.", "reason", store.dropped)
     for name, text, value in (
         ("loads", "Files that were loaded into memory.", store.loads),
-        ("loaded_bytes", "Their bytes.", store.loaded_bytes),
+        ("loaded_bytes", "Bytes of the files that were loaded into memory.", store.loaded_bytes),
         ("load_seconds", "Seconds that loading took.", store.load_s),
         ("recorded", "Templates that were recorded.", store.recorded),
-        ("recorded_sections", "Sections that were recorded, those in place of others, too.", store.recorded_sections),
+        ("recorded_sections", "Sections that were recorded, including replacements.", store.recorded_sections),
         ("evictions", "Templates that were evicted.", store.evictions),
-        ("memory_evictions", "Files that memory let go.", store.memory_evictions),
-        ("damaged", "Files that were found to be damaged, and forgotten.", store.damaged),
+        ("memory_evictions", "Files that were evicted from memory.", store.memory_evictions),
+        ("damaged", "Damaged files that were found and dropped.", store.damaged),
     ):
         yield CounterMetricFamily(f"bottega_activations_{name}", text, value=value)
 
 
 def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
     used = {"memory": store.memory_bytes, "disk": store.disk_bytes}
-    yield _amounts("bytes", "Bytes of activations, by tier. What is in memory is on the disk as well.", used)
+    yield _amounts("bytes", "Bytes of activations, by tier. Everything in memory is on disk as well.", used)
     budgets = {"memory": store.memory_budget_bytes, "disk": store.disk_budget_bytes}
-    yield _amounts("budget_bytes", "Bytes that activations may have, by tier.", budgets)
+    yield _amounts("budget_bytes", "Upper bound on the bytes of activations, by tier.", budgets)
     for name, text, value in (
         ("templates", "Templates.", store.templates),
-        ("sections", "Their sections.", store.sections),
+        ("sections", "Sections of all templates.", store.sections),
         ("pinned", "Templates that are never evicted.", store.pinned),
         ("recording", "Templates that are being recorded.", store.recording),
         ("waiting_bytes", "Bytes of sections that wait to be written.", store.waiting_bytes),
-        ("disk_bytes_per_second", "Bytes a second that loads from the disk have had of late.", store.disk_bytes_per_s),
-        ("in_trouble", "Whether nothing can be recorded now.", int(bool(store.trouble))),
+        ("disk_bytes_per_second", "Recent rate of loads from disk.", store.disk_bytes_per_s),
+        ("in_trouble", "1 if nothing can be recorded now.", int(bool(store.trouble))),
     ):
         yield GaugeMetricFamily(f"bottega_activations_{name}", text, value=value)
 

@@ -1,7 +1,7 @@
-"""The section that a worker is sending to be recorded: a link has one at a time, and its chunks in their order.
+"""Receives the sections that a worker sends to be recorded, one at a time per link, in chunks.
 
-What the store does not take is read all the same, and forgotten: the worker has sent it before it could be told. Where
-its recording is none that the store takes, the worker is told.
+A section that the store does not accept is still read and discarded, because the worker has sent it before it could be
+refused. If the worker may not record the template, it is told so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader
 
 
 class SectionReceiver:
-    """link: by which the store knows the worker. on_not_granted: told of a section whose recording the worker may not
-    give. By the thread that receives."""
+    """Receives the sections of one link, in the receiving thread.
+
+    Args:
+        link: Identifies the worker to the store.
+        on_not_granted: Called for a section of a recording that the worker may not make.
+    """
 
     def __init__(
         self, store: ActivationStore, link: Hashable, *, on_not_granted: Callable[[SectionHeader], None]
@@ -29,7 +33,7 @@ class SectionReceiver:
         self._intake: SectionIntake | None = None
 
     def begin(self, number: int, header: SectionHeader, layout: SectionLayout) -> None:
-        """A section begins; one that is not whole by now never will be. Raises ValueError for what breaks a rule."""
+        """Begin a section, dropping one that is incomplete. Raise ValueError if the header breaks a rule."""
         self.drop()
         self._number = number
         begun = self._store.begin_section(header, layout, self._link)
@@ -38,19 +42,19 @@ class SectionReceiver:
         self._intake = begun if isinstance(begun, SectionIntake) else None
 
     def take(self, number: int, chunk: ChunkHeader, data: memoryview) -> None:
-        """The next chunk. Raises ValueError for one that is not, or of another section."""
+        """Add the next chunk. Raise ValueError if it is out of order or of another section."""
         if number != self._number:
-            raise ValueError("a worker sends chunks of the section that it has begun, and of no other")
+            raise ValueError("a chunk must belong to the section that the worker has begun")
         if self._intake is not None and self._intake.is_open:
             self._intake.write(chunk.tensor, chunk.start, data)
 
     def expire(self) -> None:
-        """Forgets one of which nothing more comes, or whose recording was given up. To be called now and then."""
+        """Drop the section if it is idle or its recording was abandoned. Call it periodically."""
         if self._intake is not None:
             self._intake.expire(self._store.record_idle_s)
 
     def drop(self) -> None:
-        """The rest of what has begun will not come."""
+        """Drop the section that has begun, if any."""
         if self._intake is not None:
             self._intake.drop(DropReason.ABANDONED)
             self._intake = None

@@ -1,8 +1,8 @@
-"""Sections that a worker asked for, on their way to it: as they lie in memory, or sent in pieces.
+"""Sends the sections that a worker requested, as shared memory or in pieces.
 
-A worker of this host is given the memory itself. Others are sent bytes: the thread that sends says first whatever
-there is to say, else a piece of the section that is due: edits take turns, and each has its sections in the order in
-which it asked. Few sections of a worker are loaded at once; what it asked for beyond them waits.
+A worker of this host gets the memory itself. Others get bytes: the sending thread first sends all other messages, then
+a piece of the next section. Edits take turns, and each edit's sections are sent in the order of its requests. Only a
+few sections of a worker are loaded at once; further requests wait.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS
 from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile
 from bottega.v1.activations_pb2 import SectionRequest
 
-# Of one worker, which has some tens of edits, each of which asks for the sections of the steps ahead.
+# Requests of one worker, which has some tens of edits that each request the sections of coming steps.
 _MOST_WAITING = 4096
-# Sections of one worker that are loaded, or being sent: each holds memory that nothing else can have.
+# Sections of one worker that are loaded or being sent; each occupies memory.
 _MOST_AT_ONCE = 16
-# What is smaller is sent: copying it takes less than mapping it, and mappings are bounded in number (65,530).
+# Smaller files are sent: that takes less time than mapping, and the number of mappings is limited (65,530).
 _LEAST_SHARED_BYTES = 64 << 10
 
 
 class SectionSender:
-    """bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+    """Sends sections over one link. `bytes_per_s` also limits links within a host; 0 is no limit."""
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
         self._connection = connection
@@ -42,9 +42,9 @@ class SectionSender:
         self._piece_size = PieceSize(slots=WORKER_LIMITS.slots, most_bytes=CHUNK_BYTES)
         self._shares = bytes_per_s == 0
         self._orders = itertools.count()
-        # Of the thread that sends.
+        # Used by the sending thread only.
         self._sendings = TurnQueue[SectionTransfer]()
-        # Under the lock: what was not begun; numbers of all that was asked for and not given; how many are under way.
+        # Under the lock: requests that wait, the numbers of all open requests, and how many are being served.
         self._lock = threading.Lock()
         self._queued = TurnQueue[SectionRequested]()
         self._wanted: set[int] = set()
@@ -53,11 +53,11 @@ class SectionSender:
 
     @property
     def idle_s(self) -> float | None:
-        """How long nothing else may be to say before the next piece of a section; None where there is none."""
+        """Seconds of silence before the next piece may be sent; None if there is none."""
         return self._pace.wait_s if self._sendings else None
 
     def fetch(self, number: int, request: SectionRequest) -> None:
-        """Has a section sent. By the thread that receives. Raises ValueError for more than a worker may ask for."""
+        """Request a section, from the receiving thread. Raise ValueError if the worker has too many requests."""
         requested = SectionRequested(
             number=number,
             digest=request.digest,
@@ -67,15 +67,15 @@ class SectionSender:
         )
         with self._lock:
             if number in self._wanted:
-                raise ValueError(f"a worker asks twice as number {number}")
+                raise ValueError(f"a worker uses request number {number} twice")
             if len(self._wanted) >= _MOST_WAITING:
-                raise ValueError(f"a worker waits for at most {_MOST_WAITING} sections")
+                raise ValueError(f"a worker may have at most {_MOST_WAITING} open requests for sections")
             self._wanted.add(number)
             self._queued.add(requested)
         self._begin()
 
     def cancel(self, number: int) -> None:
-        """The worker does not wait for it any more: it is not sent, or no further. Harmless where it has been."""
+        """Cancel a request, if it is still open."""
         with self._lock:
             self._wanted.discard(number)
             queued = self._queued.find(lambda item: item.number == number)
@@ -85,12 +85,12 @@ class SectionSender:
         self._connection.post(lambda _link: self._stop_sending(number))
 
     def send_piece(self, link: Link) -> None:
-        """The next piece of the section that is due. By the thread that sends."""
+        """Send the next piece of the next section, from the sending thread."""
         sending = self._sendings.first()
         most_bytes = min(self._piece_size.next(), self._pace.most_bytes)
         try:
             sent_bytes = sending.send_piece(link, most_bytes)
-        except (NoSharedMemory, TooLarge, InternalError) as error:  # the link lives
+        except (NoSharedMemory, TooLarge, InternalError) as error:  # The link can be used further.
             self._drop(sending)
             self._refuse(link, sending.number, error)
             return
@@ -100,7 +100,7 @@ class SectionSender:
             self._drop(sending)
 
     def end(self) -> None:
-        """The link has ended: what is on its way to the worker is given back."""
+        """Release all sections after the link has ended."""
         with self._lock:
             self._ended = True
             self._queued = TurnQueue[SectionRequested]()
@@ -112,7 +112,7 @@ class SectionSender:
             self._drop(sending)
 
     def _begin(self) -> None:
-        """Has the next sections loaded, as many as may be."""
+        """Load the next sections, as many as allowed."""
         while (requested := self._next_queued()) is not None:
             self._load(requested)
 
@@ -125,11 +125,11 @@ class SectionSender:
 
     def _load(self, requested: SectionRequested) -> None:
         requested = replace(requested, waited_s=time.monotonic() - requested.requested_s)
-        # Called by the thread that loads: sending is left to the thread that sends.
+        # The loading thread calls this; the sending thread sends.
         self._store.fetch(requested.digest).add_done_callback(lambda asked: self._loaded(requested, asked))
 
     def _loaded(self, requested: SectionRequested, asked: Future[CacheLease]) -> None:
-        """A load has ended, perhaps after the link: then nothing more is begun."""
+        """Hand out a loaded section, or release it if the link has ended."""
         if not self._connection.post(lambda link: self._hand_out(link, requested, asked)):
             with self._lock:
                 self._ended = True
@@ -154,13 +154,13 @@ class SectionSender:
             self._send(link, requested, lease)
 
     def _share(self, link: Link, requested: SectionRequested, lease: CacheLease) -> None:
-        """Gives the worker the memory itself: it needs no lease to keep it."""
+        """Pass the file descriptor to the worker, which then needs no lease."""
         file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
         self._forget(requested.number)
         try:
             whole = messages.whole_message(requested.number, requested.times(lease))
             self._connection.send_now(link, whole, file=file)
-        except (NoSharedMemory, TooLarge) as error:  # the link lives
+        except (NoSharedMemory, TooLarge) as error:  # The link can be used further.
             self._refuse(link, requested.number, error)
         finally:
             self._give_back(lease)
@@ -176,7 +176,7 @@ class SectionSender:
             self._refuse(link, requested.number, error)
 
     def _drop(self, sending: SectionTransfer) -> None:
-        """It is sent, or never will be."""
+        """End a transfer, finished or not."""
         self._sendings.remove(sending)
         self._forget(sending.number)
         self._give_back(sending.lease)
@@ -186,7 +186,6 @@ class SectionSender:
         self._end_one()
 
     def _end_one(self) -> None:
-        """Room for the next section."""
         with self._lock:
             self._under_way -= 1
         self._begin()

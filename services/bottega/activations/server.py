@@ -1,6 +1,6 @@
-"""The activation store as a service: its store, its links, and its place in the fleet.
+"""The activation store as a service: its store, its links, and its membership of the fleet.
 
-`service.py` translates between it and gRPC.
+`service.py` translates between the store and gRPC.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 
 class ActivationServer:
-    """Start it with `start`, end it with `drain` and `stop`.
+    """An activation store with its links. Call `start`, then `drain` and `stop`.
 
-    listening: the server itself. Raises ConfigError where an address cannot be bound.
+    Raises:
+        ConfigError: An address of the links cannot be bound.
     """
 
     def __init__(self, config: ActivationsConfig, *, folder: Path, listening: Listening) -> None:
@@ -45,9 +46,9 @@ class ActivationServer:
         self._draining = False
 
     async def start(self) -> None:
-        """Opens the store and joins the fleet.
+        """Open the store and join the fleet.
 
-        Raises ConfigError, and Unavailable where another process has the folder.
+        Raise ConfigError if the store cannot be opened, or Unavailable if another process uses the folder.
         """
         await asyncio.to_thread(self.store.start)
         self._tasks.start(self._memory.run())
@@ -56,22 +57,21 @@ class ActivationServer:
             self._membership.start()
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of the worker. Raises Draining, LinksFull, InvalidRequest."""
+        """Return a link's offer for a worker on host `caller`. Raise Draining, LinksFull or InvalidRequest."""
         if self._draining:
             raise Draining("the activation store is stopping")
         return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
 
     def load(self) -> fleet_pb2.Load:
-        """How busy it is."""
-        # What lies in memory without a name is no resident memory of this process; a worker that shares some of it has
-        # that in its own figure, too.
+        """Return the load that the fleet shows."""
+        # Files in memory are not part of this process's resident memory. A worker that maps some counts them as well.
         memory_bytes = self._memory.resident_bytes + self.store.memory_bytes
         hits, misses = self.store.lookups()
         activity = fleet_pb2.Activity(lookups=hits + misses, hits=hits)
         return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
 
     async def drain(self) -> None:
-        """Offers no links any more, and returns when nothing is being sent; edits compute what they do not get."""
+        """Refuse new links, and wait until nothing is being sent. Edits compute what they do not get."""
         self._draining = True
         self._links.drain()
         if self._membership:
@@ -79,7 +79,7 @@ class ActivationServer:
         await asyncio.to_thread(self.store.wait_idle, self._config.server.drain_grace_s)
 
     async def stop(self) -> None:
-        """Leaves the fleet, ends every link, and writes what was recorded to its end."""
+        """Leave the fleet, close all links, and finish writing recordings."""
         if self._membership:
             await self._membership.stop()
         await self._tasks.cancel()
@@ -87,7 +87,7 @@ class ActivationServer:
         await asyncio.to_thread(self.store.close)
 
     def statistics(self) -> ActivationServerStatistics:
-        """Its figures of this moment. Any thread may ask."""
+        """Return the current figures. Thread-safe."""
         links = link_counts(self._links.counters, open_links=len(self._links.handlers))
         return ActivationServerStatistics(store=self.store.statistics(), links=links)
 
@@ -103,7 +103,7 @@ class ActivationServer:
 
 
 def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSettings:
-    """What the store is told of the configuration."""
+    """Return the store's settings from the configuration."""
     return ActivationStoreSettings(
         folder=folder,
         memory_budget_bytes=config.budget_bytes,

@@ -1,4 +1,4 @@
-"""The activation store on the wire: translates ActivationService's messages to the store's words and back."""
+"""The gRPC service of the activation store: translates ActivationService's messages to calls of the store and back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bottega.v1 import activations_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ActivationService"].full_name
 
-# By the contract.
+# Stated in the contract.
 _DEFAULT_LIMIT = 100
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
-    """bottega.v1.ActivationService. holder: name of the service in the fleet."""
+    """bottega.v1.ActivationService. `holder` is the service's name in the fleet."""
 
     def __init__(self, store: ActivationStore, *, holder: str) -> None:
         self._store = store
@@ -30,32 +30,32 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
     async def ListStoredTemplates(
         self, request: pb.ListStoredTemplatesRequest, _context: _Context
     ) -> pb.ListStoredTemplatesResponse:
-        """ListStoredTemplates."""
+        """List templates, most recently used first."""
         rules.refuse(list(check_limit(request.limit)))
         return await asyncio.to_thread(self._list, request.limit or _DEFAULT_LIMIT)
 
     async def DropStoredTemplate(
         self, request: pb.DropStoredTemplateRequest, _context: _Context
     ) -> pb.DropStoredTemplateResponse:
-        """DropStoredTemplate."""
+        """Drop the templates whose ids begin with a prefix."""
         rules.refuse(list(check_id(request.id)))
         return pb.DropStoredTemplateResponse(dropped=await asyncio.to_thread(self._store.drop, request.id))
 
     async def PinTemplate(self, request: pb.PinTemplateRequest, _context: _Context) -> pb.PinTemplateResponse:
-        """PinTemplate."""
+        """Pin templates, or unpin them."""
         rules.refuse(list(check_id(request.id, may_be_empty=False)))
         pinned = await asyncio.to_thread(self._store.pin, request.id, request.pinned)
         return pb.PinTemplateResponse(templates=pinned)
 
     async def WarmTemplate(self, request: pb.WarmTemplateRequest, _context: _Context) -> pb.WarmTemplateResponse:
-        """WarmTemplate."""
+        """Begin to load templates into memory."""
         rules.refuse(list(check_id(request.id)))
         return await asyncio.to_thread(self._store.warm, request.id)
 
     async def PrefetchTemplates(
         self, request: pb.PrefetchTemplatesRequest, _context: _Context
     ) -> pb.PrefetchTemplatesResponse:
-        """PrefetchTemplates."""
+        """Begin to load the templates of coming edits into memory."""
         rules.refuse(list(check_sources(request.sources)))
         templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
         return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)
@@ -63,13 +63,13 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
     async def ListBlockProfiles(
         self, _request: pb.ListBlockProfilesRequest, _context: _Context
     ) -> pb.ListBlockProfilesResponse:
-        """ListBlockProfiles."""
+        """List the block profiles."""
         return pb.ListBlockProfilesResponse(profiles=await asyncio.to_thread(self._store.profiles))
 
     async def SetBlockProfile(
         self, request: pb.SetBlockProfileRequest, _context: _Context
     ) -> pb.SetBlockProfileResponse:
-        """SetBlockProfile."""
+        """Set or delete a block profile."""
         rules.refuse(list(check_profile(request.profile)))
         await asyncio.to_thread(self._store.set_profile, request.profile)
         return pb.SetBlockProfileResponse()

@@ -1,10 +1,10 @@
-"""The activation store, as the manifest lists it."""
+"""The manifest entry of the activation store."""
 
 from __future__ import annotations
 
 from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
-# Of a suite on one machine, which has other things to do with its memory and its disk.
+# For a suite on one machine, which needs its memory and disk for other things as well.
 _SUITE_BUDGET_BYTES = 1 << 30
 _SUITE_DISK_BYTES = 16 << 30
 

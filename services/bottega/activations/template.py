@@ -1,4 +1,4 @@
-"""Templates and their sections, as the store knows them. Plain values."""
+"""Value types of templates and their sections."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from bottega.v1.activations_pb2 import RecordingHeader, TemplateAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionKey:
-    """One forward of a template. half: 0 is the unconditional one. controls: places of the ControlNets in it.
-
-    noise_level: above 0; several levels may have one timestep.
-    """
+    """Identifies one forward of a template."""
 
     timestep: float
     noise_level: float
+    """Above 0. One timestep may have several noise levels."""
     half: int
+    """0 is the unconditional half of guidance, 1 the conditional one."""
     controls: tuple[int, ...] = ()
+    """Places of the ControlNets that are active in it."""
 
     @property
     def order(self) -> tuple[float, float, int, tuple[int, ...]]:
-        """The one used first is the least: noise goes down."""
+        """A sort key by the order of use: noise levels fall."""
         return -self.noise_level, -self.timestep, self.half, self.controls
 
     def to_wire(self) -> activations_pb2.SectionKey:
-        """As answers carry it."""
+        """Return the key as a message."""
         return activations_pb2.SectionKey(
             timestep=self.timestep, noise_level=self.noise_level, half=self.half, controls=self.controls
         )
@@ -37,46 +37,51 @@ class SectionKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionRecord:
-    """A section whose file is there. digest: of the file. map: where the template stood, as in TemplateAnswer.maps.
-
-    prompt: what it was computed with, hex; empty where that was more than one.
-    """
+    """A section whose file is on disk."""
 
     key: SectionKey
     digest: str
+    """SHA-256 of the file."""
     layout: SectionLayout
     map: bytes
+    """Where the template stood, as in `TemplateAnswer.maps`."""
     prompt: str
+    """Digest of the prompt, hex; empty if parts were computed with different prompts."""
 
     @property
     def size_bytes(self) -> int:
-        """Of its file."""
+        """Bytes of the file."""
         return self.layout.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateUse:
-    """What changes of a template while it is there. used_s: on the store's steady clock."""
+    """The properties of a template that change while it exists."""
 
     pinned: bool = False
     uses: int = 0
     used_s: float = 0.0
+    """On the store's steady clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnFile:
-    """Image latent and noise, one behind the other, in a file. shape: of each. digest: of the file."""
+    """A file with image latent and noise, one after the other."""
 
     digest: str
+    """SHA-256 of the file."""
     shape: tuple[int, ...]
+    """Shape of each of the two."""
     size_bytes: int
 
 
 class TemplateRecord:
-    """A template that is recorded. number: unique for the life of the store. header: as its recorder has said.
+    """A recorded template.
 
-    drawn: None where edits put back what a generation has kept. used_s: on the store's steady clock. sections: never
-    changed in place, so that any thread may read them.
+    Args:
+        number: Unique for the life of the store.
+        header: As sent by its recorder.
+        drawn: None if edits put back latents that a generation kept.
     """
 
     def __init__(
@@ -93,49 +98,50 @@ class TemplateRecord:
         self.drawn = drawn
         self.use = use
         self.sections: Mapping[SectionKey, SectionRecord] = {}
+        """Never changed in place, so that any thread may read it."""
         self.size_bytes = self.sections_bytes = 0
         self.set_sections(sections)
 
     def set_sections(self, sections: Mapping[SectionKey, SectionRecord]) -> None:
-        """It has these from now on, and no others."""
+        """Replace all sections."""
         self.sections = MappingProxyType(dict(sections))
         self.sections_bytes = sum(section.size_bytes for section in self.sections.values())
         self.size_bytes = self.sections_bytes + (self.drawn.size_bytes if self.drawn is not None else 0)
 
     @property
     def key(self) -> str:
-        """What it is found by."""
+        """The key that it is found by."""
         return self.header.key
 
     @property
     def recording(self) -> str:
-        """Its name, 32 hex digits."""
+        """The recording's id, 32 hex digits."""
         return self.header.recording
 
     @property
     def is_idle(self) -> bool:
-        """It can always go: edits under way keep what they have been given."""
+        """Whether it may be evicted: always, because running edits keep what they were given."""
         return True
 
     @property
     def in_order(self) -> list[SectionRecord]:
-        """Its sections, as its steps use them."""
+        """Its sections, in the order of use."""
         return sorted(self.sections.values(), key=lambda section: section.key.order)
 
     @property
     def files(self) -> list[str]:
-        """Digests, one for each use of a file."""
+        """Digests of its files, once for each use."""
         drawn = [self.drawn.digest] if self.drawn is not None else []
         return drawn + [section.digest for section in self.sections.values()]
 
     @property
     def step_count(self) -> int:
-        """How many steps of samplers it has."""
+        """Number of sampler steps."""
         return len({(key.timestep, key.noise_level) for key in self.sections})
 
     @property
     def valid_share(self) -> float:
-        """Share of the image that edits can take from it, of the section that has least of it."""
+        """Share of the image that edits can reuse, in the section that has least."""
         area = max(1, self.header.latent_height * self.header.latent_width)
         maps = {section.map for section in self.sections.values()}
         return min((int.from_bytes(each).bit_count() / area for each in maps), default=0.0)
@@ -143,17 +149,18 @@ class TemplateRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TemplateReply:
-    """What a question is answered. drawn: where the header says so."""
+    """The answer to a worker's question."""
 
     header: TemplateAnswer
     drawn: DrawnTensors | None = None
+    """Set if the header says so."""
 
 
 def key_from_wire(key: activations_pb2.SectionKey) -> SectionKey:
-    """What answers and sections carry."""
+    """Return the key of a message."""
     return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half, controls=tuple(key.controls))
 
 
 def map_bytes(height: int, width: int) -> int:
-    """Of a map of a latent of this size."""
+    """Return the bytes of a map of a latent of this size."""
     return -(-height * width // 8)

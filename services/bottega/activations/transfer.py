@@ -1,5 +1,6 @@
-"""A section on its way to a worker of another host: its tensors in the order of their use, in pieces between which
-others may speak. Reads the file straight into the link's slots.
+"""The transfer of a section to a worker of another host, in pieces between which other messages may be sent.
+
+Bytes are read from the file straight into the link's slots.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from bottega.v1.trace_pb2 import StoreTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionRequested:
-    """What a worker asked for. number: as it calls it. tensors: places of them in the section, empty is all. order: its
-    place among all that the worker has asked for. edit: see SectionRequest. requested_s: when it came, on the monotonic
-    clock; waited_s: for its turn, then."""
+    """A worker's request for a section."""
 
     number: int
+    """The worker's number of the request."""
     digest: str
     tensors: tuple[int, ...]
+    """Places of the requested tensors in the section; empty for all."""
     edit: int
+    """See `SectionRequest`."""
     order: int
+    """Place of the request among all of the worker."""
     requested_s: float = field(default_factory=time.monotonic)
+    """Time of arrival, on the monotonic clock."""
     waited_s: float = 0.0
+    """Seconds in the queue."""
 
     def times(self, lease: CacheLease) -> StoreTimes:
-        """That it has taken until now, when the lease is sent."""
+        """Return the store's times for the request until now, when the lease is sent."""
         times = lease.times_until_now()
         times.wait_s += self.waited_s
         return times
 
 
 class SectionTransfer:
-    """A lease that is being sent. layout: of the section. Raises InvalidRequest for tensors that it does not have."""
+    """A lease that is being sent. Raises InvalidRequest if tensors are requested that the section does not have."""
 
     def __init__(self, requested: SectionRequested, lease: CacheLease, layout: SectionLayout) -> None:
         self.number = requested.number
@@ -55,18 +60,20 @@ class SectionTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether all was sent that was asked for."""
+        """Whether everything requested was sent."""
         return self._pieces.done
 
     def send_piece(self, link: Link, most_bytes: int) -> int:
-        """Sends the next bytes, of as many tensors as they are; returns how many. Raises InternalError where the file
-        has become shorter, and what sending does."""
+        """Send the next bytes, up to `most_bytes`, and return how many were sent.
+
+        Raise InternalError if the file has become shorter, or the error of the link.
+        """
         times = None if self._begun else self._requested.times(self.lease)
         self._begun = True
         return send_chunk(link, self.number, self._pieces.take(most_bytes), self._fill, times=times)
 
     def _fill(self, piece: SectionPiece, view: memoryview) -> None:
-        """Reads bytes of the file into a tensor of a slot."""
+        """Read bytes of the file into a tensor of a slot."""
         place, done = self._layout.offsets[piece.tensor] + piece.start, 0
         while done < len(view):
             got = os.preadv(self.lease.descriptor, [view[done:]], place + done)

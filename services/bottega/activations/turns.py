@@ -1,4 +1,4 @@
-"""What several edits wait for: each edit's in the order in which it asked, and the edits in turn."""
+"""A queue in which edits take turns; each edit's items keep the order of their requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Turn(Protocol):
-    """edit: whose it is. order: its place among all, the first one the lowest."""
+    """An item of the queue, with the edit that it belongs to and its place among all items."""
 
     @property
     def edit(self) -> int: ...
@@ -21,11 +21,11 @@ TurnT = TypeVar("TurnT", bound=Turn)
 
 
 class TurnQueue(Generic[TurnT]):
-    """One thread at a time."""
+    """A queue in which edits take turns. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._spent_bytes = 0  # of the turn
-        # By edit, the one whose turn it is first. Lists are short: an edit asks for some steps ahead.
+        self._spent_bytes = 0  # Bytes sent in the current turn.
+        # By edit, the current one first. Lists are short: an edit requests the sections of a few steps.
         self._edits: OrderedDict[int, list[TurnT]] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -36,7 +36,7 @@ class TurnQueue(Generic[TurnT]):
             yield from items
 
     def add(self, item: TurnT) -> None:
-        """It may come later than those behind it of the same edit."""
+        """Add an item in order, possibly before later ones of the same edit."""
         items = self._edits.setdefault(item.edit, [])
         place = len(items)
         while place and items[place - 1].order > item.order:
@@ -44,19 +44,19 @@ class TurnQueue(Generic[TurnT]):
         items.insert(place, item)
 
     def first(self) -> TurnT:
-        """Of the edit whose turn it is. Raises IndexError where there is none."""
+        """Return the first item of the current edit. Raise IndexError if the queue is empty."""
         for items in self._edits.values():
             return items[0]
-        raise IndexError("nobody waits for anything")
+        raise IndexError("the queue is empty")
 
     def spend(self, size_bytes: int, *, turn_bytes: int) -> None:
-        """So much was done for the first one. turn_bytes: after which it is the next edit's turn."""
+        """Count bytes sent for the first item; after `turn_bytes` the next edit has its turn."""
         self._spent_bytes += size_bytes
         if self._spent_bytes >= turn_bytes:
             self._pass_on()
 
     def remove(self, item: TurnT) -> None:
-        """Raises ValueError where it is not there."""
+        """Remove an item. Raise ValueError if it is not in the queue."""
         items = self._edits.get(item.edit, [])
         items.remove(item)
         if not items:
@@ -66,14 +66,14 @@ class TurnQueue(Generic[TurnT]):
                 self._spent_bytes = 0
 
     def pop(self) -> TurnT:
-        """Takes the first one, and passes the turn on. Raises IndexError where there is none."""
+        """Remove and return the first item, and pass the turn on. Raise IndexError if the queue is empty."""
         item = self.first()
         self._pass_on()
         self.remove(item)
         return item
 
     def find(self, wanted: Callable[[TurnT], bool]) -> TurnT | None:
-        """The first one of which that holds."""
+        """Return the first item that satisfies `wanted`, or None."""
         return next((item for item in self if wanted(item)), None)
 
     def _pass_on(self) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with requests of ActivationService: all of it at once, by the names of its fields."""
+"""Validation of ActivationService's requests: yields all violations, with the names of the fields."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bottega.errors import Violation
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 MAX_TEMPLATES = 1000
-"""Of one list."""
+"""Upper bound on the length of a list."""
 
 MAX_SOURCES = 64
-"""Of one PrefetchTemplates."""
+"""Upper bound on the sources of one PrefetchTemplates."""
 
 MAX_ABOUT_CHARACTERS = 1000
 _ID = re.compile(r"[0-9a-f]{8,32}")
@@ -22,25 +22,25 @@ _HASH = re.compile(r"[0-9a-f]{1,128}")
 _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_SHARES = 8
 _MAX_BLOCKS = 4096
-# Of the path of a module, as in names of tensors that links carry.
+# For a module's path, as for tensor names on links.
 _MAX_NAME_BYTES = 200
 
 
 def check_id(template: str, *, may_be_empty: bool = True) -> Iterator[Violation]:
-    """Of a template's recording, or how some begin."""
+    """Check a template's id, or the prefix of one."""
     if (template or not may_be_empty) and _ID.fullmatch(template) is None:
         empty = "empty, or " if may_be_empty else ""
         yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of an id")
 
 
 def check_limit(limit: int) -> Iterator[Violation]:
-    """How many templates are listed; 0 is the contract's default."""
+    """Check the number of templates to list; 0 is the contract's default."""
     if not 0 <= limit <= MAX_TEMPLATES:
         yield Violation(field="limit", description=f"must be 0 to {MAX_TEMPLATES}")
 
 
 def check_sources(sources: Sequence[str]) -> Iterator[Violation]:
-    """Of which templates are asked for ahead."""
+    """Check the sources of templates to prefetch."""
     if len(sources) > MAX_SOURCES:
         yield Violation(field="sources", description=f"must be at most {MAX_SOURCES}")
     for index, source in enumerate(sources[:MAX_SOURCES]):
@@ -49,7 +49,7 @@ def check_sources(sources: Sequence[str]) -> Iterator[Violation]:
 
 
 def check_profile(profile: BlockProfile) -> Iterator[Violation]:
-    """What is wrong with a measurement."""
+    """Check a block profile."""
     if _HASH.fullmatch(profile.model_hash) is None:
         yield Violation(field="profile.model_hash", description="must be 1 to 128 hex digits")
     if profile.dtype not in _DTYPES:

@@ -1,7 +1,7 @@
-"""Workers' links: which templates there are, their sections, and what was recorded of others.
+"""Links to workers: answers questions about templates, sends sections, and receives recordings.
 
-A question is answered by the thread that receives; a worker that reads nothing of its answers gets none that are worth
-anything. What was recorded is taken in by the same thread, and written by the store later.
+The receiving thread answers questions. A worker that does not read its answers gets empty ones. The same thread takes
+in recordings, which the store writes later.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from bottega.transport import (
 )
 from bottega.v1.activations_pb2 import SectionHeader, TemplateAnswer
 
-# Of one worker, which has some tens of edits and asks once for each.
+# Of one worker, which has some tens of edits that ask one question each.
 _MOST_UNSENT = 64
 _NOTHING = TemplateAnswer()
 
 
 class ActivationWorkerLink(LinkHandler):
-    """store: it knows a link by this object. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+    """The link of one worker; the store identifies the worker by this object.
+
+    Args:
+        bytes_per_s: Limit of the link, also within a host; 0 for none.
+    """
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
         self._connection = connection
@@ -49,7 +53,7 @@ class ActivationWorkerLink(LinkHandler):
         self._counting = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Headers are read from copies. Tensors of a section are not; the store copies them."""
+        """Handle a message. Headers are read from copies; a section's tensors are copied by the store."""
         layout = incoming.layout
         with incoming:
             kind = ActivationMessageKind(kind_of(layout))
@@ -65,22 +69,22 @@ class ActivationWorkerLink(LinkHandler):
                     self._record(kind, layout, views)
 
     def on_end(self, cause: BottegaError) -> None:
-        """What is on its way to the worker is given back, and what it was recording forgotten."""
+        """Release the sections that were being sent, and forget what the worker was recording."""
         self._sections.end()
         self._recorded.drop()
         self._store.link_ended(self)
 
     def check(self) -> None:
-        """Nothing has come for a moment."""
+        """Expire an idle section; called when no message has come for a moment."""
         self._recorded.expire()
 
     @property
     def idle_s(self) -> float | None:
-        """Whatever there is to say goes before the next piece of a section."""
+        """Seconds of silence before the next piece of a section; other messages go first."""
         return self._sections.idle_s
 
     def send_idle(self, link: Link) -> None:
-        """The next piece of a section."""
+        """Send the next piece of a section."""
         self._sections.send_piece(link)
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
@@ -99,7 +103,7 @@ class ActivationWorkerLink(LinkHandler):
     def _send_answer(self, link: Link, number: int, answer: ActivationMessage) -> None:
         try:
             self._connection.send_now(link, answer)
-        except (NoSharedMemory, TooLarge):  # nothing of it was sent, and the link lives
+        except (NoSharedMemory, TooLarge):  # Nothing was sent, and the link can be used further.
             self._connection.send_now(link, _refusal(number))
         finally:
             self._sent()
@@ -109,7 +113,7 @@ class ActivationWorkerLink(LinkHandler):
             self._unsent -= 1
 
     def _say_not_granted(self, header: SectionHeader) -> None:
-        """Else the worker would send more of it, and never ask again whether it may give the template."""
+        """Tell the worker that it may not record, so that it stops sending sections and asks again later."""
         self._connection.send(messages.abandon_message(header.recording, header.key))
 
     def _record(self, kind: ActivationMessageKind, layout: Layout, views: Sequence[memoryview]) -> None:
@@ -131,7 +135,7 @@ class ActivationWorkerLink(LinkHandler):
 
 
 class ActivationLinks(LinkServer[ActivationWorkerLink]):
-    """Raises ConfigError when an address cannot be bound."""
+    """The links of all workers. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: ActivationLinksConfig, *, store: ActivationStore) -> None:
         self._store = store
@@ -144,7 +148,7 @@ class ActivationLinks(LinkServer[ActivationWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> ActivationWorkerLink:
-        """What serves one worker."""
+        """Return the handler of one worker's link."""
         return ActivationWorkerLink(connection, store=self._store, bytes_per_s=self._bytes_per_s)
 
 

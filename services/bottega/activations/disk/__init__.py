@@ -1,3 +1,1 @@
-"""What the activation store has on its disk: sections as files by digest, records of templates in SQLite, and profiles
-of models' blocks as files.
-"""
+"""The disk of an activation store: section files by digest, template records in SQLite, and profiles as files."""

@@ -1,8 +1,8 @@
-"""What a store has on the disk, files and records, and what is still to be deleted and noted there.
+"""Files and records of a store on disk, with pending deletions and changes.
 
-Files come before their records and go before them: whatever interrupts that leaves files without a record, which the
-next start deletes, or a record without files, which counts as missing. One thread at a time calls it; its calls wait
-for the disk and raise StorageUnavailable, or DataLoss for damaged records. After that they can be called again.
+Files are written before their records and deleted after them. An interruption leaves either files without a record,
+which the next start deletes, or records without files, which count as missing. Calls must come from one thread at a
+time. They block on the disk and raise StorageUnavailable, or DataLoss for damaged records; they may be retried.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from bottega.activations.disk.records import RecordChanges, TemplateRecords
 from bottega.activations.disk.section_files import SectionFiles
 from bottega.activations.template import SectionRecord, TemplateRecord
 
-# Records that went or were replaced, after which is looked for layouts and maps that nothing has any more.
+# After this many removed or replaced records, unused layouts and maps are deleted.
 _STRAYS_AFTER = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class ActivationDisk:
-    """files may be read by others meanwhile."""
+    """The files and records of a store."""
 
     files: SectionFiles
+    """May be read by other threads meanwhile."""
     records: TemplateRecords
     _changes: RecordChanges = field(default_factory=RecordChanges)
     _garbage: list[str] = field(default_factory=list)
     _gone: int = 0
 
     def open(self) -> bool:
-        """Opens the records, again or for the first time. Whether what is there is what was there."""
+        """Open the records, possibly again, and return whether they and the files are still the same."""
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
 
     def load(self) -> list[TemplateRecord]:
-        """All templates, with those sections whose files are there. What is of no use goes with `tidy`."""
+        """Return all templates, with the sections whose files exist. `tidy` deletes the rest."""
         self._changes, self._garbage = RecordChanges(), []
         sizes = self.files.open()
         templates, damaged = self.records.read()
@@ -45,24 +46,24 @@ class ActivationDisk:
         return found
 
     def discard(self, digests: Iterable[str]) -> None:
-        """These files are deleted with the next `tidy`."""
+        """Delete these files with the next `tidy`."""
         self._garbage += digests
 
     def tidy(self, changes: RecordChanges) -> None:
-        """Deletes what is to be deleted, and notes what changed."""
+        """Carry out pending deletions, and write changes."""
         self.make_room()
         self.write(changes)
         if self._gone >= _STRAYS_AFTER:
             self.drop_strays()
 
     def make_room(self) -> None:
-        """Deletes what is to be deleted of the files, so that others have room."""
+        """Delete discarded files."""
         while self._garbage:
             self.files.remove(self._garbage[-1:])
             self._garbage.pop()
 
     def drop_strays(self) -> None:
-        """Deletes records of nothing, as dropped templates leave them behind."""
+        """Delete layouts, maps and sections that belong to no template."""
         self.records.drop_strays()
         self._gone = 0
 
@@ -73,7 +74,7 @@ class ActivationDisk:
         added: Collection[TemplateRecord] = (),
         sections: Collection[tuple[int, SectionRecord]] = (),
     ) -> None:
-        """Notes templates, and sections of known ones, whose files are there, and what else changed: all or nothing."""
+        """Write new templates, new sections of known ones, and changes in one transaction. Their files must exist."""
         self._changes.add(changes)
         if added or sections or self._changes:
             self.records.write(self._changes, added=added, sections=sections)
@@ -81,7 +82,7 @@ class ActivationDisk:
             self._changes = RecordChanges()
 
     def _complete(self, template: TemplateRecord, sizes: dict[str, int]) -> bool:
-        """Takes what is missing out of it; whether there is anything left that can be used."""
+        """Remove sections without files from a template, and return whether it is still usable."""
         drawn = template.drawn
         there = {
             key: section

@@ -1,8 +1,8 @@
-"""Profiles: what the blocks of a model take, as it was measured. One file for each, in the store's folder.
+"""Measured block costs of models, one file each in the store's folder.
 
-    profiles/<SHA-256 of model, element type and size>.json    {"checksum": ..., "profile": a BlockProfile}
+    profiles/<SHA-256 of model, dtype and size>.json    {"checksum": ..., "profile": a BlockProfile}
 
-A file that is damaged is no profile. Any thread may call it.
+Damaged files are ignored. All calls are thread-safe.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _MAX_SHARES = 8
 _MAX_BLOCKS = 4096
 _MAX_SIDE = 1 << 14
 _MAX_FILE_BYTES = 8 << 20
-# As many models and sizes as a fleet may serve in years.
+# More models and sizes than a fleet serves in years.
 _MOST = 1000
 
 _log = logging.getLogger(__name__)
 
 ProfileKey = tuple[str, str, int, int]
-"""Model's hash, element type, width and height."""
+"""Model hash, dtype, width and height."""
 
 
 def profile_key(profile: BlockProfile) -> ProfileKey:
-    """What a profile is of."""
+    """Return the key of a profile."""
     return profile.model_hash, profile.dtype, profile.width, profile.height
 
 
 class BlockProfileFolder:
-    """folder: made where there is none. Its calls that change something wait for the disk, raise StorageUnavailable."""
+    """The profiles in a folder, which is created if missing. Changes block on the disk and raise StorageUnavailable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class BlockProfileFolder:
         self._changing = threading.Lock()
 
     def open(self) -> None:
-        """Reads what is there."""
+        """Read all files."""
         with os_errors.translated():
             paths = sorted(self._folder.glob("*.json"))
         found = {}
@@ -65,21 +65,23 @@ class BlockProfileFolder:
                 profile = _read_file(path)
             except (DataLoss, StorageUnavailable) as error:
                 facts = {"file": str(path), "text": error.message}
-                _log.error("a profile of blocks cannot be read; bottega templates profile makes it again", extra=facts)
+                _log.error(
+                    "a block profile cannot be read; measure it again with `bottega templates profile`", extra=facts
+                )
             else:
                 found[profile_key(profile)] = profile
         self._profiles = MappingProxyType(found)
 
     def all(self) -> list[BlockProfile]:
-        """All, by model, element type and size."""
+        """Return all profiles, sorted by key."""
         return [self._profiles[key] for key in sorted(self._profiles)]
 
     def get(self, key: ProfileKey) -> BlockProfile | None:
-        """That of a model at a size; None where it was not measured."""
+        """Return a profile, or None."""
         return self._profiles.get(key)
 
     def set(self, profile: BlockProfile) -> None:
-        """Keeps it in place of the other one; without blocks that is forgotten. Raises ValueError."""
+        """Set a profile; one without blocks deletes the existing one. Raise ValueError if it is invalid."""
         check_profile(profile)
         with self._changing:
             self._set(profile)
@@ -93,7 +95,7 @@ class BlockProfileFolder:
                 path.unlink(missing_ok=True)
         else:
             if key not in kept and len(kept) >= _MOST:
-                raise ValueError(f"there are {_MOST} profiles, as many as there may be")
+                raise ValueError(f"there are already {_MOST} profiles, which is the maximum")
             copy = BlockProfile()
             copy.CopyFrom(profile)
             kept[key] = copy
@@ -102,35 +104,35 @@ class BlockProfileFolder:
 
 
 def check_profile(profile: BlockProfile) -> None:
-    """Raises ValueError for what is none; one without blocks says which one is to be forgotten."""
+    """Raise ValueError if a profile is invalid. One without blocks is valid; it names a profile to delete."""
     if not _MODEL_HASH.fullmatch(profile.model_hash):
-        raise ValueError("model_hash: a profile is of a model, by its hash in hex")
+        raise ValueError("model_hash: must be 1 to 128 hex digits")
     if not (profile.dtype.isprintable() and 0 < len(profile.dtype) <= _MAX_DTYPE):
-        raise ValueError(f"dtype: has 1 to {_MAX_DTYPE} characters")
+        raise ValueError(f"dtype: must be 1 to {_MAX_DTYPE} characters")
     if not (1 <= profile.width <= _MAX_SIDE and 1 <= profile.height <= _MAX_SIDE):
-        raise ValueError(f"width: a picture has 1 to {_MAX_SIDE} pixels a side")
+        raise ValueError(f"width, height: must be 1 to {_MAX_SIDE}")
     if len(profile.about) > _MAX_ABOUT:
-        raise ValueError(f"about: has at most {_MAX_ABOUT} characters")
+        raise ValueError(f"about: must be at most {_MAX_ABOUT} characters")
     if len(profile.blocks) > _MAX_BLOCKS:
-        raise ValueError(f"blocks: are at most {_MAX_BLOCKS}")
+        raise ValueError(f"blocks: must be at most {_MAX_BLOCKS}")
     shares = list(profile.shares)
     if len(shares) > _MAX_SHARES or shares != sorted(set(shares)) or not all(0 < share <= 1 for share in shares):
-        raise ValueError(f"shares: are at most {_MAX_SHARES}, ascending, above 0 and at most 1")
+        raise ValueError(f"shares: must be at most {_MAX_SHARES}, ascending, above 0 and at most 1")
     if not _is_time(profile.forward_s):
-        raise ValueError("forward_s: is a number of seconds")
+        raise ValueError("forward_s: must be finite and not negative")
     _check_blocks(profile)
 
 
 def _check_blocks(profile: BlockProfile) -> None:
     if len({block.name for block in profile.blocks}) < len(profile.blocks):
-        raise ValueError("blocks: two have the same name")
+        raise ValueError("blocks: names must be unique")
     for place, block in enumerate(profile.blocks):
         if not (0 < len(block.name) <= _MAX_NAME and block.name.isprintable()):
-            raise ValueError(f"blocks[{place}].name: has 1 to {_MAX_NAME} printable characters")
+            raise ValueError(f"blocks[{place}].name: must be 1 to {_MAX_NAME} printable characters")
         if block.size_bytes < 0 or not _is_time(block.full_s):
-            raise ValueError(f"blocks[{place}]: has bytes and seconds that are not negative")
+            raise ValueError(f"blocks[{place}]: size_bytes and full_s must not be negative")
         if len(block.masked_s) != len(profile.shares) or not all(map(_is_time, block.masked_s)):
-            raise ValueError(f"blocks[{place}].masked_s: has a number of seconds for each of the shares")
+            raise ValueError(f"blocks[{place}].masked_s: must have one number of seconds for each share")
 
 
 def _is_time(seconds: float) -> bool:
@@ -142,13 +144,13 @@ def _name(profile: BlockProfile) -> str:
 
 
 def _read_file(path: Path) -> BlockProfile:
-    """Raises DataLoss for what is not as it was written, StorageUnavailable."""
+    """Read a profile. Raise DataLoss if the file is damaged, or StorageUnavailable."""
     with os_errors.translated(), path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES + 1)
     try:
-        said = json.loads(text)
-        profile = json_format.ParseDict(said["profile"], BlockProfile())
-        sound = said["checksum"] == _checksum(profile) and _name(profile) == path.stem
+        content = json.loads(text)
+        profile = json_format.ParseDict(content["profile"], BlockProfile())
+        sound = content["checksum"] == _checksum(profile) and _name(profile) == path.stem
         check_profile(profile)
     except (ValueError, KeyError, TypeError, RecursionError, json_format.ParseError):
         sound = False
@@ -158,12 +160,12 @@ def _read_file(path: Path) -> BlockProfile:
 
 
 def _write_file(path: Path, profile: BlockProfile) -> None:
-    said = {"checksum": _checksum(profile), "profile": json_format.MessageToDict(profile)}
+    content = {"checksum": _checksum(profile), "profile": json_format.MessageToDict(profile)}
     partial = path.with_suffix(".partial")
     with os_errors.translated():
         folders.make(path.parent)
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(said, file)
+            json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -1,8 +1,7 @@
-"""Templates and their sections as rows, each with a checksum of itself, so that damage is seen and never served.
+"""Database rows of templates and sections, with checksums, so that damaged rows are never served.
 
-What sections of a template have in common, layouts and maps, stands once, by the SHA-256 of its bytes. How often a
-template was used, and whether it is pinned, stands outside the checksum, as it changes: a bit that flips there makes it
-stay too long, or go too early.
+Layouts and maps, which sections share, are stored once, by SHA-256. Uses and pinning are not in the checksum, because
+they change; a flipped bit there only makes a template stay too long or go too early.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _TABLES = (
 
 SCHEMA = SqliteSchema(
     what="the records of templates",
-    # "BtAc": what PRAGMA application_id says of a file of ours.
+    # "BtAc": PRAGMA application_id of this store's files.
     application_id=0x42744163,
     version=2,
     tables=_TABLES,
@@ -80,20 +79,20 @@ SCHEMA = SqliteSchema(
 )
 
 Part = Callable[[str], bytes | None]
-"""The bytes of a layout or a map by digest; None where they are not there, or damaged."""
+"""Returns the bytes of a layout or map by digest; None if they are missing or damaged."""
 
 
 def template_row(template: TemplateRecord) -> tuple[Value, ...]:
-    """The values of TEMPLATE_COLUMNS."""
+    """Return the values of TEMPLATE_COLUMNS."""
     drawn = template.drawn
-    said = "" if drawn is None else json.dumps([drawn.digest, drawn.shape, drawn.size_bytes])
-    values = (template.number, template.header.SerializeToString(deterministic=True), said)
+    drawn_json = "" if drawn is None else json.dumps([drawn.digest, drawn.shape, drawn.size_bytes])
+    values = (template.number, template.header.SerializeToString(deterministic=True), drawn_json)
     use = template.use
     return (*values, checksum(values), int(use.pinned), use.uses, use.used_s)
 
 
 def section_row(number: int, section: SectionRecord) -> tuple[Value, ...]:
-    """The values of SECTION_COLUMNS. number: of its template."""
+    """Return the values of SECTION_COLUMNS, for a section of template `number`."""
     values = (
         *section_place(number, section.key),
         section.digest,
@@ -105,35 +104,32 @@ def section_row(number: int, section: SectionRecord) -> tuple[Value, ...]:
 
 
 def section_place(number: int, key: SectionKey) -> tuple[int, float, float, int, str]:
-    """What the row of a section is found by."""
+    """Return the primary key of a section's row."""
     return number, key.timestep, key.noise_level, key.half, json.dumps(key.controls)
 
 
 @functools.lru_cache(maxsize=256)
 def layout_part(layout: SectionLayout) -> bytes:
-    """A layout as bytes."""
+    """Serialize a layout."""
     return layout.to_wire().SerializeToString(deterministic=True)
 
 
 @functools.lru_cache(maxsize=256)
 def read_layout(part: bytes) -> SectionLayout:
-    """What `layout_part` was given: the same one for all who have it. Raises ValueError."""
+    """Parse the result of `layout_part`; equal bytes give the same object. Raise ValueError if it is malformed."""
     try:
         return SectionLayout.from_wire(activations_pb2.SectionLayout.FromString(part))
     except DecodeError as error:
-        raise ValueError("a layout that is none") from error
+        raise ValueError("the layout is not a SectionLayout") from error
 
 
 def part_digest(part: bytes) -> str:
-    """What a layout or a map is found by."""
+    """Return the digest of a layout or map."""
     return hashlib.sha256(part).hexdigest()
 
 
 def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[SectionRecord]]) -> TemplateRecord | None:
-    """The template of the values of TEMPLATE_COLUMNS; None where they are not what was written.
-
-    sections: those of a template, by number.
-    """
+    """Return the template of a row, with the sections of its number; None if the row is damaged."""
     *values, expected, pinned, uses, used_s = row
     if checksum(values) != expected:
         return None
@@ -148,7 +144,7 @@ def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[Section
 
 
 def read_section(row: Sequence[Any], part: Part) -> SectionRecord | None:
-    """The section of the values of SECTION_COLUMNS; None where they are not what was written."""
+    """Return the section of a row; None if the row, its layout or its map is damaged."""
     *values, expected = row
     if checksum(values) != expected:
         return None
@@ -160,8 +156,8 @@ def read_section(row: Sequence[Any], part: Part) -> SectionRecord | None:
     return SectionRecord(key=key, digest=digest, layout=read_layout(layout), map=valid, prompt=prompt)
 
 
-def _drawn(said: str) -> DrawnFile | None:
-    if not said:
+def _drawn(drawn_json: str) -> DrawnFile | None:
+    if not drawn_json:
         return None
-    digest, shape, size_bytes = json.loads(said)
+    digest, shape, size_bytes = json.loads(drawn_json)
     return DrawnFile(digest=digest, shape=tuple(shape), size_bytes=size_bytes)

@@ -1,8 +1,8 @@
-"""What is known of every template, in one SQLite file: who recorded it, its sections, and how it was used.
+"""Records of all templates in one SQLite file: their recorders, sections and uses.
 
-Files without a record are none of the store's; a record without its file is missing. So whatever kills the process
-between the two does no harm. One thread at a time calls it; its calls wait for the disk and raise StorageUnavailable,
-or DataLoss for a damaged file.
+Files without a record are deleted; records without a file count as missing. So the process may be killed between both
+writes. Calls must come from one thread at a time. They block on the disk and raise StorageUnavailable, or DataLoss for
+a damaged file.
 """
 
 from __future__ import annotations
@@ -37,35 +37,38 @@ _DROP_SECTION = (
     "DELETE FROM sections WHERE number = ? AND timestep = ? AND noise_level = ? AND half = ? AND controls = ?"
 )
 _USE = "UPDATE templates SET pinned = ?, uses = ?, used_s = ? WHERE number = ?"
-# What no template has any more: sections that a damaged row leaves behind, layouts and maps of what was dropped.
+# Rows without a template: sections that a damaged row left behind, and layouts and maps of dropped templates.
 _DROP_STRAYS = (
     "DELETE FROM sections WHERE number NOT IN (SELECT number FROM templates)",
     "DELETE FROM parts WHERE digest NOT IN (SELECT layout FROM sections UNION SELECT map FROM sections)",
 )
-# Layouts and maps that are at hand while all is read: templates of one model share most of them.
+# Layouts and maps that are cached while reading; templates of one model share most of them.
 _PARTS_AT_HAND = 256
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordChanges:
-    """What is to become of records. templates: numbers, that go. sections: that go, by template. uses: by number."""
+    """Changes of records that are to be written."""
 
     templates: set[int] = field(default_factory=set)
+    """Numbers of templates to delete."""
     sections: set[tuple[int, SectionKey]] = field(default_factory=set)
+    """Sections to delete, with the template's number."""
     uses: dict[int, TemplateUse] = field(default_factory=dict)
+    """New uses, by the template's number."""
 
     def __bool__(self) -> bool:
         return bool(self.templates or self.sections or self.uses)
 
     def add(self, other: RecordChanges) -> None:
-        """Becomes both; the other one is the later."""
+        """Merge later changes into these."""
         self.templates |= other.templates
         self.sections |= other.sections
         self.uses.update(other.uses)
 
 
 class TemplateRecords:
-    """Open it before anything else."""
+    """The SQLite file of records. Call `open` first."""
 
     def __init__(self, path: Path) -> None:
         self._file = SqliteFile(path, SCHEMA)
@@ -73,10 +76,10 @@ class TemplateRecords:
         self._inode = 0
 
     def open(self) -> bool:
-        """Makes the file where there is none; a damaged one is kept aside. Raises ConfigError for somebody else's.
+        """Open or create the file, and return whether it is the same file as before.
 
-        It may be opened again: one that was opened on a disk that could not be written stays so. Whether it is the same
-        file then.
+        A damaged file is set aside. Open it again after the disk failed: a file that was opened on a read-only disk
+        stays read-only. Raise ConfigError if it is another program's file.
         """
         self._file.close()
         self._file.open()
@@ -84,20 +87,19 @@ class TemplateRecords:
         return self._inode == before
 
     def close(self) -> None:
-        """Lets the file go."""
         self._file.close()
 
     @property
     def in_place(self) -> bool:
-        """Whether the file that is open is still the one in the folder."""
+        """Whether the open file is still the one in the folder."""
         return self._inode != 0 and self._found_inode() == self._inode
 
     def read(self) -> tuple[list[TemplateRecord], list[int]]:
-        """All templates whose rows are what was written, with such sections; and the numbers of the others."""
+        """Return all templates, with their intact sections, and the numbers of damaged ones."""
         return self._file.transact(_read)
 
     def drop_strays(self) -> None:
-        """Deletes what belongs to no template."""
+        """Delete rows that belong to no template."""
 
         def drop(connection: sqlite3.Connection) -> None:
             for statement in _DROP_STRAYS:
@@ -112,9 +114,10 @@ class TemplateRecords:
         added: Collection[TemplateRecord] = (),
         sections: Collection[tuple[int, SectionRecord]] = (),
     ) -> None:
-        """It is on the disk when this returns, all of it or nothing. Templates are added with their sections.
+        """Write all or nothing, and return when it is on disk.
 
-        sections: of templates that are there, by number; they take the place of others with their keys.
+        Templates are added with their sections. `sections` are of known templates, by number, and replace those with
+        the same key.
         """
         self._file.transact(lambda connection: _write(connection, changes, added, sections))
 
@@ -144,7 +147,7 @@ def _read(connection: sqlite3.Connection) -> tuple[list[TemplateRecord], list[in
 
 
 def _parts(connection: sqlite3.Connection) -> Part:
-    """What reads layouts and maps: equal ones are one value."""
+    """Return a cached reader of layouts and maps."""
 
     @functools.lru_cache(maxsize=_PARTS_AT_HAND)
     def part(digest: str) -> bytes | None:
@@ -172,6 +175,6 @@ def _write(
     new = [(template.number, section) for template in added for section in template.sections.values()]
     new += sections
     parts = {part for _, section in new for part in (layout_part(section.layout), section.map)}
-    # Also those that are there: one that was damaged would keep its place.
+    # Existing ones are replaced as well, in case they are damaged.
     connection.executemany("REPLACE INTO parts VALUES (?, ?)", [(part_digest(part), part) for part in parts])
     connection.executemany(_ADD_SECTION, [section_row(number, section) for number, section in new])

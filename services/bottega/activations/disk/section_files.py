@@ -1,11 +1,11 @@
-"""The store's files: sections, and what templates were drawn with, by the SHA-256 of what they hold.
+"""The store's files, sections and drawn tensors, named by the SHA-256 of their content.
 
-    sections/incoming/<digest>    being written; whatever is there at the start was interrupted
-    sections/ab/ab<62 digits>     whole
+    sections/incoming/<digest>    being written; what is there at the start was interrupted
+    sections/ab/ab<62 digits>     complete
 
-Half a file never has its name, whatever kills the process. Nothing waits until a file is on the disk: what a power cut
-tears does not have its digest, is found when it is read, and counts as missing. Its calls may wait for the disk and
-raise StorageUnavailable.
+A partial file never has its final name, even if the process is killed. Files are not synced: what a power cut damages
+has another digest, which is noticed when it is read, and counts as missing. Calls may block on the disk and raise
+StorageUnavailable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from bottega.storage import folders, free_space, os_errors
 
 PROBE_BYTES = 256 << 10
-"""That a disk takes which can be written."""
+"""Size of the file by which `probe` tests whether the disk can be written."""
 
 _PROBE = "probe"
 _INCOMING = "incoming"
@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 class SectionFiles:
-    """folder: made where there is none. min_free_bytes: of the disk, see StoreSettings.
+    """Files by digest in a folder, which is created if missing.
 
-    One thread at a time writes and removes; any thread reads.
+    One thread at a time may write and remove; any thread may read. `min_free_bytes` is as in ActivationStoreSettings.
     """
 
     def __init__(self, folder: Path, *, min_free_bytes: int = 0) -> None:
@@ -45,31 +45,31 @@ class SectionFiles:
         self._min_free_bytes = min_free_bytes
 
     def open(self) -> dict[str, int]:
-        """Removes what was interrupted, and returns the bytes of each file that is there, by digest."""
+        """Delete partial files, and return the size of each file, by digest."""
         with os_errors.translated():
             folders.make(self._incoming)
             for left in self._incoming.iterdir():
-                with contextlib.suppress(OSError):  # what is there is served on a disk that cannot be written, too
+                with contextlib.suppress(OSError):  # A disk that cannot be written is still served.
                     left.unlink()
             sizes, foreign = self._scan()
         if foreign:
             facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
-            _log.warning("left alone what is no section", extra=facts)
+            _log.warning("the folder of sections contains other files, which are ignored", extra=facts)
         return sizes
 
     @property
     def in_place(self) -> bool:
-        """Whether its folder is still there."""
+        """Whether the folder still exists."""
         return self._incoming.is_dir()
 
     def path(self, digest: str) -> Path:
-        """Where the file of a digest is, if it is there. Names never become paths. Raises ValueError."""
+        """Return the path of a digest's file. Raise ValueError for anything else, so that names never become paths."""
         if not _DIGEST.fullmatch(digest):
             raise ValueError("not a SHA-256 in hex")
         return self._folder / digest[:_SHARD_DIGITS] / digest
 
     def write(self, digest: str, source: int, size_bytes: int) -> None:
-        """Keeps the bytes of the file that `source` is a descriptor of. After an error there is none."""
+        """Write the bytes of the open file `source`. After an error there is no file."""
         temporary, final = self._incoming / digest, self.path(digest)
         with os_errors.translated():
             final.parent.mkdir(mode=0o700, exist_ok=True)
@@ -77,37 +77,37 @@ class SectionFiles:
                 _write(temporary, source, size_bytes)
                 temporary.replace(final)
             except OSError:
-                with contextlib.suppress(OSError):  # the error that led here is the one to tell
+                with contextlib.suppress(OSError):  # The first error is raised.
                     temporary.unlink(missing_ok=True)
                 raise
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """What was written; None where it is not there, or is not that any more."""
+        """Return a file's bytes; None if it is missing or damaged."""
         with os_errors.translated():
             try:
                 descriptor = os.open(self.path(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            with os.fdopen(descriptor, "rb") as file:  # buffered: it reads on where a file system gives a part
+            with os.fdopen(descriptor, "rb") as file:  # Buffered, so that short reads are continued.
                 data = file.read(size_bytes + 1)
         return data if hashlib.sha256(data).hexdigest() == digest else None
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Harmless for those that are not there."""
+        """Delete files; missing ones are ignored."""
         with os_errors.translated():
             for digest in digests:
                 self.path(digest).unlink(missing_ok=True)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
+        """Raise StorageUnavailable if so many more bytes would leave less than `min_free_bytes` on the disk."""
         free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def lack(self, size_bytes: int) -> int:
-        """Bytes that have to go before there is room for so many more. Raises StorageUnavailable."""
+        """Return how many bytes must be freed for so many more. Raise StorageUnavailable."""
         return free_space.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def probe(self) -> None:
-        """Returns when something could be written, and was taken away again."""
+        """Write and delete a file, to test the disk."""
         path = self._incoming / _PROBE
         with os_errors.translated():
             folders.make(self._incoming)

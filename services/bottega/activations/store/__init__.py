@@ -1,3 +1,5 @@
-"""What the store does with activations: questions are answered (answers), recordings taken in (intake) and templates
-evicted in a thread of its own (writer, insertion), over one table of the templates; `ActivationStore` is all of it.
+"""The logic of the activation store, in `ActivationStore`, over one table of the templates.
+
+Questions are answered in `answers`, and recordings received in `intake`. One thread writes recordings and evicts
+templates, in `writer` and `insertion`.
 """

@@ -1,4 +1,4 @@
-"""What a worker is told of a template: its sections, what they have in common, and what its blocks take."""
+"""Answers to workers' questions about a template: its sections, their layouts and maps, and its block costs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bottega.sections.messages import MAX_HEADER_BYTES
 from bottega.v1 import activations_pb2
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
 
-# Of image latents and noise at hand: SDXL's of 1024x1024 have half a MiB.
+# Budget of cached image latents and noise: half a MiB for SDXL at 1024x1024.
 _DRAWN_BYTES = 64 << 20
 
 
 def template_answer(template: TemplateRecord, memory: TieredCache) -> TemplateAnswer:
-    """Its sections in the order of their use, with their layouts and maps once each."""
+    """Return a template's sections in the order of use, with each different layout and map once."""
     sections = template.in_order
     layouts = _places([layout_part(section.layout) for section in sections])
     maps = _places([section.map for section in sections])
@@ -39,16 +39,13 @@ def template_answer(template: TemplateRecord, memory: TieredCache) -> TemplateAn
 
 
 def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
-    """Tells it too, where the answer has room for it."""
+    """Add a block profile to an answer if it fits."""
     if profile is not None and answer.ByteSize() + profile.ByteSize() < MAX_HEADER_BYTES:
         answer.profile.CopyFrom(profile)
 
 
 class DrawnCache:
-    """Image latents and noise that are at hand. Any thread may call it.
-
-    lost: called with the digest of a file that is damaged or gone.
-    """
+    """A thread-safe cache of templates' image latents and noise; `lost` gets the digest of a damaged or gone file."""
 
     def __init__(self, files: SectionFiles, *, lost: Callable[[str], None]) -> None:
         self._files = files
@@ -57,9 +54,9 @@ class DrawnCache:
         self._cache: LruCache[_KeptDrawn] = LruCache(budget_bytes=_DRAWN_BYTES)
 
     def get(self, template: TemplateRecord) -> DrawnTensors | None:
-        """What a template was drawn with; None where it cannot be read. It waits for the disk, the first time."""
+        """Return a template's image latent and noise, or None if they cannot be read. May block on the disk."""
         drawn = template.drawn
-        assert drawn is not None, "ask whether it has any"
+        assert drawn is not None, "the template must have drawn tensors"
         with self._lock:
             kept = self._cache.use(drawn.digest)
         if kept is not None:
@@ -100,5 +97,5 @@ def _info(
 
 
 def _places(parts: Sequence[bytes]) -> dict[bytes, int]:
-    """Each different one, and its place among them."""
+    """Return each different part with its place among them."""
     return {part: place for place, part in enumerate(dict.fromkeys(parts))}

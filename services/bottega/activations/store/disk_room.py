@@ -1,7 +1,7 @@
-"""Room on the disk for what a store writes: where it has less than the budget, templates go for what is new.
+"""Room on the disk: if it is fuller than the budget assumes, templates are evicted for new ones.
 
-A disk may be smaller than the budget, or fill with what others keep there: then what it has room for is the budget. One
-thread at a time calls it.
+A disk may be smaller than the budget, or filled by others; its free room is the budget then. Calls must come from one
+thread at a time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from bottega.errors import StorageUnavailable
 from bottega.storage import os_errors
 
 RECORD_BYTES = 256 << 10
-"""That a transaction adds to the records at most, in general: a template's sections, their layouts and maps."""
+"""Typical upper bound on what a transaction adds to the records: a template's sections, layouts and maps."""
 
-# Of a write for which templates went: others may take what has become free, but not for ever.
+# Attempts at one write: others may use the room that evictions have freed.
 _TRIES = 3
 
 _log = logging.getLogger(__name__)
 
 
 class DiskRoom:
-    """release: called with the digests of files that evicted templates have used, one for each use."""
+    """Makes room on the disk. `release` is called with the digests of evicted templates' files, once for each use."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class DiskRoom:
         self._is_small = False
 
     def write(self, size_bytes: int, write: Callable[[], None], *, but: str = "") -> None:
-        """Has so much written; where the disk lacks room, the templates used longest ago go, and it is tried again.
+        """Call `write`; if the disk lacks room for `size_bytes`, evict the least recently used templates and retry.
 
-        but: the key of one that stays. Raises StorageUnavailable where room is lacking all the same; nothing goes in
-        vain then, as far as the disk tells how much is free.
+        The template with key `but` stays. Raise StorageUnavailable if that cannot free enough; nothing is evicted in
+        vain, as far as the disk reports its free room.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -58,13 +58,13 @@ class DiskRoom:
                 self._say_small(error)
 
     def probe(self) -> None:
-        """Returns when something could be written, and was taken away again. Raises StorageUnavailable."""
-        self._disk.make_room()  # of what is to go, before anything that is of use
+        """Test that the disk can be written. Raise StorageUnavailable if not."""
+        self._disk.make_room()  # Deletes discarded files before templates are evicted.
         self.write(PROBE_BYTES, self._disk.files.probe)
 
     def _free(self, size_bytes: int, but: str) -> bool:
-        """Evicts templates until so many more bytes should fit on the disk. Whether any could go for that."""
-        # A quota, or what a file system needs for itself, is not in the figures of the disk.
+        """Evict templates until this many bytes should fit on the disk, and return whether any were evicted."""
+        # The disk's figures do not include quotas, or what a file system needs for itself.
         gone = self._table.free(max(self._disk.files.lack(size_bytes), size_bytes), but=but)
         if not gone:
             return False
@@ -74,8 +74,8 @@ class DiskRoom:
         return True
 
     def _say_small(self, error: StorageUnavailable) -> None:
-        """Once: from then on it is as it is."""
+        """Log once that the disk is smaller than the budget."""
         if not self._is_small:
             self._is_small = True
-            says = "the disk has less room than disk_bytes: templates go for new ones that the budget would keep"
-            _log.warning(says, extra={"disk": error.message})
+            text = "the disk has less room than disk_bytes: templates within the budget are evicted for new ones"
+            _log.warning(text, extra={"disk": error.message})

@@ -1,6 +1,6 @@
-"""How recordings become templates: room is made, files are written, then records, then they are served.
+"""Turns recordings into templates: makes room, writes files and then records, and publishes the template.
 
-One thread at a time calls it. Knows no queue: a disk that fails is raised.
+Calls must come from one thread at a time. Errors of the disk are raised; the writer handles them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from bottega.v1.activations_pb2 import RecordingHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IncomingSection:
-    """A section that has come, in sealed memory. key: of its template. pending: what it is recorded for; None where it
-    is for a template that is there, `number`."""
+    """A section that has arrived, in sealed memory."""
 
     key: str
+    """Key of its template."""
     section: SectionKey
     layout: SectionLayout
     map: bytes
     prompt: str
     descriptor: int
     pending: PendingRecording | None
+    """Its recording; None if it is for an existing template, with `number`."""
     number: int = 0
 
     def stored(self, digest: str) -> SectionRecord:
-        """It, when its file is there."""
+        """Return its record, once its file is written."""
         return SectionRecord(key=self.section, digest=digest, layout=self.layout, map=self.map, prompt=self.prompt)
 
 
 class TemplateInsertion:
-    """Has the numbers of templates, and counts who uses which file. now: the time on the store's steady clock.
+    """Adds templates to the table and the disk, and counts the uses of each file.
 
-    room: on the disk, for what is written.
+    Args:
+        now: The store's steady clock.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TemplateInsertion:
         now: SteadyClock,
     ) -> None:
         self.room = DiskRoom(table=table, disk=disk, counts=counts, release=self.release)
+        """Room on the disk for writes."""
         self._settings = settings
         self._table = table
         self._disk = disk
@@ -73,26 +76,26 @@ class TemplateInsertion:
         self._now = now
         self._next_number = 1
         self._uses: Counter[str] = Counter()
-        # Of what is being recorded.
+        # Bytes of pending recordings.
         self._pending_bytes = 0
 
     @property
     def pending_bytes(self) -> int:
-        """Of files of templates that are being recorded."""
+        """Bytes of files of pending recordings."""
         return self._pending_bytes
 
     def load(self, templates: Iterable[TemplateRecord]) -> None:
-        """Takes in templates of earlier times; there are no others."""
+        """Add the templates that the disk has to the empty table."""
         self._uses.clear()
         ordered = sorted(templates, key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
-        if last_s > self._now():  # else what is used from now on would count as used longest ago, after the next start
+        if last_s > self._now():  # Otherwise, uses from now on would count as the oldest after the next start.
             self._now.go_on_from(last_s)
         for template in ordered:
             self._next_number = max(self._next_number, template.number + 1)
             is_new = self._table.get(template.key) is None
             gone = self._table.make_room(template.size_bytes) if is_new else None
-            if gone is None:  # the budget is less than it was
+            if gone is None:  # The budget was reduced.
                 self._table.strike(template.number)
                 self._disk.discard(template.files)
                 continue
@@ -101,7 +104,10 @@ class TemplateInsertion:
             self._uses.update(template.files)
 
     def write_section(self, incoming: IncomingSection) -> DropReason | None:
-        """Keeps a section; or says why not. Its descriptor is used up. Raises StorageUnavailable, DataLoss."""
+        """Write a section and close its descriptor, or return why it was dropped.
+
+        Raise StorageUnavailable or DataLoss.
+        """
         try:
             reason = self._reason_against(incoming)
             if reason is not None:
@@ -117,7 +123,7 @@ class TemplateInsertion:
     def complete(
         self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
     ) -> DropReason | None:
-        """Makes a template of what was recorded, or says why not, and forgets it. Raises as `write_section` does."""
+        """End a recording: make a template of it, or return why not. Raise StorageUnavailable or DataLoss."""
         reason = self._reason_against_template(pending, header)
         try:
             reason = reason or self._add_template(pending, header, drawn)
@@ -128,14 +134,14 @@ class TemplateInsertion:
         return reason
 
     def forget(self, pending: PendingRecording) -> None:
-        """It is a template, or worth nothing: files that nobody else uses go with the next tidying."""
+        """End a recording. Files without other uses are deleted with the next tidying."""
         self._pending_bytes -= pending.size_bytes
         pending.size_bytes = 0
         self.release(section.digest for section in pending.sections.values())
         pending.sections.clear()
 
     def release(self, digests: Iterable[str]) -> None:
-        """These uses of files have ended; what nobody uses is deleted with the next tidying."""
+        """Release one use of each file. Files without uses are deleted with the next tidying."""
         for digest in digests:
             self._uses[digest] -= 1
             if self._uses[digest] <= 0:
@@ -144,9 +150,9 @@ class TemplateInsertion:
                 self._disk.discard([digest])
 
     def make_room(self, size_bytes: int, *, but: str = "") -> bool:
-        """Evicts templates until so many more bytes are within the budget. Whether they are.
+        """Evict templates until this many more bytes are within the budget, and return whether they are.
 
-        but: the key of one that stays. Raises StorageUnavailable where files cannot be deleted.
+        The template with key `but` stays. Raise StorageUnavailable if files cannot be deleted.
         """
         gone = self._table.make_room(self._pending_bytes + size_bytes, but=but)
         if gone:
@@ -156,7 +162,7 @@ class TemplateInsertion:
         return gone is not None
 
     def _reason_against(self, incoming: IncomingSection) -> DropReason | None:
-        """What makes it of no use, as things are now."""
+        """Return why a section cannot be used now, or None."""
         if incoming.pending is not None and incoming.pending.over:
             return DropReason.ABANDONED
         sections = self._sections(incoming)
@@ -177,22 +183,22 @@ class TemplateInsertion:
         return None if sizes == expected else DropReason.UNFIT
 
     def _sections(self, incoming: IncomingSection) -> Mapping[SectionKey, SectionRecord] | None:
-        """Those that are there of its template; None where that has gone."""
+        """Return the sections of its template; None if that is gone."""
         if incoming.pending is not None:
             return incoming.pending.sections
         template = self._table.get(incoming.key)
         return template.sections if template is not None and template.number == incoming.number else None
 
     def _write(self, digest: str, descriptor: int, layout: SectionLayout, key: str) -> bool:
-        """Whether there was room. Memory has it from now on, too, if that has room."""
+        """Write a section's file, put it into memory, and return whether there was room."""
         if not self._write_file(digest, descriptor, layout.size_bytes, but=key):
             return False
-        with contextlib.suppress(OSError):  # no descriptor is left: it is read from the disk, when one is
+        with contextlib.suppress(OSError):  # Without free descriptors, it is read from the disk later.
             self._memory.adopt(digest, os.dup(descriptor), KnownFile(size_bytes=layout.size_bytes, group=key))
         return True
 
     def _write_file(self, digest: str, descriptor: int, size_bytes: int, *, but: str) -> bool:
-        """Whether the budget had room. but: the key of a template that stays."""
+        """Write a file and return whether the budget had room. The template with key `but` stays."""
         if not self.make_room(size_bytes, but=but):
             return False
 
@@ -204,7 +210,7 @@ class TemplateInsertion:
         return True
 
     def _keep(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
-        """Its file is there. Raises StorageUnavailable, DataLoss."""
+        """Record a section whose file is written. Raise StorageUnavailable or DataLoss."""
         self._uses[section.digest] += 1
         if incoming.pending is not None:
             self._add(section, incoming.pending)
@@ -224,7 +230,7 @@ class TemplateInsertion:
         self.release([before.digest] if before is not None else [])
 
     def _replace(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
-        """In a template that is there."""
+        """Add or replace a section of an existing template."""
         try:
             self.room.write(
                 RECORD_BYTES,
@@ -235,7 +241,7 @@ class TemplateInsertion:
             self.release([section.digest])
             raise
         replaced = self._table.replace(incoming.number, incoming.key, section)
-        if replaced is None:  # it was dropped meanwhile, with all that the records have of it
+        if replaced is None:  # The template was dropped meanwhile, with its records.
             self.release([section.digest])
             return DropReason.NOT_GRANTED
         self.release(replaced)
@@ -244,28 +250,28 @@ class TemplateInsertion:
     def _add_template(
         self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
     ) -> DropReason | None:
-        said = None
+        drawn_record = None
         if drawn is not None:
-            said = self._write_drawn(pending, drawn)
-            if said is None:
+            drawn_record = self._write_drawn(pending, drawn)
+            if drawn_record is None:
                 return DropReason.NO_ROOM
-            self._uses[said.digest] += 1
+            self._uses[drawn_record.digest] += 1
         use = TemplateUse(used_s=self._now())
-        template = TemplateRecord(self._next_number, header, drawn=said, sections=pending.sections, use=use)
+        template = TemplateRecord(self._next_number, header, drawn=drawn_record, sections=pending.sections, use=use)
         self._next_number += 1
         try:
             self.room.write(
                 RECORD_BYTES, lambda: self._disk.write(self._table.take_changes(), added=[template]), but=pending.key
             )
         except (StorageUnavailable, DataLoss):
-            self.release([said.digest] if said is not None else [])
+            self.release([drawn_record.digest] if drawn_record is not None else [])
             raise
         self._uses.update(section.digest for section in template.sections.values())
         self._table.add(template)
         return None
 
     def _write_drawn(self, pending: PendingRecording, drawn: DrawnTensors) -> DrawnFile | None:
-        """None where there is no room."""
+        """Write image latent and noise; None if there is no room."""
         descriptor, size_bytes = drawn_file(drawn, pending.key)
         try:
             with os_errors.translated():

@@ -1,4 +1,4 @@
-"""A section that a worker sends to be recorded, in chunks: room is reserved for it until it is written, or dropped."""
+"""Receives a section in chunks. Its reserved room is freed when it is written or dropped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from bottega.errors import StorageUnavailable
 
 
 class SectionIntake:
-    """Of one link: its thread that receives calls it.
+    """Receives one section, in the receiving thread of its link.
 
-    pending: what it is recorded for; None where it is for a template that is there. on_whole: called with the
-    descriptor of its file, sealed, when all has come. on_drop: called instead, with why.
+    Args:
+        pending: Its recording; None if it is for an existing template.
+        on_whole: Called with the sealed file's descriptor when all chunks have come.
+        on_drop: Called with the reason if the section is dropped instead.
     """
 
     def __init__(
@@ -36,17 +38,17 @@ class SectionIntake:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes more."""
+        """Whether more chunks are expected."""
         return self._open
 
     def write(self, tensor: int, start: int, data: memoryview) -> None:
-        """Takes a copy of the next chunk; without memory for it the section is dropped. tensor, start: where it begins.
+        """Copy the next chunk, which begins at `start` of `tensor`. Without memory, the section is dropped.
 
-        Raises ValueError for one that is not the next.
+        Raise ValueError if the chunk is not the next one.
         """
         self._seen_s = self._now()
         if self._pending is not None:
-            self._pending.seen_s = self._seen_s  # a large one may take longer than recordings may be idle
+            self._pending.seen_s = self._seen_s  # A large section may take longer than `record_idle_s`.
         try:
             self._file.write(tensor, start, data)
             if not self._file.is_whole:
@@ -59,14 +61,14 @@ class SectionIntake:
         self._on_whole(descriptor)
 
     def drop(self, reason: DropReason) -> None:
-        """The rest will not come. Harmless where it has."""
+        """Drop the section, if it is incomplete."""
         if self._open:
             self._open = False
             self._file.close()
             self._on_drop(reason)
 
     def expire(self, idle_s: float) -> None:
-        """Drops it where nothing has come of it for so long, or its recording is worth nothing."""
+        """Drop the section if it was idle for so long, or if its recording has ended."""
         over = self._pending is not None and self._pending.over
         if over or self._now() - self._seen_s > idle_s:
             self.drop(DropReason.ABANDONED)

@@ -1,7 +1,7 @@
-"""Templates that are being recorded: by which worker each is, and what has come of it so far.
+"""Recordings in progress: which worker makes each, and which sections it has sent.
 
-A template is recorded by one worker at a time, while its link lives and it sends something now and then. Any thread may
-call it.
+A template is recorded by one worker at a time, as long as its link lives and it sends something now and then.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -12,34 +12,37 @@ from dataclasses import dataclass, field
 
 from bottega.activations.template import SectionKey, SectionRecord
 
-# Of one worker, which has some tens of jobs under way. What was sent whole only waits to be written.
+# Recordings of one worker, which has some tens of jobs. Completed ones that wait to be written do not count.
 _MOST_OF_A_LINK = 64
-# Of those given up for being idle: one whose worker has not gone on by then asks again.
+# Remembered recordings that expired. Older ones are forgotten; their workers have to ask again.
 _MOST_EXPIRED = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingRecording:
-    """A template that `link` may record. recording: its name, empty until the worker has said it.
-
-    seen_s: when something was last heard of it. complete: whether all of it was sent, and is being written. over:
-    whether it came to nothing: what still comes of it is not kept. sections, size_bytes: whose files are written, of
-    the thread that writes alone.
-    """
+    """A template that `link` may record."""
 
     key: str
     link: Hashable
     recording: str = ""
+    """Its id; empty until the worker has sent it."""
     seen_s: float
+    """When the worker last sent something."""
     complete: bool = False
+    """Whether everything was sent and is being written."""
     over: bool = False
+    """Whether it was given up; further sections are dropped."""
     sections: dict[SectionKey, SectionRecord] = field(default_factory=dict)
+    """Written sections. Used by the writing thread only, as `size_bytes` is."""
     size_bytes: int = 0
 
 
 class PendingRecordings:
-    """idle_s: after which one of which nothing comes is given up. on_over: called with one that came to nothing, under
-    the lock: it only has its files deleted later.
+    """The recordings in progress.
+
+    Args:
+        idle_s: Seconds without a message after which a recording is given up.
+        on_over: Called under the lock with a recording that was given up; must not block.
     """
 
     def __init__(self, *, idle_s: float, now: Callable[[], float], on_over: Callable[[PendingRecording], None]) -> None:
@@ -48,21 +51,21 @@ class PendingRecordings:
         self._on_over = on_over
         self._lock = threading.Lock()
         self._pending: dict[str, PendingRecording] = {}
-        self._expired: dict[str, Hashable] = {}  # by key, of those given up for being idle: whose link may go on
+        self._expired: dict[str, Hashable] = {}  # The link that may continue an expired recording, by key.
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def grant(self, key: str, link: Hashable) -> bool:
-        """Whether the worker may record the template: nobody else does then. It may ask again."""
+        """Return whether the worker may record the template, exclusively. It may ask again."""
         with self._lock:
             return self._granted(key, link) is not None
 
     def begin_section(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
-        """What a section belongs to that has come; None where it is not for this worker to record.
+        """Return the recording of a section that arrives, or None if the worker may not make it.
 
-        One that was given up for being idle begins again. What became a template, and went, does not: sections of it
-        alone would never be completed.
+        An expired recording begins again. One that became a template which was dropped does not: the new sections alone
+        would never be completed.
         """
         with self._lock:
             pending = self._pending.get(key)
@@ -70,20 +73,20 @@ class PendingRecordings:
                 return None
             found = self._granted(key, link)
             if found is not None and found.recording not in ("", recording):
-                self._end(found)  # the worker has begun anew
+                self._end(found)  # The worker has started a new recording.
                 found = self._granted(key, link)
             if found is not None:
                 found.recording = recording
             return found
 
     def is_being_written(self, key: str, recording: str, link: Hashable) -> bool:
-        """Whether the worker has sent all of it, and it is no template yet."""
+        """Return whether the worker has completed the recording and it is not yet a template."""
         with self._lock:
             found = self._pending.get(key)
             return found is not None and found.complete and (found.link, found.recording) == (link, recording)
 
     def complete(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
-        """All of it was sent: it stays until `remove`, whatever becomes of the link. None where there is none such."""
+        """Mark a recording as completely sent and return it, or None. It stays until `remove`, even without a link."""
         with self._lock:
             found = self._pending.get(key)
             self._forget_expired(lambda expired, of: expired == key and of == link)
@@ -93,25 +96,25 @@ class PendingRecordings:
             return found
 
     def remove(self, pending: PendingRecording) -> None:
-        """It is a template now, or nothing."""
+        """Remove a recording that was written or dropped."""
         with self._lock:
             if self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
 
     def abandon(self, key: str, recording: str, link: Hashable) -> None:
-        """The worker has given it up, before its first section or later. Harmless where there is none such."""
+        """Give up a worker's recording, if there is one."""
         with self._lock:
             self._end_those(lambda each: each.key == key and each.link == link and each.recording in ("", recording))
             self._forget_expired(lambda expired, of: expired == key and of == link)
 
     def end_link(self, link: Hashable) -> None:
-        """The worker is gone, and what it was recording."""
+        """Give up all incomplete recordings of a link."""
         with self._lock:
             self._end_those(lambda each: each.link == link)
             self._forget_expired(lambda _, of: of == link)
 
     def end_all(self) -> list[PendingRecording]:
-        """All come to nothing; which ones."""
+        """Give up all recordings and return them."""
         with self._lock:
             ended = list(self._pending.values())
             for each in ended:
@@ -119,13 +122,13 @@ class PendingRecordings:
             return ended
 
     def expire(self) -> None:
-        """Gives up those of which nothing has come for long."""
+        """Give up idle recordings."""
         with self._lock:
             self._expired |= {each.key: each.link for each in self._end_those(self._is_idle)}
             while len(self._expired) > _MOST_EXPIRED:
-                del self._expired[next(iter(self._expired))]  # the oldest
+                del self._expired[next(iter(self._expired))]  # The oldest.
 
-    # Below: under the lock.
+    # The methods below require the lock.
 
     def _end_those(self, which: Callable[[PendingRecording], bool]) -> list[PendingRecording]:
         ended = [each for each in self._pending.values() if not each.complete and which(each)]

@@ -1,4 +1,4 @@
-"""Where templates are, memory or disk, and how they come into memory ahead of the edits that use them."""
+"""Which templates are in memory, and loading them into memory before edits use them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from bottega.activations.template import TemplateRecord
 from bottega.caching import KnownFile, TieredCache
 from bottega.v1 import activations_pb2 as pb
 
-# A source has one template for each set of LoRAs and ControlNets of its edits; which of them comes next nobody knows.
+# A source has one template for each set of LoRAs and ControlNets; it is not known which one comes next.
 _MOST_OF_A_SOURCE = 2
-# Loads of less are too short to tell how fast the disk is, unless nothing is known at all.
+# Shorter loads do not show the disk's rate, but are used if nothing else is known.
 _LEAST_MEASURED_S = 0.01
 _NEW_SHARE = 0.5
 
 
 class TemplateLoader:
-    """memory: of sections. budget_bytes: that it may take."""
+    """Loads templates into memory, which may take `budget_bytes`."""
 
     def __init__(self, memory: TieredCache, *, budget_bytes: int) -> None:
         self._memory = memory
@@ -26,24 +26,26 @@ class TemplateLoader:
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """That loads from the disk have had of late; 0 is not known."""
+        """Recent rate of loads from disk; 0 if not known."""
         return self._pace()
 
     def memory_bytes(self, template: TemplateRecord) -> int:
-        """Of it that are in memory; all, where all its sections are: what it was drawn with is read with an answer."""
+        """Return a template's bytes in memory. If all sections are there, the drawn tensors count as well."""
         there = sum(each.size_bytes for each in template.sections.values() if self._memory.state(each.digest))
         return template.size_bytes if there == template.sections_bytes else there
 
     def load(self, templates: Iterable[TemplateRecord]) -> list[int]:
-        """Begins to load these, in this order, as far as all of memory has room; of each, bytes not yet in memory, or
-        -1 where not all of it will be."""
+        """Begin to load templates in this order, as far as all of memory has room.
+
+        Return for each the bytes that are not yet in memory, or -1 if not all of it will be loaded.
+        """
         left_bytes, found = self._budget_bytes, []
         for template in templates:
             coming_bytes = 0
             for section in template.in_order:
                 left_bytes -= section.size_bytes
                 file = KnownFile(size_bytes=section.size_bytes, group=template.key)
-                # What is begun beyond the budget would take the place of what was begun first.
+                # Loading more than the budget would evict what was loaded first.
                 if left_bytes < 0 or not self._memory.prefetch(section.digest, file):
                     coming_bytes = -1
                     break
@@ -52,7 +54,7 @@ class TemplateLoader:
         return found
 
     def prefetch(self, sources: Sequence[tuple[str, Sequence[TemplateRecord]]]) -> list[pb.TemplateResidence]:
-        """Begins to load what each source has, the one used last first; where that one is."""
+        """Begin to load each source's newest templates, and return where the newest one is now."""
         wanted = [template for _, templates in sources for template in templates[:_MOST_OF_A_SOURCE]]
         where = [self._where(source, templates) for source, templates in sources]
         self.load(wanted)
@@ -68,7 +70,7 @@ class TemplateLoader:
 
 
 class DiskPace:
-    """Bytes a second of loads into memory, the latest of which count most. Any thread may ask."""
+    """The rate of loads into memory, as a moving average in bytes per second. Thread-safe."""
 
     def __init__(self, memory: TieredCache) -> None:
         self._memory = memory
@@ -77,7 +79,7 @@ class DiskPace:
         self._bytes_per_s = 0.0
 
     def __call__(self) -> float:
-        """Now; 0 before there was any load."""
+        """Return the current rate; 0 before the first load."""
         with self._lock:
             counts = self._memory.counts
             new_bytes, new_s = counts.loaded_bytes - self._seen[0], counts.load_s - self._seen[1]

@@ -1,4 +1,4 @@
-"""What comes from a worker, on its way to the disk: copied once, into sealed memory that other workers can be given."""
+"""Sealed files in memory that sections from workers are copied into once, and that other workers may map."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bottega.transport.memory.sealed_file import new_file, reserve, seal
 
 
 class SectionFile:
-    """The file of a section while its tensors come. key: of its template.
+    """The file of a section while its tensors arrive. Not thread-safe.
 
-    One thread at a time calls it. Raises StorageUnavailable where there is no memory, or no descriptor.
+    Raises StorageUnavailable if there is no memory or no descriptor. `key` is the template's.
     """
 
     def __init__(self, layout: SectionLayout, key: str) -> None:
@@ -26,20 +26,19 @@ class SectionFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all has come."""
+        """Whether all bytes have come."""
         return self._pieces.done
 
     def write(self, tensor: int, start: int, data: memoryview) -> None:
-        """The next bytes, of as many tensors as they are. tensor, start: where they begin.
+        """Write the next bytes, which begin at `start` of `tensor` and may span several tensors.
 
-        Raises ValueError where they begin elsewhere than what came has ended, or are more than the section has;
-        StorageUnavailable.
+        Raise ValueError if they do not follow the previous ones or exceed the section, or StorageUnavailable.
         """
         if self._pieces.done or self._pieces.first != (tensor, start):
-            raise ValueError("a chunk of a section does not begin where the one before it has ended")
+            raise ValueError("a chunk of a section does not begin where the previous one ended")
         pieces = self._pieces.take(len(data))
         if sum(piece.size_bytes for piece in pieces) < len(data):
-            raise ValueError("a section has other bytes than its tensors' shapes say")
+            raise ValueError("a section has other bytes than the shapes of its tensors require")
         with os_errors.translated():
             for piece in pieces:
                 place = self._layout.offsets[piece.tensor] + piece.start
@@ -47,20 +46,20 @@ class SectionFile:
                 data = data[piece.size_bytes :]
 
     def seal(self) -> int:
-        """Its descriptor, which the caller closes; from now on nobody can change it. Raises StorageUnavailable."""
+        """Make the file immutable and return its descriptor, which the caller closes. Raise StorageUnavailable."""
         with os_errors.translated():
             seal(self._descriptor)
         return self._descriptor
 
     def close(self) -> None:
-        """It will not be whole."""
+        """Discard an incomplete file."""
         os.close(self._descriptor)
 
 
 def drawn_file(drawn: DrawnTensors, key: str) -> tuple[int, int]:
-    """The file of what a template was drawn with; its descriptor, which the caller closes, and its bytes.
+    """Write drawn tensors to a sealed file; return its descriptor, which the caller closes, and its size.
 
-    Raises StorageUnavailable where there is no memory, or no descriptor.
+    Raise StorageUnavailable if there is no memory or no descriptor.
     """
     end, half = owner(key), drawn.size_bytes // 2
     parts = [(0, drawn.image_latent), (half, drawn.noise), (2 * half, end)]
@@ -69,7 +68,7 @@ def drawn_file(drawn: DrawnTensors, key: str) -> tuple[int, int]:
 
 
 def read_drawn(data: bytes, shape: tuple[int, ...]) -> DrawnTensors:
-    """What `drawn_file` was given, of the bytes of its file. Raises ValueError."""
+    """Parse the bytes of a file that `drawn_file` wrote. Raise ValueError if they do not fit."""
     view = memoryview(data)
     half = DrawnTensors.bytes_of(shape)
     return DrawnTensors(shape=shape, image_latent=view[:half], noise=view[half : 2 * half])
@@ -87,7 +86,7 @@ def _sealed(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) ->
 
 
 def _new(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) -> int:
-    """A file in memory that has these parts; the rest of it is zeros."""
+    """Create a file in memory with these parts; the rest is zeros."""
     with os_errors.translated():
         descriptor = new_file("section")
         try:

@@ -1,4 +1,4 @@
-"""What a store counts, and its figures of a moment."""
+"""Counters and statistics of a store."""
 
 from __future__ import annotations
 
@@ -9,37 +9,29 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """Why a section, or what ends a recording, was not kept."""
+    """The reason why a section, or the end of a recording, was dropped."""
 
     BUSY = "busy"
-    """More waits to be written than may."""
+    """Too much is waiting to be written."""
     TROUBLE = "trouble"
-    """The disk is full, or fails; or there is no memory to take it in."""
+    """The disk is full or fails, or memory is short."""
     NO_ROOM = "no_room"
-    """What is pinned leaves it no room within the budget."""
+    """Pinned templates leave no room within the budget."""
     TOO_LARGE = "too_large"
-    """Its template would be over the budget of one, or over the bounds of an answer."""
+    """Its template would exceed the budget of one template, or the size of an answer."""
     NOT_GRANTED = "not_granted"
-    """Another worker records the template, or has recorded it; or the recording is unknown."""
+    """Another worker records or has recorded the template, or the recording is unknown."""
     EARLY = "early"
-    """Its recording is complete, and still being written: what is sent again later takes its place."""
+    """Its recording is complete and still being written. A section that is sent again later replaces the old one."""
     ABANDONED = "abandoned"
-    """The worker has given its recording up, or is gone."""
+    """The worker has given up its recording, or is gone."""
     UNFIT = "unfit"
-    """It does not fit to the rest of its recording, or there is nothing to complete."""
+    """It does not fit the rest of its recording, or the recording has no sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStatistics:
-    """A store at one moment. Counts are since the start.
-
-    hits, misses: questions, by whether the template was recorded. fetches: sections that workers had, by where they
-    were: "memory", "loaded" (read from the disk for this) or "disk" (memory had no room). loads, load_s, loaded_bytes:
-    of files into memory. recorded: templates; recorded_sections: also those that took the place of others. dropped:
-    sections and recordings, by DropReason. evictions: templates, from the disk; memory_evictions: files, from memory.
-    damaged: files that were found to be, and forgotten. recording: templates that are being recorded. waiting,
-    waiting_bytes: sections that are to be written. trouble: why nothing can be recorded now; empty when all is well.
-    """
+    """The state of a store at one moment. Counts are since the start."""
 
     templates: int
     sections: int
@@ -50,26 +42,40 @@ class ActivationStatistics:
     memory_budget_bytes: int
     template_budget_bytes: int
     hits: int
+    """Questions whose template was recorded."""
     misses: int
     fetches: dict[str, int]
+    """Sections given to workers, by where they were: "memory", "loaded" (from disk for this) or "disk" (no room in
+    memory).
+    """
     loads: int
+    """Files loaded into memory, as in `load_s` and `loaded_bytes`."""
     load_s: float
     loaded_bytes: int
     disk_bytes_per_s: float
     recorded: int
+    """Templates."""
     recorded_sections: int
+    """Including replacements."""
     dropped: dict[str, int]
+    """Sections and recordings, by `DropReason`."""
     evictions: int
+    """Templates, from disk."""
     memory_evictions: int
+    """Files, from memory."""
     damaged: int
+    """Damaged files that were dropped."""
     recording: int
+    """Recordings in progress."""
     waiting: int
+    """Sections that wait to be written."""
     waiting_bytes: int
     trouble: str
+    """Why nothing can be recorded now; empty if it can."""
 
 
 class ActivationCounts:
-    """Since the start. Any thread counts."""
+    """Counters since the start. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,20 +83,19 @@ class ActivationCounts:
         self._dropped: Counter[str] = Counter({reason.value: 0 for reason in DropReason})
 
     def add(self, name: str, number: int = 1) -> None:
-        """Of one of the counts of ActivationStatistics."""
+        """Increase one of the counts of ActivationStatistics."""
         with self._lock:
             self._totals[name] += number
 
     def total(self, name: str) -> int:
-        """Of `add`."""
         return self._totals[name]
 
     def drop(self, reason: DropReason, number: int = 1) -> None:
-        """Something was dropped."""
+        """Count something that was dropped."""
         with self._lock:
             self._dropped[reason.value] += number
 
     def dropped(self) -> dict[str, int]:
-        """By reason."""
+        """Return the counts of drops, by reason."""
         with self._lock:
             return dict(self._dropped)

@@ -1,7 +1,7 @@
-"""The activation store itself, in one: templates in memory and on the disk, questions, recordings, profiles.
+"""The activation store: templates in memory and on disk, questions, recordings and profiles.
 
-Its calls come from any thread, and those of links return at once: nothing waits for the disk, but for a template's
-image latent and noise, which an answer carries. `service.py` translates between it and gRPC.
+All calls are thread-safe, and those for links return at once: only a template's image latent and noise are read from
+disk, for an answer. `service.py` translates between the store and gRPC.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
 
-# That sections in memory may have; the others are for links, callers, and sections that memory has no room for.
+# Share of the process's descriptors for sections in memory; the others are for links, callers, and other sections.
 _SHARE_OF_OPEN_FILES = 0.5
 
 
 class ActivationStore:
-    """Start it with `start`, end it with `close`.
+    """The store of one folder. Call `start` first and `close` last.
 
-    A link, as its calls take it, is whatever stands for one worker's link: what it records is its own while it lives.
+    `link` arguments are any object that identifies a worker's link. A worker's recordings end with its link.
     """
 
     def __init__(self, settings: ActivationStoreSettings, *, clock: Clock | None = None) -> None:
@@ -91,10 +91,10 @@ class ActivationStore:
         self._drawn = DrawnCache(self._files, lost=self._lose)
 
     def start(self) -> None:
-        """Takes the folder, and reads what is there.
+        """Lock the folder and read its content. A failing disk is reported in the statistics and retried.
 
-        A disk that fails is told of in the statistics, and tried again. Raises Unavailable where another process has
-        the folder, StorageUnavailable where there can be none, ConfigError where its records are somebody else's.
+        Raise Unavailable if another process uses the folder, StorageUnavailable if it cannot be created, or ConfigError
+        if its records are another program's.
         """
         with os_errors.translated():
             folders.make_own(self._settings.folder)
@@ -106,25 +106,25 @@ class ActivationStore:
         self._writer.start()
 
     def close(self) -> None:
-        """Writes what waits, and ends. Harmless when it was not started."""
+        """Write what waits, and stop. Does nothing if not started."""
         self._writer.close()
         self._memory.close()
         self._lock.release()
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all that came before is written, within that time."""
+        """Return whether everything before was written within the timeout."""
         return self._writer.flush(timeout_s)
 
     def wait_idle(self, seconds: float) -> bool:
-        """Whether no section is lent, or will not be within so many seconds. It blocks."""
+        """Wait until no section is lent, and return whether that was within so many seconds."""
         return self._memory.wait_idle(seconds)
 
-    # What links bring.
+    # Calls for links.
 
     def answer(self, question: pb.TemplateQuestion, link: Hashable) -> TemplateReply:
-        """What there is of a template, and whether the worker may record it.
+        """Return what is recorded of a template, and whether the worker may record it.
 
-        Raises ValueError for what breaks a rule of activations.proto.
+        Raise ValueError if the question is malformed.
         """
         check_question(question)
         times, timer = StoreTimes(), LapTimer()
@@ -143,10 +143,10 @@ class ActivationStore:
         return reply
 
     def fetch(self, digest: str) -> Future[CacheLease]:
-        """A section's file, as soon as it can be read: whole, and checked. Give it back.
+        """Return a lease of a section's complete and checked file, once it can be read. Give it back.
 
-        It fails with DataLoss where it is damaged, Unavailable where it is gone, StorageUnavailable where it cannot be
-        read now; the section counts as missing then.
+        The future fails with DataLoss if it is damaged, Unavailable if it is gone, and StorageUnavailable if it cannot
+        be read now. The section then counts as missing.
         """
         file = self._table.file(digest)
         if file is None:
@@ -156,27 +156,26 @@ class ActivationStore:
         return self._memory.borrow(digest, file)
 
     def give_back(self, lease: CacheLease) -> None:
-        """Ends a lease."""
+        """End a lease."""
         self._memory.give_back(lease)
 
     def layout_of(self, digest: str) -> SectionLayout | None:
-        """Where the tensors of a section lie; None where the section is gone."""
+        """Return where the tensors of a section lie; None if the section is gone."""
         section = self._table.section(digest)
         return section.layout if section is not None else None
 
     def begin_section(
         self, header: pb.SectionHeader, layout: SectionLayout, link: Hashable
     ) -> SectionIntake | DropReason:
-        """What takes the chunks of a section, which is kept soon after the last one; or why it is dropped, and counted.
+        """Return an object that receives a section's chunks, or the reason why the section is dropped.
 
-        Of a template that is there it takes the place of the section with its key. Raises ValueError for what breaks a
-        rule of activations.proto.
+        A section of an existing template replaces the one with its key. Raise ValueError for a malformed header.
         """
         key = checked_section_key(header)
         template = self._table.get(header.key)
         pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
         if pending is None and (template is None or template.recording != header.recording):
-            # Told that it may not, the worker would forget what it has just recorded.
+            # With NOT_GRANTED, the worker would forget what it has just recorded.
             early = template is None and self._recordings.is_being_written(header.key, header.recording, link)
             refused = DropReason.EARLY if early else DropReason.NOT_GRANTED
             self._counts.drop(refused)
@@ -212,13 +211,13 @@ class ActivationStore:
 
     @property
     def record_idle_s(self) -> float:
-        """After which a recording of which nothing comes is given up."""
+        """Seconds without a message after which a recording is given up."""
         return self._settings.record_idle_s
 
     def complete(self, header: pb.RecordingHeader, drawn: DrawnTensors | None, link: Hashable) -> None:
-        """All sections of a recording were sent: soon it is a template. Harmless where it is one.
+        """Make a template of a recording whose sections were all sent, unless it is one already.
 
-        Raises ValueError for what breaks a rule of activations.proto.
+        Raise ValueError if the header is malformed.
         """
         check_header(header, drawn)
         template = self._table.get(header.key)
@@ -238,74 +237,68 @@ class ActivationStore:
             self._writer.complete(pending, header, drawn)
 
     def abandon(self, header: pb.AbandonHeader, link: Hashable) -> None:
-        """A recording is worth nothing. Harmless where there is none such.
-
-        Raises ValueError for what breaks a rule of activations.proto.
-        """
+        """Give up a recording, if there is one. Raise ValueError for a malformed header."""
         check_recording(header.recording)
         check_key(header.key)
         self._recordings.abandon(header.key, header.recording, link)
 
     def link_ended(self, link: Hashable) -> None:
-        """What the worker was recording is forgotten."""
+        """Forget what the worker was recording."""
         self._recordings.end_link(link)
 
-    # What gateways and operators ask for.
+    # Calls for gateways and operators.
 
     def prefetch(self, sources: Sequence[str]) -> list[pb.TemplateResidence]:
-        """Begins to bring into memory what edits of these sources will use; where it is now, for each."""
+        """Begin to load the templates of these sources into memory, and return where each source's template is now."""
         return self._loader.prefetch([(source, self._table.expect(source)) for source in sources])
 
     def warm(self, prefix: str) -> pb.WarmTemplateResponse:
-        """Begins to bring templates into memory whose recordings' names begin so, those used last first."""
+        """Begin to load templates whose ids begin with `prefix` into memory, most recently used first."""
         found = [coming for coming in self._loader.load(self._table.matching(prefix)) if coming >= 0]
         return pb.WarmTemplateResponse(templates=len(found), loading_bytes=sum(found))
 
     def templates(self, limit: int) -> list[pb.Template]:
-        """The one used last first. holder is left to the caller."""
+        """Return templates, most recently used first. The caller sets `holder`."""
         return [self._describe(template) for template in self._table.newest(limit)]
 
     def drop(self, prefix: str) -> int:
-        """Forgets templates whose recordings' names begin so; edits under way keep what they have been given.
+        """Drop templates whose ids begin with `prefix`, and return how many. Running edits keep what they were given.
 
-        Raises StorageUnavailable where the disk does not answer.
+        Raise StorageUnavailable if the disk does not answer.
         """
         return self._writer.drop(prefix)
 
     def pin(self, prefix: str, pinned: bool) -> int:
-        """Keeps such templates from being evicted from the disk, or no longer; how many.
+        """Pin templates whose ids begin with `prefix` so that they stay on disk, or unpin them; return how many.
 
-        Raises StorageUnavailable where the disk does not answer.
+        Raise StorageUnavailable if the disk does not answer.
         """
         return self._writer.pin(prefix, pinned=pinned)
 
     def profiles(self) -> list[pb.BlockProfile]:
-        """Of all models and sizes that have one."""
+        """Return all block profiles."""
         return self._profiles.all()
 
     def set_profile(self, profile: pb.BlockProfile) -> None:
-        """Keeps it in place of that of the same model, element type and size; without blocks, that one is forgotten.
-
-        Raises ValueError for what is none, StorageUnavailable.
-        """
+        """Set a block profile; one without blocks deletes the existing one. Raise ValueError or StorageUnavailable."""
         self._profiles.set(profile)
 
     @property
     def memory_bytes(self) -> int:
-        """Of sections in memory, or on their way there."""
+        """Bytes of sections in memory or being loaded."""
         return self._memory.used_bytes
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """That loads from the disk have had of late; 0 is not known."""
+        """Recent rate of loads from disk; 0 if not known."""
         return self._loader.disk_bytes_per_s
 
     def lookups(self) -> tuple[int, int]:
-        """Questions since the start that found their template recorded, and those that did not."""
+        """Return the numbers of questions whose template was recorded, and was not, since the start."""
         return self._counts.total("hits"), self._counts.total("misses")
 
     def statistics(self) -> ActivationStatistics:
-        """Its figures of this moment."""
+        """Return the current statistics."""
         totals, counts, loads = self._table.totals(), self._counts, self._memory.counts
         waiting, waiting_bytes = self._writer.waiting
         return ActivationStatistics(
@@ -337,7 +330,7 @@ class ActivationStore:
         )
 
     def _reply(self, template: TemplateRecord, times: StoreTimes) -> TemplateReply | None:
-        """None where what it was drawn with cannot be read, which takes the times' read_s."""
+        """Return a template's answer, or None if its drawn tensors cannot be read. Sets `read_s` of the times."""
         if template.drawn is None:
             return TemplateReply(header=template_answer(template, self._memory))
         timer = LapTimer()
@@ -371,7 +364,7 @@ class ActivationStore:
         )
 
     def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
-        """One for which room was reserved."""
+        """Drop a section for which room was reserved."""
         self._writer.unreserve(layout.size_bytes)
         self._counts.drop(reason)
 
@@ -387,4 +380,4 @@ class ActivationStore:
 
 
 def _gone() -> Unavailable:
-    return Unavailable("the section is gone: its template was dropped, or it was recorded anew, or damaged")
+    return Unavailable("the section is gone: its template was dropped, or the section was replaced or damaged")

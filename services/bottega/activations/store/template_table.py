@@ -1,7 +1,7 @@
-"""The templates that are there, in memory: what each has, how it was used, and which goes first.
+"""The table of existing templates: their content, uses, and order of eviction.
 
-Whatever changes here is also to be written; `take_changes` says what. Any thread may call it, and none waits long: it
-knows neither disk nor memory of sections.
+Changes must also be written to disk; `take_changes` returns them. Thread-safe, and never blocks for long: it knows
+neither disk nor memory of sections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.caching import KnownFile, LruCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableTotals:
-    """What there is."""
+    """Totals over all templates."""
 
     templates: int
     sections: int
@@ -26,7 +26,7 @@ class TableTotals:
 
 
 class TemplateTable:
-    """budget_bytes: of all files. now: the time on the store's steady clock."""
+    """The templates of a store, within a budget for all their files."""
 
     def __init__(self, *, budget_bytes: int, max_templates: int, now: Callable[[], float]) -> None:
         self._lock = threading.Lock()
@@ -38,12 +38,12 @@ class TemplateTable:
             on_evict=lambda _, template: self._evicted.append(template),
         )
         self._by_source: dict[str, set[str]] = {}
-        # Of each file that is a section, its template: files of different templates differ.
+        # The template's key by digest of each file; templates have no files in common.
         self._key_of: dict[str, str] = {}
         self._changes = RecordChanges()
 
     def find(self, key: str, recording: str = "") -> TemplateRecord | None:
-        """The template of a key, used from now on; None where there is none. recording: only this one."""
+        """Return a template and count the use, or None. `recording` is the only acceptable id."""
         with self._lock:
             found = self._templates.get(key)
             if found is None or recording not in ("", found.recording):
@@ -53,18 +53,18 @@ class TemplateTable:
             return found
 
     def get(self, key: str) -> TemplateRecord | None:
-        """The same, without using it."""
+        """Return a template without counting a use, or None."""
         with self._lock:
             return self._templates.get(key)
 
     def section(self, digest: str) -> SectionRecord | None:
-        """One whose file has this digest; None where there is none."""
+        """Return the section with this file digest, or None."""
         with self._lock:
             template = self._template_of(digest)
             return _section_of(template, digest) if template is not None else None
 
     def file(self, digest: str) -> KnownFile | None:
-        """What memory is to know of a section's file, whose group is its template; None where there is none."""
+        """Return the file of a section for the memory cache, grouped by template, or None."""
         with self._lock:
             template = self._template_of(digest)
             section = _section_of(template, digest) if template is not None else None
@@ -74,22 +74,22 @@ class TemplateTable:
 
     @property
     def pinned(self) -> frozenset[str]:
-        """Keys of templates that are to stay. Any thread may ask, whatever locks it has."""
+        """Keys of templates that must stay. Needs no lock."""
         return self._templates.pinned
 
     def newest(self, limit: int | None = None) -> list[TemplateRecord]:
-        """The one used last first."""
+        """Return templates, most recently used first."""
         with self._lock:
             return self._all()[::-1][:limit]
 
     def matching(self, prefix: str) -> list[TemplateRecord]:
-        """Those whose recordings' names begin so, the one used last first."""
+        """Return templates whose ids begin with `prefix`, most recently used first."""
         return [template for template in self.newest() if template.recording.startswith(prefix)]
 
     def expect(self, source: str) -> list[TemplateRecord]:
-        """Those of a source, the one used last first: that one counts as used now, for an edit is on its way to it.
+        """Return the templates of a source, most recently used first, and count the first one as used now.
 
-        A worker that has it in its own memory asks for nothing, and the template is one of the last to go all the same.
+        Workers that have it in their own memory ask nothing, but the template should still be evicted late.
         """
         with self._lock:
             found = (self._templates.get(key) for key in self._by_source.get(source, ()))
@@ -101,7 +101,7 @@ class TemplateTable:
             return there
 
     def add(self, template: TemplateRecord) -> None:
-        """Takes in one that is written. There is none of its key."""
+        """Add a template that is written. Its key must be new."""
         with self._lock:
             self._templates.add(template.key, template)
             self._index(template)
@@ -109,9 +109,9 @@ class TemplateTable:
                 self._templates.pinned |= {template.key}
 
     def replace(self, number: int, key: str, section: SectionRecord) -> list[str] | None:
-        """Takes in a section that is written. The digest of that whose place it took, if any.
+        """Add a section that is written, and return the digest of the one that it replaced, if any.
 
-        None where the template is not there any more.
+        Return None if the template is gone.
         """
         with self._lock:
             template = self._templates.get(key)
@@ -123,14 +123,14 @@ class TemplateTable:
             return [before.digest] if before is not None else []
 
     def strike(self, number: int) -> None:
-        """The records have a template that is of no use."""
+        """Mark a template in the records for deletion."""
         with self._lock:
             self._changes.templates.add(number)
 
     def lose(self, digest: str) -> list[str]:
-        """Forgets what has this file, which is damaged; digests of all files that are of no use then, one for each use.
+        """Forget the users of a damaged file, and return the digests of all released files, once for each use.
 
-        A template that is left without any section, or whose latent and noise it was, goes as a whole.
+        A template goes as a whole if no section is left, or if the file held its image latent and noise.
         """
         with self._lock:
             template = self._template_of(digest)
@@ -146,21 +146,21 @@ class TemplateTable:
             return [digest] * len(lost)
 
     def make_room(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
-        """Forgets templates until so many more bytes are within the budget, and one more in number; which ones.
+        """Evict templates until this many more bytes, and one more template, are within the budget; return them.
 
-        Forgets none and returns None where that cannot be. but: the key of one that stays.
+        Evict none and return None if that is impossible. The template with key `but` stays.
         """
         return self._evict(lambda: self._templates.make_room(size_bytes), but)
 
     def free(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
-        """Forgets templates that have so many bytes, though they are within the budget: the disk has less room.
+        """Evict templates of this many bytes, though they are within the budget, and return them.
 
-        Forgets none and returns None where those that may go have less. but: the key of one that stays.
+        Evict none and return None if that is impossible. The template with key `but` stays.
         """
         return self._evict(lambda: self._templates.free(size_bytes), but)
 
     def drop(self, prefix: str) -> list[TemplateRecord]:
-        """Forgets those whose recordings' names begin so."""
+        """Drop templates whose ids begin with `prefix`, and return them."""
         with self._lock:
             gone = [each for each in self._all() if each.recording.startswith(prefix)]
             for template in gone:
@@ -169,7 +169,7 @@ class TemplateTable:
             return gone
 
     def pin(self, prefix: str, *, pinned: bool) -> int:
-        """Keeps those whose recordings' names begin so from being evicted, or lets them go again. How many."""
+        """Pin or unpin templates whose ids begin with `prefix`, and return how many."""
         with self._lock:
             found = [each for each in self._all() if each.recording.startswith(prefix)]
             for template in found:
@@ -179,7 +179,6 @@ class TemplateTable:
             return len(found)
 
     def totals(self) -> TableTotals:
-        """What there is."""
         found = self.newest()
         return TableTotals(
             templates=len(found),
@@ -189,13 +188,13 @@ class TemplateTable:
         )
 
     def take_changes(self) -> RecordChanges:
-        """What changed since the last time, to be written."""
+        """Return and clear the changes that are to be written."""
         with self._lock:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
     def _evict(self, evict: Callable[[], int | None], but: str) -> list[TemplateRecord] | None:
-        """Forgets what is evicted; None where nothing could be."""
+        """Evict and return templates; None if that is impossible."""
         with self._lock:
             pinned = self._templates.pinned
             self._templates.pinned = pinned | {but}
@@ -209,7 +208,7 @@ class TemplateTable:
             return None if found is None else gone
 
     def _note_use(self, template: TemplateRecord, use: TemplateUse) -> None:
-        """Under the lock."""
+        """Set the use of a template. Requires the lock."""
         template.use = use
         self._changes.uses[template.number] = use
 
@@ -221,7 +220,7 @@ class TemplateTable:
         return self._templates.get(key) if key is not None else None
 
     def _index(self, template: TemplateRecord, gone: SectionRecord | None = None) -> None:
-        """Under the lock: what its files and its source are found by."""
+        """Update the indices by file and source. Requires the lock."""
         digests = template.files
         if gone is not None and gone.digest not in digests:
             self._key_of.pop(gone.digest, None)
@@ -230,8 +229,8 @@ class TemplateTable:
             self._by_source.setdefault(template.header.source, set()).add(template.key)
 
     def _forget(self, template: TemplateRecord | None) -> None:
-        """Under the lock: it is no longer in the cache."""
-        assert template is not None, "whoever forgets has found it"
+        """Clean up after a template that has left the cache. Requires the lock."""
+        assert template is not None, "the caller must have found the template"
         self._templates.pinned -= {template.key}
         for digest in template.files:
             self._key_of.pop(digest, None)
@@ -248,5 +247,5 @@ def _section_of(template: TemplateRecord, digest: str) -> SectionRecord | None:
 
 
 def files_of(templates: Iterable[TemplateRecord]) -> Sequence[str]:
-    """Digests of all their files, one for each use."""
+    """Return the digests of all their files, once for each use."""
     return [digest for template in templates for digest in template.files]

@@ -1,8 +1,8 @@
-"""All that a store writes, in one thread: sections, templates, deletions, uses; and what it reads at its start.
+"""The thread that writes for a store: sections, templates, deletions and uses. It also reads everything at the start.
 
-Where the disk is full, templates go for new ones as they do beyond the budget. One that is full of what cannot go, or
-fails, makes the store read-only: what comes is dropped, what is there is served, and every `retry_s` seconds the disk
-is tried again. Sections that wait are bounded in bytes.
+If the disk is full, templates are evicted for new ones, as they are beyond the budget. If nothing can be evicted, or
+the disk fails, the store is read-only: recordings are dropped, templates are served, and the disk is tried again every
+`retry_s` seconds. Waiting sections are bounded in bytes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from bottega.sections import DrawnTensors
 from bottega.storage.store_thread import StoreThread
 from bottega.v1.activations_pb2 import RecordingHeader
 
-# For ends of recordings, of half a MiB each: without it the last section that waits would cost the whole template.
+# Extra room for ends of recordings, half a MiB each, so that one waiting section too many does not cost a template.
 _SPARE_BYTES = 64 << 20
-# That sections may have that wait, each of which has one: a disk that hangs takes none from links and callers.
+# Share of the process's descriptors for waiting sections, one each, so that a hanging disk takes none from others.
 _SHARE_OF_OPEN_FILES = 0.125
 
 _log = logging.getLogger(__name__)
 
 
 class ActivationWriter:
-    """Start it with `start`, end it with `close`. Any thread may call it."""
+    """The writer of a store. Call `start` first and `close` last. Thread-safe."""
 
     def __init__(
         self,
@@ -56,27 +56,27 @@ class ActivationWriter:
         self._lock = threading.Lock()
         self._waiting = self._waiting_bytes = 0
         self._trouble = ""
-        # Of the thread alone.
+        # Used by the writing thread only.
         self._opened = self._loaded = False
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be recorded now; empty when all is well."""
+        """Why nothing can be recorded now; empty if it can."""
         return self._trouble
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Sections that wait, and their bytes."""
+        """Number and bytes of waiting sections."""
         with self._lock:
             return self._waiting, self._waiting_bytes
 
     def start(self) -> None:
-        """Reads what is there. Raises ConfigError where the records are somebody else's."""
+        """Read the disk. Raise ConfigError if the records are another program's."""
         self._thread.start()
         self._thread.call(self._open)
 
     def close(self) -> None:
-        """Ends after what waits."""
+        """Write what waits, and stop."""
         self._thread.post(self._tidy)
         if self._thread.end():
             self._disk.records.close()
@@ -84,7 +84,7 @@ class ActivationWriter:
             _log.error("the disk of the activation store does not answer; what waits for it is lost")
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all that was handed in before is written, in that time."""
+        """Return whether everything before was written within the timeout."""
         try:
             self._thread.call(self._tidy, wait_s=timeout_s)
         except StorageUnavailable:
@@ -92,9 +92,9 @@ class ActivationWriter:
         return self._loaded and not self._trouble
 
     def reserve(self, size_bytes: int, *, is_end: bool = False) -> DropReason | None:
-        """Room for so many bytes, until they are written; or why there is none.
+        """Reserve room until a section is written, or return why there is none.
 
-        is_end: of a recording, whose sections are here already: it may wait where no further section may.
+        The end of a recording may wait when no more sections may, because its sections are already here.
         """
         if self._trouble:
             return DropReason.TROUBLE
@@ -108,39 +108,39 @@ class ActivationWriter:
         return None
 
     def unreserve(self, size_bytes: int) -> None:
-        """It was written, or will not be."""
+        """Free the room of a section that was written or dropped."""
         with self._lock:
             self._waiting -= 1
             self._waiting_bytes -= size_bytes
 
     def write(self, incoming: IncomingSection) -> None:
-        """Has a section written soon, for which room was reserved. Its descriptor is the writer's from now on."""
+        """Queue a section for which room was reserved. The writer closes its descriptor."""
         self._thread.post(lambda: self._write(incoming))
 
     def complete(self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None) -> None:
-        """Has a template made of what was recorded, when its sections are written. Room was reserved for `drawn`."""
+        """Queue the end of a recording, which makes a template of its sections. Room was reserved for `drawn`."""
         self._thread.post(lambda: self._complete(pending, header, drawn))
 
     def forget(self, pending: PendingRecording) -> None:
-        """A recording came to nothing: its files go soon."""
+        """Queue the deletion of a recording that was given up."""
         self._thread.post(lambda: self._insertion.forget(pending))
         self._thread.post(self._tidy)
 
     def lose(self, digest: str) -> None:
-        """A file is damaged or gone, and with it what has it; the rest of its template stays."""
+        """Forget a damaged or missing file. The rest of its template stays."""
         gone = self._table.lose(digest)
         if gone:
             self._counts.add("damaged")
-            _log.error("a section is damaged, and forgotten", extra={"digest": digest})
+            _log.error("a section is damaged or missing, and was dropped", extra={"digest": digest})
             self._thread.post(lambda: self._insertion.release(gone))
             self._thread.post(self._tidy)
 
     def drop(self, prefix: str) -> int:
-        """Forgets templates. How many. Raises StorageUnavailable where the disk does not answer."""
+        """Drop templates, and return how many. Raise StorageUnavailable if the disk does not answer."""
         return self._thread.call(lambda: self._drop(prefix))
 
     def pin(self, prefix: str, *, pinned: bool) -> int:
-        """Pins templates, or lets them go. How many. Raises StorageUnavailable where the disk does not answer."""
+        """Pin or unpin templates, and return how many. Raise StorageUnavailable if the disk does not answer."""
         return self._thread.call(lambda: self._pin(prefix, pinned=pinned))
 
     def _tick(self) -> None:
@@ -151,13 +151,12 @@ class ActivationWriter:
             self._tidy()
 
     def _open(self) -> None:
-        """Raises ConfigError."""
         if self._try(self._disk.open):
             self._opened = True
             self._load()
 
     def _load(self) -> None:
-        """Takes in what the disk has, in place of all that is known."""
+        """Read all templates from disk, in place of everything that is known."""
         for pending in self._recordings.end_all():
             self._insertion.forget(pending)
         self._insertion.release(files_of(self._table.drop("")))
@@ -212,12 +211,12 @@ class ActivationWriter:
         return found
 
     def _tidy(self) -> None:
-        """Deletes and notes what is to be."""
+        """Carry out pending deletions and changes."""
         if self._loaded:
             self._try(lambda: self._disk.tidy(self._table.take_changes()))
 
     def _try(self, *steps: Callable[[], object]) -> bool:
-        """Whether the disk has done all of it."""
+        """Run steps on the disk, and return whether all succeeded."""
         try:
             for step in steps:
                 step()
@@ -228,14 +227,14 @@ class ActivationWriter:
 
     def _fail(self, error: StorageUnavailable | DataLoss) -> None:
         if isinstance(error, DataLoss):
-            self._loaded = False  # the records are to be opened anew, and read
+            self._loaded = False  # The records must be opened and read again.
         if not self._trouble:
             text = {"text": error.message}
             _log.error("the activation store records nothing until its disk can be written", extra=text)
         self._trouble = error.message
 
     def _heal(self) -> None:
-        """Tries the disk again. Where the records have failed, or are gone, what is there then is read anew."""
+        """Try the disk again. If the records have failed or are gone, read everything again."""
         try:
             self._loaded = self._disk.open() and self._loaded
             self._opened = True
