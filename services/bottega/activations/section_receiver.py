@@ -18,9 +18,7 @@ from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader
 class SectionReceiver:
     """Receives the sections of one link, in the receiving thread.
 
-    Args:
-        link: Identifies the worker to the store.
-        on_not_granted: Called for a section of a recording that the worker may not make.
+    `on_not_granted` is called for sections of a recording that the worker may not make.
     """
 
     def __init__(

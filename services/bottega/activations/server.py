@@ -27,11 +27,7 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 
 class ActivationServer:
-    """An activation store with its links. Call `start`, then `drain` and `stop`.
-
-    Raises:
-        ConfigError: An address of the links cannot be bound.
-    """
+    """An activation store with its links. Raises ConfigError if an address of the links cannot be bound."""
 
     def __init__(self, config: ActivationsConfig, *, folder: Path, listening: Listening) -> None:
         self.name = config.name or f"activations-{os.getpid()}"

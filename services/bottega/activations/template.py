@@ -76,13 +76,7 @@ class DrawnFile:
 
 
 class TemplateRecord:
-    """A recorded template.
-
-    Args:
-        number: Unique for the life of the store.
-        header: As sent by its recorder.
-        drawn: None if edits put back latents that a generation kept.
-    """
+    """A recorded template. `number` is unique for the life of the store."""
 
     def __init__(
         self,

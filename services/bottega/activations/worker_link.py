@@ -38,11 +38,7 @@ _NOTHING = TemplateAnswer()
 
 
 class ActivationWorkerLink(LinkHandler):
-    """The link of one worker; the store identifies the worker by this object.
-
-    Args:
-        bytes_per_s: Limit of the link, also within a host; 0 for none.
-    """
+    """The link of one worker, limited to `bytes_per_s` unless 0. The store identifies the worker by this object."""
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
         self._connection = connection

@@ -50,11 +50,7 @@ class IncomingSection:
 
 
 class TemplateInsertion:
-    """Adds templates to the table and the disk, and counts the uses of each file.
-
-    Args:
-        now: The store's steady clock.
-    """
+    """Adds templates to the table and the disk, and counts the uses of each file."""
 
     def __init__(
         self,
@@ -104,10 +100,7 @@ class TemplateInsertion:
             self._uses.update(template.files)
 
     def write_section(self, incoming: IncomingSection) -> DropReason | None:
-        """Write a section and close its descriptor, or return why it was dropped.
-
-        Raise StorageUnavailable or DataLoss.
-        """
+        """Write a section and close its descriptor, or return why not. Raise StorageUnavailable or DataLoss."""
         try:
             reason = self._reason_against(incoming)
             if reason is not None:

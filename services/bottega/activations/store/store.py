@@ -93,8 +93,8 @@ class ActivationStore:
     def start(self) -> None:
         """Lock the folder and read its content. A failing disk is reported in the statistics and retried.
 
-        Raise Unavailable if another process uses the folder, StorageUnavailable if it cannot be created, or ConfigError
-        if its records are another program's.
+        Raise Unavailable if the folder is in use, StorageUnavailable if it cannot be created, or ConfigError if its
+        records are another program's.
         """
         with os_errors.translated():
             folders.make_own(self._settings.folder)
@@ -122,10 +122,7 @@ class ActivationStore:
     # Calls for links.
 
     def answer(self, question: pb.TemplateQuestion, link: Hashable) -> TemplateReply:
-        """Return what is recorded of a template, and whether the worker may record it.
-
-        Raise ValueError if the question is malformed.
-        """
+        """Return what is recorded of a template, and if the worker may record it. Raise ValueError if malformed."""
         check_question(question)
         times, timer = StoreTimes(), LapTimer()
         template = self._table.find(question.key, question.recording)
@@ -143,10 +140,10 @@ class ActivationStore:
         return reply
 
     def fetch(self, digest: str) -> Future[CacheLease]:
-        """Return a lease of a section's complete and checked file, once it can be read. Give it back.
+        """Return a future lease of a section's complete and checked file. Give it back with `give_back`.
 
-        The future fails with DataLoss if it is damaged, Unavailable if it is gone, and StorageUnavailable if it cannot
-        be read now. The section then counts as missing.
+        It fails with DataLoss if the file is damaged, Unavailable if it is gone, and StorageUnavailable if it cannot be
+        read now. The section then counts as missing.
         """
         file = self._table.file(digest)
         if file is None:
@@ -215,10 +212,7 @@ class ActivationStore:
         return self._settings.record_idle_s
 
     def complete(self, header: pb.RecordingHeader, drawn: DrawnTensors | None, link: Hashable) -> None:
-        """Make a template of a recording whose sections were all sent, unless it is one already.
-
-        Raise ValueError if the header is malformed.
-        """
+        """Make a template of a recording that was sent, unless it is one. Raise ValueError if it is malformed."""
         check_header(header, drawn)
         template = self._table.get(header.key)
         if template is not None and template.recording == header.recording:

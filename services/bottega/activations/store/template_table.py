@@ -109,10 +109,7 @@ class TemplateTable:
                 self._templates.pinned |= {template.key}
 
     def replace(self, number: int, key: str, section: SectionRecord) -> list[str] | None:
-        """Add a section that is written, and return the digest of the one that it replaced, if any.
-
-        Return None if the template is gone.
-        """
+        """Add a section that is written, and return the digest that it replaced, if any; None without a template."""
         with self._lock:
             template = self._templates.get(key)
             if template is None or template.number != number:

@@ -47,7 +47,7 @@ def test_a_damaged_profile_is_none_and_others_are(tmp_path: Path, caplog: pytest
     path = min(tmp_path.glob("*.json"))
     path.write_text(path.read_text().replace("0.375", "0.376", 1))
     assert len(_folder(tmp_path).all()) == 1
-    assert "bottega templates profile makes it again" in caplog.text
+    assert "measure it again with `bottega templates profile`" in caplog.text
     path.write_bytes(b"[" * 100_000)
     assert len(_folder(tmp_path).all()) == 1
     (tmp_path / "ab.json").write_text(max(tmp_path.glob("*.json")).read_text())
