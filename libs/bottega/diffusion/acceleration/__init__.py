@@ -1,4 +1,4 @@
-"""Accelerations: ways to compute the same faster, each kept by a worker only when it has proven itself there.
+"""Accelerations: faster ways to compute the same. A worker keeps those that prove faster and accurate on its device.
 
-`self_check` times each against the plain path at warm-up, on this worker's device and model, and compares the results.
+`self_check` times each against the plain path at warm-up, with the worker's own model, and compares the results.
 """

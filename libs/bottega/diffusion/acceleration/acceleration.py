@@ -1,4 +1,4 @@
-"""What every acceleration is, and what the self-check says of it."""
+"""The interface of accelerations, and the result of the self-check."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ from torch import Tensor
 from bottega.diffusion.model.model import Model
 
 Probe = Callable[[], Sequence[Tensor]]
-"""What an acceleration speeds up, run once on inputs of the model's own size. Returns what it made, in one order."""
+"""A computation that an acceleration speeds up, on inputs of the model's own size. Returns its results in a fixed
+order.
+"""
 
 
 class Acceleration(Protocol):
-    """One way to compute the same faster. It changes nothing before `enable`.
-
-    name: such as "kernels.group_norm_silu", "attention.cudnn", "graphs", "compile"; [a-z0-9_.-], at most 64 characters.
-    probe: which of the engine's probes shows what it gains: "forward", "decode", "patch", "step", "masked", "copies".
-    tolerance: largest |difference| that the probe's results may have, as a share of the plain result's largest |value|.
-    excludes: names of others in whose place it would be: it is not tried where one of them is kept.
-    """
+    """A faster way to compute the same. It changes nothing before `enable`."""
 
     name: str
+    """For example "kernels.group_norm_silu" or "attention.cudnn"; [a-z0-9_.-], at most 64 characters."""
     probe: str
+    """The engine's probe that shows the gain: "forward", "decode", "patch", "step", "masked" or "copies"."""
     tolerance: float
+    """Largest allowed |difference| of the probe's results, as a share of the plain result's largest |value|."""
     excludes: Sequence[str]
+    """Names of alternatives: it is not tried if one of them is kept."""
 
     def unsupported(self, model: Model) -> str:
-        """Why it cannot be tried on this model and device, one sentence; empty where it can."""
+        """Return why it cannot be tried on this model and device, as one sentence; empty if it can."""
         ...
 
     def enable(self, model: Model) -> None:
-        """From now on the engine computes this way. Raises what it raises: it counts as refused then."""
+        """Make the engine compute this way. An error counts as a refusal."""
         ...
 
     def disable(self) -> None:
-        """As before `enable`, to the last bit. Harmless when it is not enabled, or only half."""
+        """Restore the state before `enable`, bit for bit. Does nothing if not enabled; also works if half enabled."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerationResult:
-    """What the self-check found of one acceleration.
-
-    kept: whether the worker uses it. speedup: plain time over its own, of the probe; 0 where it was not timed.
-    difference: as `tolerance`; 0 where it was not compared. reason: why it is off, for a person; empty where it is
-    kept.
-    """
+    """The self-check's result for one acceleration."""
 
     name: str
     kept: bool
+    """Whether the worker uses it."""
     speedup: float = 0.0
+    """Plain time divided by accelerated time of the probe; 0 if not timed."""
     difference: float = 0.0
+    """As `Acceleration.tolerance`; 0 if not compared."""
     tolerance: float = 0.0
     reason: str = ""
+    """Why it is off, as a sentence; empty if kept."""

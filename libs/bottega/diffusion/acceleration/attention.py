@@ -1,6 +1,6 @@
-"""Attention by one of PyTorch's own ways, or by FlashAttention where that is installed.
+"""Attention by one of PyTorch's backends, or by FlashAttention if it is installed.
 
-PyTorch picks by the sizes alone; which way is fastest depends on the device and its libraries, so each is tried.
+PyTorch chooses a backend by sizes alone. The fastest one depends on the device and its libraries, so each is tried.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.nn.attention import SDPBackend
 from bottega.diffusion.model.model import Model
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-# Of a head, as FlashAttention has them.
+# FlashAttention's limit for a head.
 _MOST_HEAD_CHANNELS = 256
 
 Attention = Callable[..., Tensor]
 
 
 class AttentionBackend:
-    """One of PyTorch's ways before all others, which stay for what it cannot do. way: flash, efficient or cudnn.
+    """Prefers one of PyTorch's attention backends: flash, efficient or cudnn. The others remain as fallbacks.
 
-    None is switched off: a VAE has one head of 512 channels, which is too many for two of them, and where only the
-    plain way was left its attention would take memory in proportion to the square of the pixels.
+    None is switched off: a VAE has one head of 512 channels, too many for two of them, and the memory of the plain
+    backend grows with the square of the number of pixels.
     """
 
     probe = "forward"
-    # Sums in another order, rounded once in half precision, in seventy blocks one behind the other.
+    # Sums in another order, rounded once in half precision, in seventy consecutive blocks.
     tolerance = 0.02
 
     def __init__(self, way: str) -> None:
@@ -48,7 +48,7 @@ class AttentionBackend:
         return ""
 
     def enable(self, model: Model) -> None:
-        # torch sets an order of its own at a process's first attention on a device: the check's plain runs have been.
+        # torch sets its own order at a process's first attention on a device; the check's plain runs came before.
         self._before = torch._C._get_sdp_priority_order()
         first = _WAYS[self._way]
         torch._C._set_sdp_priority_order([first, *(way for way in self._before if way != first)])
@@ -60,7 +60,7 @@ class AttentionBackend:
 
 
 class FlashAttention:
-    """The package flash_attn, in place of PyTorch's attention wherever its conditions hold."""
+    """Uses the package flash_attn in place of PyTorch's attention wherever it applies."""
 
     name = "attention.flash_attn"
     probe = "forward"
@@ -92,9 +92,9 @@ class FlashAttention:
 
 
 def _flash(plain: Attention, flash: Attention) -> Attention:
-    """PyTorch's function, by FlashAttention for what that can do, whose heads lie behind tokens."""
+    """Return PyTorch's attention function with FlashAttention, which transposes heads and tokens, where supported."""
 
-    def attention(  # noqa: PLR0917 - the parameters of the one that it stands for
+    def attention(  # noqa: PLR0917 - the parameters of the function that it replaces
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -1,8 +1,8 @@
-"""A network with channels last in memory: its convolutions are what cuDNN and oneDNN like best so.
+"""The channels-last memory layout, which cuDNN and oneDNN prefer for convolutions.
 
-A convolution with such weights puts out such a map, whatever comes in. Behind Diffusers' transformers, and where an
-edit convolves around its mask alone, maps are laid out as ever, so that a group's last bits may depend on who is in it;
-with `fixed_rows` a group is always computed alike.
+A convolution with channels-last weights outputs a channels-last map, whatever its input. Behind Diffusers'
+transformers, and in the rectangles of an edit, maps are contiguous, so that the last bits of a row may depend on the
+other rows of its group. With `fixed_rows`, a group is always computed alike.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ _PROBES = {"unet": "forward", "vae": "decode"}
 
 
 class ChannelsLast:
-    """Of the denoising network, or of the VAE.
-
-    tolerance: convolutions sum in another order; what is compared of the VAE are pixels, which have 8 bits.
-    """
+    """Lays out the denoising network or the VAE with channels last."""
 
     tolerance = 0.01
+    """Convolutions sum in another order. The VAE is compared by pixels, which have 8 bits."""
     excludes: Sequence[str] = ()
 
     def __init__(self, part: Literal["unet", "vae"]) -> None:
@@ -51,7 +49,7 @@ class ChannelsLast:
 
 
 def _lay_out(network: Any, layout: torch.memory_format) -> None:
-    # Any: of Module.to, its types know no memory_format.
-    # A check runs in inference mode; weights that were made in it could not be written outside of it any more.
+    # `network` is Any, because the type stubs of Module.to lack memory_format. The check runs in inference mode;
+    # weights created in it could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         network.to(memory_format=layout)

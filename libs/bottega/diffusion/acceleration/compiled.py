@@ -1,6 +1,7 @@
-"""Regional compilation: the network's repeated blocks by torch.compile, each kind once, for every shape that comes.
+"""Regional compilation: torch.compile for the network's repeated blocks. Each kind of block is compiled once per shape.
 
-Compiled code does not see hooks of layers, and LoRAs beside the weights are such: a block with one runs as it is.
+Compiled code ignores hooks of layers, by which LoRAs beside the weights are applied, so that a block with hooks runs
+uncompiled.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ _REGIONS = (BasicTransformerBlock, ResnetBlock2D)
 
 
 class RegionalCompile:
-    """backend: of torch.compile. Blocks of one kind and one set of shapes are compiled once.
-
-    tolerance: fused operators keep what lies between them in float32.
-    """
+    """Compiles the network's blocks. Blocks of one kind and one set of shapes share the compiled code."""
 
     name = "compile"
     probe = "forward"
     tolerance = 0.02
+    """Fused operators keep intermediate values in float32."""
     excludes: Sequence[str] = ("graphs", "kernels.geglu", "kernels.group_norm_silu")
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -37,7 +36,7 @@ class RegionalCompile:
     def unsupported(self, model: Model) -> str:
         if model.device.type != "cuda" and self._backend == "inductor":
             return f"it is for CUDA devices, and the model is on {model.device.type}"
-        return "" if any(_regions(model)) else "the network has no block that is known"
+        return "" if any(_regions(model)) else "the network has no known block"
 
     def enable(self, model: Model) -> None:
         for module in _regions(model):
@@ -49,11 +48,11 @@ class RegionalCompile:
 
 
 def _forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled where none of the block's layers has a hook now."""
-    plain, layers = module.forward, [each for each in module.modules() if each is not module]
+    """Return a forward that uses the compiled code unless a layer of the block has a hook."""
+    plain, layers = module.forward, [layer for layer in module.modules() if layer is not module]
 
     def forward(*inputs: Any, **options: Any) -> Any:
-        hooked = any(each._forward_hooks or each._forward_pre_hooks for each in layers)
+        hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
         return (plain if hooked else compiled)(*inputs, **options)
 
     return forward

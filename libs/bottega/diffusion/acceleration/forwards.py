@@ -1,4 +1,4 @@
-"""Modules that compute their forward in another way for a while, and then as before, to the last bit."""
+"""Temporarily replaces the forward of modules."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor, nn
 
 
 class Forwards:
-    """What was put in place of modules' forwards. Hooks of modules are called as ever."""
+    """The replaced forwards of modules. Hooks of the modules still run."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, Any]] = []
 
     @property
     def count(self) -> int:
-        """Of modules that compute in another way now."""
+        """Number of replaced forwards."""
         return len(self._replaced)
 
     def replace(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        """Until `restore`. Each module once."""
-        # Its own attribute hides its class's forward; somebody else may have put one there before.
+        """Replace a module's forward until `restore`. Each module may be replaced once."""
+        # The instance attribute hides the class's forward; another tool may have set one before.
         self._replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
 
     def restore(self) -> None:
-        """Harmless where nothing is replaced."""
+        """Restore all forwards."""
         while self._replaced:
             module, before = self._replaced.pop()
             if before is None:

@@ -1,7 +1,7 @@
-"""Copies to and from the device through memory of the host that is not pinned.
+"""Copies to and from the device through pageable host memory.
 
-The plain path's are pinned, so that its thread goes on while they run. This one shows at a worker's start what that is
-worth on its device, and takes the other way where pinning costs more than it gives.
+The plain path uses pinned memory, so that its thread continues during copies. This acceleration is kept on devices
+where pinning costs more than it gains.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from bottega.diffusion.model.model import Model
 
 
 class PageableCopies:
-    """tolerance: a copy is a copy; the steps around it may sum in another order."""
+    """Copies through pageable memory."""
 
     name = "copies.pageable"
     probe = "copies"
     tolerance = 0.001
+    """Copies are exact; the steps around them may sum in another order."""
     excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class PageableCopies:
         return ""
 
     def enable(self, model: Model) -> None:
-        assert isinstance(model.runtime, CudaDevice), "asked before"
+        assert isinstance(model.runtime, CudaDevice), "checked by `unsupported`"
         self._device = model.runtime
         self._device.pageable = True
 

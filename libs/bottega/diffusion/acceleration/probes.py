@@ -1,11 +1,9 @@
-"""What accelerations are timed by, at the model's own sizes, each by what the model computes by when it is run.
+"""The probes by which accelerations are timed, at the model's own sizes, with the model's current operations.
 
-forward   a step of a guided request's two rows
-decode    one latent to pixels
-patch     a LoRA into layers of the network, and out again
-step      guidance and the Euler sampler's step of one image
-copies    two steps, with a latent on its way to the host and recordings on their way to the device between them
-masked    tokens packed and merged, and tiles cut and pasted, for a mask of a fifth of the picture
+forward   a step of a guided request's two rows decode    one latent to pixels patch     a LoRA patched into layers of
+the network, and removed step      guidance and the Euler sampler's step of one image copies    two steps, and between
+them a latent copied to the host and a recording copied to the device masked    tokens packed and merged, and tiles cut
+and pasted, for a mask of a fifth of the picture
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Factors, LoraSet, Row
 
 _RANK = 32
-# Of the weights that the probe's LoRA touches, which are copied meanwhile, and of how many layers results are compared.
+# Bytes of weights that the probe's LoRA patches, which are copied meanwhile, and number of layers that are compared.
 _PATCHED_BYTES = 256 << 20
 _COMPARED_LAYERS = 4
-# Of what a block of a recording has at the sizes of SDXL, and as much of it as results are compared by.
+# Bytes of a recorded SDXL block, and number of values that are compared.
 _COPIED_BYTES = 16 << 20
 _COMPARED_VALUES = 4096
 
@@ -36,7 +34,7 @@ _COMPARED_VALUES = 4096
 def engine_probes(
     model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
 ) -> Mapping[str, Probe]:
-    """By name. rows: of one step of a request of the model's own size, whose latent that is."""
+    """Return the probes by name. `rows` and `latent` are of one step of a request of the model's own size."""
 
     def forward() -> Sequence[Tensor]:
         noise = predict(rows).noise
@@ -58,7 +56,7 @@ def engine_probes(
 def _copies_probe(
     model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
 ) -> Probe:
-    """Copies as an engine's turns make them: what the thread waits for is time in which it enqueues nothing."""
+    """Return a probe of copies as in an engine's turns: while the thread waits for a copy, it enqueues no work."""
     device = model.runtime
     generator = torch.Generator("cpu").manual_seed(0)
     kept = torch.randn(_COPIED_BYTES // model.dtype.itemsize, generator=generator).to(model.dtype)
@@ -75,7 +73,7 @@ def _copies_probe(
 
 
 def _patch_probe(model: Model) -> Probe:
-    """The weights are as before afterwards, to the last bit."""
+    """Return a probe that patches a LoRA and restores the weights bit for bit."""
     unet = model.backbone.unet
     layers = dict(_layers(unet))
     generator = torch.Generator("cpu").manual_seed(0)
@@ -95,7 +93,7 @@ def _patch_probe(model: Model) -> Probe:
 
 
 def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Projections of attention, as most LoRAs have them, while they are few enough."""
+    """Yield projections of attention, which most LoRAs patch, up to a total size."""
     size_bytes = 0
     for path, module in unet.named_modules():
         if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):

@@ -1,4 +1,4 @@
-"""Which accelerations there are, in the order in which they are tried, and which of them a worker is to try."""
+"""The list of all accelerations, in the order in which they are tried, and the choice of those that a worker tries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTO, OFF = "auto", "off"
 
 
 def all_accelerations() -> list[Acceleration]:
-    """New ones, none of them enabled: of one engine. Those that others are tried on top of come first."""
+    """Return new accelerations for one engine, none of them enabled. Others are tried on top of the first ones."""
     return [
         PageableCopies(),
         FlashAttention(),
@@ -26,7 +26,7 @@ def all_accelerations() -> list[Acceleration]:
         AttentionBackend("flash"),
         AttentionBackend("efficient"),
         *kernel_accelerations(),
-        # Behind the kernels: torch's own normalization on a GPU would lay feature maps out anew.
+        # After the kernels: torch's own normalization on a GPU would change the layout of feature maps.
         ChannelsLast("unet"),
         ChannelsLast("vae"),
         RegionalCompile(),
@@ -35,9 +35,9 @@ def all_accelerations() -> list[Acceleration]:
 
 
 def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
-    """What is tried for a model. wanted: "auto" is all on a GPU and none on a CPU; "off" is none; else names.
+    """Return the accelerations to try on a model. Raise ConfigError for an unknown name.
 
-    Raises ConfigError for a name that there is not.
+    `wanted` is "auto" for all on a GPU and none on a CPU, "off" for none, or names.
     """
     known = all_accelerations()
     if wanted == OFF or (wanted == AUTO and model.device.type == "cpu"):
@@ -45,8 +45,10 @@ def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
     if wanted == AUTO:
         return known
     names = [wanted] if isinstance(wanted, str) else list(wanted)
-    unknown = sorted(set(names) - {each.name for each in known})
+    unknown = sorted(set(names) - {acceleration.name for acceleration in known})
     if unknown:
-        there = ", ".join(each.name for each in known)
-        raise ConfigError(f"engine.accelerations: there is no {', '.join(unknown)}; auto, off, or of: {there}")
-    return [each for each in known if each.name in names]
+        available = ", ".join(acceleration.name for acceleration in known)
+        raise ConfigError(
+            f"engine.accelerations: unknown {', '.join(unknown)}; use auto, off, or names of: {available}"
+        )
+    return [acceleration for acceleration in known if acceleration.name in names]

@@ -1,8 +1,8 @@
-"""The self-check: what a worker keeps of its accelerations, by what they do on its own device and model.
+"""The self-check: decides which accelerations a worker keeps, by trying them on its own device and model.
 
-One after the other, on top of those that are kept: plain and accelerated results are compared and timed, by turns where
-one turn leaves a doubt. What is slower, differs, fails or does not go away again is off. Knows no engine: it runs
-probes.
+Accelerations are tried one after the other, on top of those already kept. Plain and accelerated results are compared
+and timed, in alternating turns if one turn leaves doubt. An acceleration that is slower, differs, fails or cannot be
+disabled is off. The self-check does not know the engine; it runs probes.
 """
 
 from __future__ import annotations
@@ -25,37 +25,41 @@ from bottega.errors import BottegaError, InternalError
 
 _log = logging.getLogger(__name__)
 
-# Below, a difference is as likely chance, and an acceleration that is kept can still hurt at other sizes.
+# A smaller gain may be chance, and an acceleration that is kept can still hurt at other sizes.
 LEAST_SPEEDUP = 1.03
-# Timed runs of each way in a turn, and untimed ones before them, which pay for what is made once: graphs are recorded
-# at the third use.
+# Timed runs of each path in a turn, and untimed ones before them for one-time work: graphs are recorded at the third
+# use.
 _RUNS = 3
 _WARM_UP_RUNS = 3
-# A machine drifts by more than what is looked for. Near the least that counts, both ways take turns, and the medians of
-# all runs are compared: the more turns, the nearer it may be (with one turn, starts of one model had .98 and 1.02).
+# A machine drifts by more than the gain that matters. Near LEAST_SPEEDUP, both paths alternate and the medians of all
+# runs are compared; with more turns, smaller differences count. (With one turn, starts of one model had .98 and 1.02.)
 _MOST_TURNS = 4
-# Share by which a speed-up may differ from LEAST_SPEEDUP after one turn and still be chance; an n-th of it after n.
+# Doubt about a speed-up near LEAST_SPEEDUP after one turn; divided by n after n turns.
 _DOUBT = 0.15
 _MOST_REASON = 200
-# After so many engines that ended while something was tried, the next one tries nothing: it has to start.
+# After this many engines ended in trials, the next one tries nothing, because it has to start.
 _MOST_FATAL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckSettings:
-    """synchronize: waits until the device has computed what it was given. beat: called between two runs, see Heartbeat.
-
-    deadline_s: after which nothing more is tried: the turn that is under way then ends, and what was measured decides.
-    """
+    """The environment of a self-check."""
 
     synchronize: Callable[[], None]
+    """Waits until the device has finished."""
     beat: Callable[[], None]
+    """Called between two runs, see `Heartbeat`."""
     deadline_s: float
+    """After this, nothing more is tried: the current turn ends, and its measurements decide."""
     clock: Callable[[], float] = perf_counter
 
 
 class SelfCheck:
-    """probes: by name. log: of what is tried, so that one that ends the process is not tried by the next one."""
+    """Tries accelerations on a model.
+
+    Args:
+        log: Records what is tried, so that the next process does not retry what ended this one.
+    """
 
     def __init__(
         self, model: Model, probes: Mapping[str, Probe], settings: SelfCheckSettings, log: TrialLog | None = None
@@ -68,15 +72,15 @@ class SelfCheck:
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Acceleration]) -> list[AccelerationResult]:
-        """What was found of each, in their order; those that are kept are enabled from now on.
+        """Try the candidates, and return their results in order. Those that are kept are enabled from then on.
 
-        Raises InternalError where one cannot be taken out again: nothing that is drawn then could be trusted. Raises
-        RuntimeError where the device computes nothing any more. The log has its name then, and the next process starts.
+        Raise InternalError if one cannot be disabled, because no result could be trusted then, or RuntimeError if the
+        device no longer computes. The log then names the candidate, and the next process skips it.
         """
         ends_s = self._settings.clock() + self._settings.deadline_s
         results: list[AccelerationResult] = []
         for number, candidate in enumerate(candidates):
-            kept = {each.name for each in results if each.kept}
+            kept = {result.name for result in results if result.kept}
             reason = self._not_tried(candidate, kept, ends_s)
             result = AccelerationResult(name=candidate.name, kept=False, reason=reason) if reason else None
             results.append(result or self._try(candidate, self._part_of(ends_s, len(candidates) - number)))
@@ -84,7 +88,7 @@ class SelfCheck:
         return results
 
     def _not_tried(self, candidate: Acceleration, kept: set[str], ends_s: float) -> str:
-        """Why a candidate is not tried at all; empty where it is."""
+        """Return why a candidate is not tried; empty if it is."""
         unsupported = candidate.unsupported(self._model)
         if unsupported:
             return unsupported
@@ -92,7 +96,7 @@ class SelfCheck:
         if instead:
             return f"{instead[0]} is kept instead"
         if candidate.probe not in self._probes:
-            return f"nothing here shows what it gains ({candidate.probe})"
+            return f"there is no probe {candidate.probe} to show its gain"
         if candidate.name in self._trials.fatal:
             return "an engine ended while it was tried"
         if len(self._trials.fatal) >= _MOST_FATAL:
@@ -102,7 +106,7 @@ class SelfCheck:
         return ""
 
     def _part_of(self, ends_s: float, candidates: int) -> float:
-        """When the first of so many that are left has had its part of the time: others are to have theirs."""
+        """Return when the next candidate's share of the remaining time ends."""
         now_s = self._settings.clock()
         return now_s + (ends_s - now_s) / candidates
 
@@ -114,7 +118,7 @@ class SelfCheck:
                 try:
                     candidate.enable(self._model)
                     got, seconds = self._measure(self._probes[candidate.probe])
-                except Exception as error:  # noqa: BLE001 - the boundary of a trial: the plain way needs none of it
+                except Exception as error:  # noqa: BLE001 - any error only ends the trial
                     candidate.disable()
                     reason = f"it failed: {type(error).__name__}: {_first_line(error)}"
                     self._check_plain(candidate, wanted)
@@ -126,32 +130,32 @@ class SelfCheck:
                 result = _compared(candidate, difference, median(chain(*plain)) / median(chain(*accelerated)))
                 if not _in_doubt(result, plain, accelerated) or self._settings.clock() >= turns_end_s:
                     break
-            self._plain[candidate.probe] = (wanted, plain[-1])  # of the next candidate, if this one is not kept
+            self._plain[candidate.probe] = (wanted, plain[-1])  # Reused by the next candidate unless this one is kept.
             if result.kept:
                 candidate.enable(self._model)
-                self._plain.clear()  # the next one is tried on top of it
+                self._plain.clear()  # The next candidate is tried on top of this one.
                 self._run(self._probes[candidate.probe])
             return result
 
     def _measure_plain(self, probe: str) -> tuple[Sequence[Tensor], Sequence[float]]:
-        """Result and seconds without the candidate, those of the last measurement where nothing has changed since."""
+        """Return result and seconds of the plain path, measured once as long as nothing changes."""
         if probe not in self._plain:
             self._plain[probe] = self._measure(self._probes[probe])
         return self._plain[probe]
 
     def _check_plain(self, candidate: Acceleration, wanted: Sequence[Tensor]) -> Sequence[float]:
-        """Seconds of the plain way after a trial. Raises InternalError where its result is another one now."""
+        """Return the seconds of the plain path after a trial. Raise InternalError if its result has changed."""
         got, seconds = self._measure(self._probes[candidate.probe])
         difference = _difference(wanted, got)
         if not difference <= candidate.tolerance:
             raise InternalError(
-                f"{candidate.name} was taken out again, and results still differ by {difference:.2g}: leave it out of "
+                f"{candidate.name} was disabled, and results still differ by {difference:.2g}: leave it out of "
                 "engine.accelerations"
             )
         return seconds
 
     def _measure(self, probe: Probe) -> tuple[Sequence[Tensor], Sequence[float]]:
-        """What a probe makes in the last of its timed runs, and the seconds of each of them."""
+        """Return a probe's last result and the seconds of each timed run."""
         for _ in range(_WARM_UP_RUNS):
             self._run(probe)
         runs = [self._run(probe) for _ in range(_RUNS)]
@@ -165,17 +169,17 @@ class SelfCheck:
         made = probe()
         settings.synchronize()
         seconds = settings.clock() - began_s
-        # Copies: a graph, for one, puts its next result in the same place.
+        # Copied, because a graph overwrites its last result.
         return [tensor.detach().clone() for tensor in made], max(seconds, 1e-9)
 
 
 def _in_doubt(
     result: AccelerationResult, plain: Sequence[Sequence[float]], accelerated: Sequence[Sequence[float]]
 ) -> bool:
-    """Whether the speed-up could be chance, on either side of the least that counts.
+    """Return whether the speed-up could be above or below LEAST_SPEEDUP by chance.
 
-    plain, accelerated: seconds of the turns' runs. After one turn that of each plain measurement alone counts: one of
-    them may have been slowed down by something else.
+    After one turn, the speed-up over each plain measurement counts, because something else may have slowed down one of
+    them.
     """
     if not result.difference <= result.tolerance:
         return False
@@ -189,9 +193,9 @@ def _in_doubt(
 def _compared(candidate: Acceleration, difference: float, speedup: float) -> AccelerationResult:
     reason = ""
     if not difference <= candidate.tolerance:
-        reason = f"its results differ by {difference:.2g} of the largest, and {candidate.tolerance:g} is allowed"
+        reason = f"its results differ by {difference:.2g} of the largest value, and {candidate.tolerance:g} is allowed"
     elif speedup < LEAST_SPEEDUP:
-        reason = f"it is {speedup:.2f} times as fast here, and {LEAST_SPEEDUP:g} is the least that counts"
+        reason = f"it is {speedup:.2f} times as fast here, and at least {LEAST_SPEEDUP:g} is required"
     return AccelerationResult(
         name=candidate.name,
         kept=not reason,
@@ -203,7 +207,7 @@ def _compared(candidate: Acceleration, difference: float, speedup: float) -> Acc
 
 
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """The largest difference as a share of the largest value; infinite where shapes differ, or NaN stands somewhere."""
+    """Return the largest difference as a share of the largest value; infinity if results cannot be compared."""
     if [each.shape for each in wanted] != [each.shape for each in got]:
         return math.inf
     worst = 0.0

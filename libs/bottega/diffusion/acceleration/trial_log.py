@@ -1,7 +1,7 @@
-"""What the self-check was trying when its process ended: a crash of a driver leaves no other word, and an error that
-the device does not recover from ends the process as well.
+"""A file that names the acceleration under trial, for the case that the trial ends the process.
 
-One file for all processes of one worker's engine, one after the other; the front makes it and removes it.
+A crash of a driver leaves no other trace. The processes of one worker's engine use the file one after the other; the
+front creates and removes it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ _log = logging.getLogger(__name__)
 
 
 class TrialLog:
-    """path: of the file; None keeps nothing. fatal: names during whose trial an earlier process has ended."""
+    """The log in a file, or in memory only without a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        said = _read(path)
-        self.fatal = frozenset(said)
-        self._write([*said])
+        earlier = _read(path)
+        self.fatal = frozenset(earlier)
+        """Names of accelerations during whose trial an earlier process ended."""
+        self._write([*earlier])
 
     @classmethod
     def in_memory(cls) -> Self:
-        """For one process."""
+        """Return a log for this process only."""
         return cls(None)
 
     @contextmanager
     def trying(self, name: str) -> Iterator[None]:
-        """While it is entered, the end of the process is that acceleration's fault; so is an error that leaves it."""
+        """Blame this acceleration if the process ends, or an error leaves the `with` block."""
         self._write([*self.fatal, name])
         yield
         self._write([*self.fatal])
 
     def _write(self, names: list[str]) -> None:
-        """So that it is there whatever ends the process; the machine's own end is none of an acceleration's.
-
-        Where it cannot be written, as in a folder of temporary files that was tidied up, the engine starts anyhow.
-        """
+        """Write the file so that it survives the process, but not the machine. A failure is only logged."""
         if self._path is None:
             return
         fresh = self._path.with_suffix(".new")
@@ -49,16 +47,18 @@ class TrialLog:
             fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
             fresh.replace(self._path)
         except OSError as error:
-            told = {"file": str(self._path), "why": error.strerror, "tried": names}
-            _log.warning("an engine that ends in a trial will try the same again", extra=told)
+            facts = {"file": str(self._path), "why": error.strerror, "tried": names}
+            _log.warning(
+                "the trial log cannot be written: an engine that ends in a trial will try the same again", extra=facts
+            )
 
 
 def _read(path: Path | None) -> list[str]:
-    """The names in it; none where it is not there, or not a list of names."""
+    """Return the names in the file; none if it is missing or malformed."""
     if path is None or not path.is_file():
         return []
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        names = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return []
-    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

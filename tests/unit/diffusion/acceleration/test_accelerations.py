@@ -242,7 +242,7 @@ def test_what_is_tried_follows_the_configuration(model: Model) -> None:
     assert candidates("off", model) == []
     (chosen,) = candidates(["channels_last.vae"], model)
     assert chosen.name == "channels_last.vae"
-    with pytest.raises(ConfigError, match=r"there is no warp_drive; auto, off, or of: .*channels_last\.vae"):
+    with pytest.raises(ConfigError, match=r"unknown warp_drive; use auto, off, or names of: .*channels_last\.vae"):
         candidates(["warp_drive"], model)
 
 

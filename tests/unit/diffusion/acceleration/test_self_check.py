@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[Machine], Faked], str]] = {
         "OutOfMemoryError: tried to allocate 3 GiB",
     ),
     "unsupported": (lambda machine: Faked(machine, why_not="it is for another device"), "it is for another device"),
-    "unprobed": (lambda machine: Faked(machine, probe="none"), "nothing here shows what it gains (none)"),
+    "unprobed": (lambda machine: Faked(machine, probe="none"), "there is no probe none to show its gain"),
 }
 
 
@@ -276,7 +276,7 @@ def test_after_the_deadline_nothing_more_is_tried(model: Model, machine: Machine
 
 
 def test_what_does_not_go_away_again_ends_the_engine_by_name(model: Model, machine: Machine) -> None:
-    with pytest.raises(InternalError, match="faked was taken out again, and results still differ"):
+    with pytest.raises(InternalError, match="faked was disabled, and results still differ"):
         check(model, machine, Faked(machine, sticks=1.0))
 
 

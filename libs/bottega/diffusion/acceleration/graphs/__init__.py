@@ -1,8 +1,6 @@
-"""Graphs: what a forward launches on a device, recorded once for its shapes and launched as a whole from then on.
+"""CUDA graphs: the kernel launches of a forward, recorded once per shape and replayed as a whole.
 
-capture    how a device records and launches again
-recorded   the segments of one shape, over memory that stays where it is
-store      those of all shapes that come often, within bounds
-backbone   the denoising network by them, and as it is where they cannot
-graphs     the acceleration
+capture    records and replays on a device recorded   the segments of one shape, over memory with fixed addresses store
+the graphs of frequent shapes, within bounds backbone   the denoising network as graphs where possible graphs     the
+acceleration
 """

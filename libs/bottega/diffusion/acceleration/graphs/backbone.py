@@ -1,7 +1,7 @@
-"""The denoising network by recorded forwards where there is one of the shape, and block by block where there is none.
+"""The denoising network as graphs for recorded shapes, and block by block for others.
 
-Rows whose LoRAs go beside the weights run block by block: their products are hooks of layers, which a recording does
-not have. So do the blocks that are left when rows leave a forward, because of its residuals.
+Rows whose LoRAs are beside the weights run block by block, because graphs do not contain hooks of layers. So do the
+remaining blocks when rows leave a forward, because its shape changes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from bottega.diffusion.model.backbone import Activations, Block, Inputs, UNetBac
 
 @dataclass(slots=True, kw_only=True)
 class GraphedActivations(Activations):
-    """recorded: what computes the rest; None once that is done block by block."""
+    """Activations of a forward that may run as a graph."""
 
     recorded: RecordedForward | None
+    """The graphs that compute the rest; None if it runs block by block."""
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keeps only these rows; what is left of the forward has another shape, and runs block by block."""
+        """Keep only these rows. The rest of the forward has another shape and runs block by block."""
         Activations.select(self, rows, index)
         self.recorded = None
 
 
 class GraphedBackbone:
-    """A Backbone with the blocks of another one."""
+    """A backbone with the blocks of another one, which runs recorded shapes as graphs."""
 
     def __init__(self, plain: UNetBackbone, recordings: RecordedForwards, capture: Capture) -> None:
         self._plain = plain
@@ -48,14 +49,14 @@ class GraphedBackbone:
             return self._plain.begin(inputs)
         recorded.fill(inputs)
         after = recorded.segments[0].after
-        # Nothing of it is computed before the first block is run.
+        # Nothing is computed before the first block runs.
         return GraphedActivations(
             hidden=after.hidden, embedding=after.embedding, context=after.context, recorded=recorded
         )
 
     def finish(self, activations: Activations) -> Tensor:
         if isinstance(activations, GraphedActivations) and activations.recorded is not None:
-            return activations.recorded.output.clone()  # the next forward writes to the same place
+            return activations.recorded.output.clone()  # The next forward overwrites it.
         return self._plain.finish(activations)
 
     @property
@@ -80,7 +81,7 @@ class GraphedBackbone:
 
 
 def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
-    """The segment whose first block that is; None for a block in the middle of one, which has run with that."""
+    """Return the segment that begins with this block; None if the block is inside a segment, which ran it already."""
     first = 0
     for segment in segments:
         if first == place:
@@ -90,7 +91,7 @@ def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
 
 
 def _leave(segment: Segment, activations: Activations) -> None:
-    """What the blocks of a segment would have left: residuals are added to these tensors, which the next one reads."""
+    """Set the activations to those after a segment; residuals are added to them and the next segment reads them."""
     after = segment.after
     activations.hidden, activations.embedding, activations.context = after.hidden, after.embedding, after.context
     activations.points = dict(after.points)

@@ -1,4 +1,4 @@
-"""How a device records what a function launches, and launches it again over the same memory."""
+"""Records the kernel launches of a function on a device, and replays them over the same memory."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import torch
 
 MadeT = TypeVar("MadeT")
 
-# Before it is recorded a function runs a few times: libraries choose their ways, and allocate, in the first ones.
+# Runs before recording: libraries choose algorithms and allocate memory in the first ones.
 _WARM_UP_RUNS = 2
 
 
 class Capture(Protocol):
-    """Records for one device. One thread calls it."""
+    """Records functions on one device. Not thread-safe."""
 
     def begin(self) -> None:
-        """A new set of functions follows, whose memory is freed together.
+        """Begin a new set of functions whose memory is freed together.
 
-        What the process has of the device's memory and uses for nothing is given back, as recording would do it: what
-        is reserved before and after the set tells what it has taken.
+        Unused memory is returned to the device first, as recording would do, so that reserved bytes before and after
+        the set tell how much it takes.
         """
         ...
 
     def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
-        """Runs a function, and returns what runs all of its launches again, and what it made.
+        """Run a function, and return a function that replays its launches, together with the result.
 
-        What it reads must stay where it is, and what it made is overwritten in place by each launch. Raises what the
-        function raises, and RuntimeError for what cannot be recorded; nothing is left of it then.
+        The inputs must stay at their addresses; each launch overwrites the result in place. Raise the function's
+        errors, or RuntimeError if it cannot be recorded; nothing is kept then.
         """
         ...
 
     def reserved_bytes(self) -> int:
-        """Of the device's memory that this process has, to see what recording took."""
+        """Return the device memory reserved by this process."""
         ...
 
 
 class CudaCapture:
-    """By torch.cuda.CUDAGraph. A set's graphs share a pool: what one of them needs no more, the next may use."""
+    """A capture with torch.cuda.CUDAGraph. Graphs of a set share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +56,7 @@ class CudaCapture:
                 function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: others, which receive from links, may allocate pinned memory meanwhile.
+        # Only this thread is captured: other threads, which receive from links, may allocate pinned memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             made = function()
         graph.replay()

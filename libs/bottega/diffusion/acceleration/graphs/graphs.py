@@ -1,4 +1,4 @@
-"""The acceleration by recorded forwards: a GPU that computes faster than Python launches waits for Python no more."""
+"""The acceleration by CUDA graphs: a fast GPU no longer waits for Python to launch kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.operations import Operations
 
-# Of the memory that is left to activations when they are tried.
+# The graphs' budget, as a fraction of the memory left for activations when they are tried.
 _SHARE = 4
-# Where nobody says how much that is.
+# The budget if the memory left is not known.
 _BYTES = 2 << 30
 
 
 class Graphs:
-    """tolerance: the same launches as without; libraries may choose another way while they are recorded.
-
-    capture: for a device; another one than CUDA's is for tests.
-    """
+    """Runs forwards of frequent shapes as CUDA graphs. Tests pass another `capture`."""
 
     name = "graphs"
     probe = "forward"
     tolerance = 0.01
+    """The launches are the same, but libraries may choose other algorithms while they are recorded."""
     excludes: Sequence[str] = ("compile",)
 
     def __init__(self, capture: Callable[[torch.device], Capture] = CudaCapture) -> None:

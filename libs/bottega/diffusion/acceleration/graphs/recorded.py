@@ -1,7 +1,7 @@
-"""The network for one shape, recorded in the segments that ControlNets dictate, over memory that stays where it is.
+"""The network for one shape, recorded as the segments between which residuals are added, over fixed memory.
 
-Residuals are added to what the encoder has put out before a decoder block reads it: so the encoder with the middle
-block is one segment, and each decoder block is one. Where no row has a ControlNet all of it is one.
+ControlNets' residuals are added to encoder outputs before a decoder block reads them. So the encoder with the middle
+block is one segment, and each decoder block is one. Without ControlNets the whole network is one segment.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from bottega.diffusion.acceleration.graphs.capture import Capture
 from bottega.diffusion.model.backbone import Activations, Block, Inputs, UNetBackbone
 
 Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-"""Shapes of sample and prompt, element type, and whether residuals come."""
+"""Shapes of sample and prompt, dtype, and whether residuals come."""
 
 
 def key_of(inputs: Inputs) -> Key:
-    """What a recording is for."""
+    """Return the key of a recording."""
     return tuple(inputs.sample.shape), tuple(inputs.prompt_embeds.shape), inputs.sample.dtype, inputs.controlled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """blocks: the last one's place, after which it is over. launch: runs it. after: what it leaves behind."""
+    """A recorded sequence of blocks."""
 
     last: int
+    """Place of its last block."""
     launch: Callable[[], None]
+    """Replays the segment."""
     after: Activations
+    """The activations that it leaves."""
 
 
 class RecordedForward:
-    """One shape. Its tensors are overwritten by every forward: what is to stay is copied.
-
-    output: the prediction, after the last segment. size_bytes: of the device's memory.
-    """
+    """The graphs of one shape. Every forward overwrites its tensors, so copy what must be kept."""
 
     def __init__(self, inputs: Inputs, segments: Sequence[Segment], output: Tensor) -> None:
         self._inputs = inputs
         self.segments = segments
         self.output = output
+        """The prediction after the last segment."""
         self.size_bytes = 0
+        """Device memory that the recording took."""
 
     def fill(self, inputs: Inputs) -> None:
-        """Takes in what the next launch is to read."""
+        """Copy the inputs of the next launch."""
         for name in _TENSORS:
             getattr(self._inputs, name).copy_(getattr(inputs, name))
 
 
 _TENSORS = ("sample", "timestep", "prompt_embeds", "pooled_embeds", "time_ids")
-"""Of Inputs: what a forward reads."""
+"""The fields of Inputs that a forward reads."""
 
 
 def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
-    """Records a forward of this shape. Raises what the network or the device raises."""
+    """Record a forward of this shape. Raise the errors of the network or the device."""
     capture.begin()
     before = capture.reserved_bytes()
     static = replace(inputs, **{name: getattr(inputs, name).clone() for name in _TENSORS}, activations=(), origins=())
@@ -88,12 +90,12 @@ class _Made:
 
 
 def _copy(state: Activations) -> Activations:
-    """The same tensors: blocks take points out of the dictionary, and put others in the place of `hidden`."""
+    """Copy the activations, sharing the tensors: blocks remove points from the dictionary and replace `hidden`."""
     return replace(state, points=dict(state.points))
 
 
 def _cut(blocks: Sequence[Block], *, whole: bool) -> list[list[int]]:
-    """The places of each segment's blocks: one begins where residuals are needed."""
+    """Return the places of each segment's blocks. A segment begins where residuals are needed."""
     if whole:
         return [list(range(len(blocks)))]
     segments: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The recorded forwards of the shapes that come often: the one used longest ago goes first, within bounds."""
+"""Recorded forwards of frequent shapes, within a budget, evicted least recently used first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bottega.errors import TooLarge
 
 _log = logging.getLogger(__name__)
 
-# As others read it who find no room.
+# Name of the reservation, which others see when no memory is left.
 _HOLDER = "graphs"
-# Forwards of a shape that run as they are before it is recorded, which takes as long as several of them.
+# Plain forwards of a shape before it is recorded, which takes as long as several forwards.
 _USES = 2
-# Shapes whose uses are counted: callers choose them.
+# Shapes whose uses are counted; bounded, because callers choose them.
 _MOST_COUNTED = 256
 
 
@@ -26,10 +26,10 @@ class RecordedForwards:
     """The recorded forwards of a backbone.
 
     Args:
-        budget_bytes: Of the device's memory, that recordings may take.
-        most: Recordings.
-        memory: Where their bytes are set aside.
-        decoded_area: Of a latent of so many elements, how many are decoded at once.
+        budget_bytes: Upper bound on their device memory.
+        most: Upper bound on their number.
+        memory: Where their memory is reserved.
+        decoded_area: Returns how many elements of a latent of this area are decoded at once.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class RecordedForwards:
 
     @property
     def used_bytes(self) -> int:
-        """Of the device's memory."""
+        """Device memory of all recordings."""
         return sum(each.size_bytes for each in self._recorded.values())
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def get(self, key: Key, make: Callable[[], RecordedForward]) -> RecordedForward | None:
-        """That of a shape, recorded now where it has come often enough; None where its forwards run as they are."""
+        """Return the recording of a shape, made now if the shape is frequent; None to run the forward plainly."""
         known = self._recorded.get(key)
         if known is not None:
             self._recorded.move_to_end(key)
@@ -81,14 +81,14 @@ class RecordedForwards:
         return made
 
     def clear(self) -> None:
-        """Gives all of it back."""
+        """Drop all recordings."""
         self._recorded.clear()
         self._memory.release(_HOLDER)
         self._uses.clear()
         self._refused.clear()
 
     def _set_aside(self, key: Key) -> bool:
-        """Whether those that are recorded have room, and beside them forwards and decodings as of this one."""
+        """Reserve memory, and return whether enough is left for forwards and decodings of this shape."""
         rows, _, height, width = key[0]
         try:
             self._memory.reserve(_HOLDER, self.used_bytes)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run for a model: where they cannot, the plain ways do all of it."""
+"""Whether Triton kernels can run for a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from bottega.diffusion.model.model import Model
 
-# Triton compiles for Volta and newer; below, half precision has no tensor cores that its products need.
+# Triton supports Volta and newer; older devices lack the half-precision tensor cores that its products need.
 _LEAST_CAPABILITY = (7, 0)
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def unavailable(model: Model) -> str:
-    """Why they cannot, one sentence; empty where they can."""
+    """Return why kernels cannot run, as one sentence; empty if they can."""
     if model.device.type != "cuda":
         return f"kernels run on CUDA devices, and the model is on {model.device.type}"
     if find_spec("triton") is None:
@@ -25,5 +25,5 @@ def unavailable(model: Model) -> str:
     if capability < _LEAST_CAPABILITY:
         return f"the device has compute capability {capability[0]}.{capability[1]}, and kernels need 7.0"
     if model.dtype not in _DTYPES:
-        return f"kernels know no {model.dtype_name}"
+        return f"kernels do not support {model.dtype_name}"
     return ""

@@ -11,7 +11,7 @@ from bottega.diffusion.acceleration.kernels.masked_moves import MaskedMoves
 
 
 def kernel_accelerations() -> list[Acceleration]:
-    """New ones, none of them enabled: of one engine."""
+    """Return new accelerations for one engine, none of them enabled."""
     return [
         GroupNormSilu("unet"),
         Geglu(),

@@ -1,4 +1,4 @@
-"""The gated activation of the network's feed-forward layers by a kernel."""
+"""The acceleration of the gated activation in feed-forward layers, by a kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from bottega.diffusion.model.model import Model
 
 
 class Geglu:
-    """tolerance: the plain path rounds GELU before it multiplies, in each of seventy blocks one behind the other."""
+    """Replaces GEGLU by a kernel."""
 
     name = "kernels.geglu"
     probe = "forward"
     tolerance = 0.02
+    """The plain path rounds GELU before it multiplies, in each of seventy consecutive blocks."""
     excludes: Sequence[str] = ()
 
     def __init__(self) -> None:

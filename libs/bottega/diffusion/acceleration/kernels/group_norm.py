@@ -1,7 +1,7 @@
-"""GroupNorm with SiLU by a kernel: of residual blocks as one, of other norms without SiLU.
+"""The acceleration of GroupNorm by a kernel, fused with SiLU in residual blocks.
 
-The forward of a residual block is written again here, because its norm and its activation are two modules, and the
-second one also reads the time's embedding. Source: ResnetBlock2D of Diffusers.
+A residual block's forward is reimplemented here, because its norm and its activation are two modules, and the
+activation is also applied to the time embedding. Source: ResnetBlock2D of Diffusers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _Norm = Callable[..., Tensor]
 
 
 class GroupNormSilu:
-    """part: the denoising network, or the VAE's decoder.
-
-    tolerance: in half precision the plain path rounds between norm and activation, at some thirty places one behind the
-    other; of bfloat16 that is a hundredth of the largest value.
-    """
+    """Replaces GroupNorm and SiLU by a kernel, in the denoising network or in the VAE's decoder."""
 
     tolerance = 0.02
+    """In half precision, the plain path rounds between norm and activation, at some thirty consecutive places. In
+    bfloat16 that is a hundredth of the largest value.
+    """
     excludes: Sequence[str] = ()
 
     def __init__(self, part: Literal["unet", "vae"]) -> None:
@@ -38,7 +37,7 @@ class GroupNormSilu:
 
     def unsupported(self, model: Model) -> str:
         found = next(_resnets(self._network(model)), None)
-        return unavailable(model) or ("" if found is not None else "the network has no residual block that is known")
+        return unavailable(model) or ("" if found is not None else "the network has no known residual block")
 
     def enable(self, model: Model) -> None:
         from bottega.kernels.group_norm_silu import group_norm_silu
@@ -58,7 +57,7 @@ class GroupNormSilu:
 
 
 def _resnets(network: nn.Module) -> Iterator[ResnetBlock2D]:
-    """Those whose forward is `_resnet_forward`'s, with norms that have weights."""
+    """Yield the residual blocks whose forward `_resnet_forward` reimplements."""
     for module in network.modules():
         if type(module) is ResnetBlock2D and _is_plain(module):
             yield module
@@ -71,8 +70,10 @@ def _is_plain(resnet: Any) -> bool:
 
 
 def _norms(network: nn.Module) -> Iterator[nn.GroupNorm]:
-    """Those before transformers and the last convolution: their activation, if any, stays a module of its own, because
-    sparse feature maps call it by itself."""
+    """Yield the norms before transformers and the last convolution, without their activation.
+
+    Sparse feature maps call that activation on its own.
+    """
     norms: list[Any] = [module.norm for module in network.modules() if type(module) is Transformer2DModel]
     for norm in (*norms, getattr(network, "conv_norm_out", None)):
         if _known(norm):

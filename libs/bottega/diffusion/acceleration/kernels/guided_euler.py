@@ -1,4 +1,4 @@
-"""Guidance and the Euler sampler's step by a kernel: see operations.GuidedEuler."""
+"""The acceleration of guidance and the Euler sampler's step by a kernel; see `operations.GuidedEuler`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from bottega.diffusion.operations import EulerStep, Operations
 
 
 class GuidedEulerStep:
-    """tolerance: in half precision the plain path rounds guidance's terms, and the scale multiplies that."""
+    """Computes guidance and Euler's step by a kernel."""
 
     name = "kernels.guided_euler"
     probe = "step"
     tolerance = 0.02
+    """In half precision, the plain path rounds the terms of guidance, and the scale multiplies that error."""
     excludes: Sequence[str] = ()
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""LoRAs into the weights by a kernel: one launch for all layers of a set."""
+"""The acceleration of patching LoRAs into the weights, by one kernel launch for all layers of a set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class LoraPatch:
-    """tolerance: both ways round once, from sums in another order."""
+    """Patches LoRAs by a kernel."""
 
     name = "kernels.lora_patch"
     probe = "patch"
     tolerance = 0.01
+    """Both ways round once, but sum in another order."""
     excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ def _layer(each: WeightSum) -> PatchedLayer:
     weight, before = as_matrix(each.weight), each.weight
     if each.before.device == each.weight.device:
         before = each.before
-    else:  # a copy on the host goes straight to its place
+    else:  # A copy on the host is copied directly to the weight.
         each.weight.copy_(each.before, non_blocking=True)
     return PatchedLayer(
         weight=weight,

@@ -1,4 +1,4 @@
-"""Tokens and tiles of masked rows by kernels: see operations.Moves."""
+"""The acceleration of moving tokens and tiles of masked rows by kernels; see `operations.Moves`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from bottega.diffusion.editing.masked.support import unsupported as cannot_mask
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.operations import Operations
 
-# Of some tens of edits in hand, at each level of their networks, for each kind of layer.
+# Enough for some tens of running edits, at each level of their networks, for each kind of layer.
 _KNOWN_CORNERS = 1024
 
 
 class MaskedMoves:
-    """tolerance: values are moved, and recorded ones rounded as the plain way rounds them."""
+    """Moves tokens and tiles by kernels."""
 
     name = "kernels.masked_moves"
     probe = "masked"
     tolerance = 0.0
+    """Values are moved; recorded ones are rounded as in plain torch."""
     excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class MaskedMoves:
         return unavailable(model) or (f"edits are computed in full: {why}" if why else "")
 
     def enable(self, model: Model) -> None:
-        # Raises here what it would raise in the first turn.
+        # Raises here what it would otherwise raise in the first turn.
         from bottega.kernels import tile_moves, token_moves  # noqa: F401
 
         self._operations = model.operations
@@ -46,6 +47,8 @@ class MaskedMoves:
 
 
 class KernelMoves:
+    """Implements `operations.Moves` with kernels."""
+
     def pack(self, whole: Tensor, index: Tensor) -> Tensor:
         from bottega.kernels.token_moves import gather_tokens
 
@@ -91,7 +94,7 @@ class KernelMoves:
 
 @functools.lru_cache(maxsize=_KNOWN_CORNERS)
 def _corners(rows: tuple[int, ...], corners: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """On the device. Kept: of a mask they are the same in every step."""
+    """Return the corners on the device. Cached, because they are the same in every step of an edit."""
     from bottega.kernels.tile_moves import corners_of
 
     return corners_of([(row, top, left) for row, (top, left) in zip(rows, corners, strict=True)], device)

@@ -1,6 +1,6 @@
-"""Probes that show what kernels gain where a forward and a decoding do not: the sampler's step, and masked rows' moves.
+"""Probes for kernels that neither a forward nor a decoding shows: the sampler's step, and masked rows' moves.
 
-Each is of the model's own sizes, and computes by what is in the model's operations when it is run.
+Each has the model's own sizes and uses the model's current operations.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bottega.diffusion.rows import Half
 
 _GUIDANCE = Guidance(scale=5.0)
 _STEPS, _STEP = 20, 8
-# Of a side of the picture, what the probe's mask covers: a fifth of its area.
+# Side of the probe's mask, as a share of the picture's: a fifth of the area.
 _MASKED = 0.45
 # Both halves of a guided request.
 _ROWS = 2
 
 
 def step_probe(model: Model) -> Probe:
-    """Return a probe of guidance and Euler's step of one image; of the model's own sampler where it has no Euler."""
+    """Return a probe of guidance and a sampler step for one image, with Euler if the model supports it."""
     shape = (model.latent_channels, *_latent_size(model))
     generator = torch.Generator("cpu").manual_seed(0)
     latent, *noise = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(3))
@@ -49,7 +49,7 @@ def step_probe(model: Model) -> Probe:
 
 
 def masked_probe(model: Model) -> Probe:
-    """Tokens of a level packed and merged, and tiles cut and pasted, for a mask in the middle of both halves."""
+    """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
     height, width = _latent_size(model)
     channels = int(model.backbone.unet.config.block_out_channels[0])
     generator = torch.Generator("cpu").manual_seed(0)
