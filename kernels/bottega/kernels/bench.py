@@ -1,7 +1,7 @@
 """Times every kernel and its reference on one device, and compares both with float64: a table, and a line of JSON.
 
-`python -m bottega.kernels.bench`; --help says more. On a CPU kernels are interpreted (TRITON_INTERPRET=1), at small
-sizes: the table then shows that all of it runs, and nothing of speed.
+`python -m bottega.kernels.bench`; --help lists the options. On a CPU, kernels are interpreted (TRITON_INTERPRET=1) at
+small sizes: the table then shows that everything runs, but not how fast.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from torch import Tensor
 
 from bottega.kernels.case import TOLERANCES, Case, difference
 
-# On a CPU, where nothing is measured by it.
+# Runs on a CPU, where the times mean nothing.
 _CPU_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Of one case, medians.
-
-    differences: of the kernel, and of its reference, from float64, see `difference`. tolerance: of the kernel's.
-    """
+    """Median times of one case, and its differences from float64, see `difference`."""
 
     name: str
     dtype: str
@@ -42,27 +39,31 @@ class Measurement:
     kernel_difference: float
     reference_difference: float
     tolerance: float
+    """Upper bound on the kernel's difference."""
 
     @property
     def speedup(self) -> float:
-        """The reference's time over the kernel's."""
+        """Reference time divided by kernel time."""
         return self.reference_us / self.kernel_us
 
     @property
     def agrees(self) -> bool:
-        """Whether the kernel is as close to float64 as its element type allows."""
+        """Whether the kernel is within its tolerance."""
         return self.kernel_difference <= self.tolerance
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Iterator[Measurement]:
-    """Every kernel's cases. small: for an interpreter. Raises what a kernel raises that cannot run here."""
+    """Measure the cases of every kernel; raise the error of a kernel that cannot run here.
+
+    `small` selects the sizes for an interpreter.
+    """
     for module in _modules():
         for case in module.cases(device, dtype, small=small):
             yield _measured(case, device, dtype)
 
 
 def _modules() -> Sequence[ModuleType]:
-    """Imported late: `main` may say before that they are interpreted."""
+    """Import the kernels late, because `main` may switch on the interpreter before."""
     from bottega.kernels import geglu, group_norm_silu, guided_euler, lora_patch, tile_moves, token_moves
 
     return group_norm_silu, geglu, lora_patch, token_moves, tile_moves, guided_euler
@@ -87,7 +88,7 @@ def _measured(case: Case, device: torch.device, dtype: torch.dtype) -> Measureme
 
 
 def _time_on_gpu(run: Callable[[], Sequence[Tensor]]) -> float:
-    """Microseconds, by events, with a cold second-level cache."""
+    """Return microseconds, measured by events with a cold L2 cache."""
     from triton.testing import do_bench
 
     return 1000.0 * float(do_bench(run, return_mode="median"))
@@ -103,17 +104,17 @@ def _time_on_cpu(run: Callable[[], Sequence[Tensor]]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 1 where a kernel differs from its reference by more than its tolerance."""
+    """Run the bench, and return the exit status: 1 if a kernel differs by more than its tolerance."""
     parser = argparse.ArgumentParser(prog="python -m bottega.kernels.bench", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=[_name(each) for each in TOLERANCES], default="float16")
-    parser.add_argument("--small", action="store_true", help="sizes for an interpreter, as always on a CPU")
+    parser.add_argument("--small", action="store_true", help="use small sizes for an interpreter, as always on a CPU")
     options = parser.parse_args(arguments)
     device, dtype = torch.device(options.device), next(each for each in TOLERANCES if _name(each) == options.dtype)
     if options.device.startswith("cuda:"):
-        torch.cuda.set_device(device)  # where Triton launches
+        torch.cuda.set_device(device)  # Triton launches on the current device.
     if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # Read when the first kernel is imported.
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, interpreted"
     print(f"{where}; torch {torch.__version__}; {options.dtype}\n{_HEAD}")
     made: list[Measurement] = []

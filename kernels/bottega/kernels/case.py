@@ -1,4 +1,4 @@
-"""What every kernel's file says of itself to its bench and its tests: sizes, both ways to compute, bytes and FLOPs."""
+"""The description of a kernel for its bench and its tests: sizes, both implementations, bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of one value, as a share of the largest in the exact result: each rounds its result once, and a product's terms may be
-# summed in another order. Eight times half the spacing of a type's numbers at 1.
+# Tolerance of one value, as a share of the largest in the exact result: each result is rounded once, and a product's
+# terms may be summed in another order. Eight times half the spacing of a dtype's numbers at 1.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One size of one kernel.
-
-    kernel, reference: compute the same from the same inputs, as often as they are called; what is written in place is
-    returned as well. exact: the reference in float64. moved_bytes: read and written once, at the least.
-    flops: of the arithmetic; 0 where only bytes count.
-    """
+    """A size of a kernel, with the kernel and its reference."""
 
     name: str
     kernel: Callable[[], Sequence[Tensor]]
+    """Computes the same as `reference` from the same inputs, any number of times. Tensors written in place are returned
+    as well.
+    """
     reference: Callable[[], Sequence[Tensor]]
     exact: Callable[[], Sequence[Tensor]]
+    """The reference in float64."""
     moved_bytes: int
+    """Bytes that must be read and written at least once."""
     flops: int = 0
+    """Floating-point operations; 0 if only bytes matter."""
 
 
 def difference(made: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Largest |made - exact| as a share of the largest |exact|, of the worst tensor; NaN where there is one."""
+    """Return the largest |made - exact| as a share of the largest |exact|, over all tensors, or NaN if there is one."""
     worst = 0.0
-    for each, true in zip(made, exact, strict=True):
-        apart = (each.double() - true.double()).abs().max().item()
+    for result, true in zip(made, exact, strict=True):
+        apart = (result.double() - true.double()).abs().max().item()
         share = apart / max(true.double().abs().max().item(), 1e-30)
         if share != share:
             return share

@@ -1,7 +1,8 @@
 """GEGLU: the first half of a projection's channels times GELU of the second half, with the exact error function.
 
-One launch that reads both halves and writes their product once; torch writes GELU, and reads it again.
-Shapes: x [..., 2 * channels], its last dimension of any stride; the result is [..., channels], contiguous.
+One launch reads both halves and writes their product once; torch writes GELU and reads it again.
+
+Shapes: x [..., 2 * channels], whose last dimension may have any stride; the result is [..., channels], contiguous.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def _geglu(
 
 
 def geglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """[..., 2 * channels] to [..., channels], or into `out` of that shape."""
+    """Compute GEGLU of [..., 2 * channels], into `out` [..., channels] if given."""
     channels = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], channels) if out is None else out
     if out.numel() == 0:
         return out
-    # A view wherever items lie at one distance from each other; a copy where they do not.
+    # A view if items have one stride, else a copy.
     items = x.reshape(-1, 2 * channels)
     made = out.view(-1, channels)
     block = min(_BLOCK, power_of_two(channels))
@@ -57,7 +58,7 @@ def geglu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def reference(x: Tensor) -> Tensor:
-    """As Diffusers computes it."""
+    """Compute GEGLU as Diffusers does."""
     value, gate = x.chunk(2, dim=-1)
     return value * functional.gelu(gate)
 
@@ -67,7 +68,7 @@ _SDXL = ((2 * 4096, 2560), (2 * 1024, 5120))
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: sizes that an interpreter gets through."""
+    """Return the cases of the bench; small ones for an interpreter."""
     return [_case(device, dtype, 6 if small else items, channels) for items, channels in _SDXL]
 
 

@@ -1,10 +1,11 @@
-"""GroupNorm, with SiLU behind it or without, over feature maps of any strides, made for channels-last ones.
+"""GroupNorm, optionally followed by SiLU, over feature maps of any strides, optimized for channels-last.
 
-Two launches: the mean and the sum of squares of each group in each part of a map, then the maps themselves, read a
-second time. torch's own kernel reads a channels-last map as a contiguous copy of it, writes a contiguous one, and SiLU
-reads and writes it once more.
-Shapes: x [rows, channels, height, width] in any of float32, float16, bfloat16; weight and bias [channels].
-Statistics are summed in float32 around each part's own mean, so that large means cost no digits.
+Two launches: the first computes mean and sum of squares of each group in each part of a map; the second reads the map
+again and normalizes it. torch's own kernel copies a channels-last map to a contiguous one, writes a contiguous result,
+and SiLU reads and writes it once more.
+
+Shapes: x [rows, channels, height, width] in float32, float16 or bfloat16; weight and bias [channels]. Statistics are
+summed in float32 around each part's own mean, so that large means cost no precision.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ from torch.nn import functional
 from bottega.kernels.case import Case
 from bottega.kernels.jit import ceil_div, jit, power_of_two
 
-# Elements of a tile: 16 KiB in half precision, of which a multiprocessor holds several.
+# Elements of a tile: 16 KiB in half precision; a multiprocessor holds several tiles.
 _TILE = 8192
-# Channels of a tile of a channels-last map, whose neighbours in memory they are; of another, as few as may be.
+# Channels of a tile: many in a channels-last map, where they are adjacent in memory; few in others.
 _CHANNELS, _CHANNELS_APART = 128, 16
-# Programs of the first launch: some for each multiprocessor of a large device. Parts of a map: what the second one
-# reads again of each.
+# Programs of the first launch: several for each multiprocessor of a large device. The second launch reads the
+# statistics of all parts of a map, so their number is bounded.
 _PROGRAMS, _MOST_PARTS = 512, 64
-# Offsets within one row are counted in 32 bits.
+# Offsets within one row have 32 bits.
 _MOST_ELEMENTS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a map is cut: `groups` at once in `channels` lanes, `places` at once, and `parts` of `part` places each."""
+    """How a map is divided into tiles and parts."""
 
     groups: int
+    """Groups per tile."""
     channels: int
+    """Lanes per tile, at least the channels of its groups."""
     places: int
+    """Places per tile."""
     part: int
+    """Places per part."""
     parts: int
 
 
@@ -46,10 +51,10 @@ class _Cut:
 def _offsets(
     places: tl.tensor, width: tl.tensor, stride_h: tl.tensor, stride_w: tl.tensor, joined: tl.constexpr
 ) -> tl.tensor:
-    """Of places, row-major. joined: the rows of the map follow each other, as one long one."""
+    """Return the offsets of places, row-major. If `joined`, the map's rows are adjacent in memory."""
     if joined:
         return places * stride_w
-    else:  # noqa: RET505 - chosen when it is compiled, as Triton is told by both branches
+    else:  # noqa: RET505 - Triton chooses the branch when it compiles
         return (places // width) * stride_h + (places % width) * stride_w
 
 
@@ -104,7 +109,7 @@ def _sum_parts(
     count = (end - begin).to(tl.float32)
     mean = near + total / count
     around_mean = total_squares - total * total / count
-    # From channels to their groups: sums around the channels' means, and what these are apart.
+    # Combine the channels of each group: sums around the channels' means, and differences between those means.
     group = tl.arange(0, block_g)
     member = ((lane // each)[None, :] == group[:, None]) & held[None, :]
     group_mean = tl.sum(tl.where(member, mean[None, :], 0.0), axis=1) / each
@@ -155,7 +160,7 @@ def _normalize(
     channel = first_group * each + lane
     held = (lane < groups_at_once * each) & (channel < channels)
 
-    # The parts of each group as one: around their common mean.
+    # Combine the parts of each group, around their common mean.
     group = tl.arange(0, block_g)
     number = tl.arange(0, block_p)
     wanted = (number < parts)[:, None] & ((group < groups_at_once) & (first_group + group < groups))[None, :]
@@ -163,7 +168,7 @@ def _normalize(
     part_means = tl.load(means + at, mask=wanted, other=0.0)
     part_squares = tl.load(squares + at, mask=wanted, other=0.0)
     counts = tl.maximum(tl.minimum(places - number * part, part), 0).to(tl.float32)[:, None]
-    total = tl.cast(places, tl.float32)  # not `to`: an argument that is 1 is compiled in, as a number
+    total = tl.cast(places, tl.float32)  # Not `to`: Triton compiles an argument of 1 in as a plain number.
     mean = tl.sum(part_means * counts, axis=0) / total
     between = part_means - mean[None, :]
     variance = tl.sum(part_squares + counts * each * between * between, axis=0) / (total * each)
@@ -198,7 +203,7 @@ def group_norm_silu(
     activate: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """SiLU of the GroupNorm; without `activate`, the norm alone. In the layout of x, or into `out` of its shape."""
+    """Return SiLU of the GroupNorm, or only the norm, in the layout of `x`, or in `out` if given."""
     rows, channels, height, width = x.shape
     if x.numel() == 0 or max(_extent(x), 0 if out is None else _extent(out)) >= _MOST_ELEMENTS:
         made = reference(x, weight, bias, groups=groups, eps=eps, activate=activate)
@@ -229,7 +234,7 @@ def group_norm_silu(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, *, groups: int, eps: float, activate: bool = True) -> Tensor:
-    """As torch computes it."""
+    """Compute the same with torch."""
     normed = functional.group_norm(x, groups, weight, bias, eps)
     return functional.silu(normed) if activate else normed
 
@@ -246,21 +251,21 @@ def _plan(x: Tensor, groups: int) -> _Cut:
 
 
 def _joined(x: Tensor) -> bool:
-    """Whether its rows follow each other in memory as one long one."""
+    """Return whether the map's rows are adjacent in memory."""
     return x.shape[2] == 1 or x.stride(2) == x.shape[3] * x.stride(3)
 
 
 def _extent(x: Tensor) -> int:
-    """Elements of memory from the first to the last of one row of it."""
+    """Return the number of elements of memory that one row of the batch spans."""
     return 1 + sum((length - 1) * stride for length, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 
-# What SDXL normalizes at 1024 x 1024: channels and side of the map.
+# SDXL's maps at 1024 x 1024: channels and side.
 _SDXL = ((320, 128), (640, 64), (960, 128), (1280, 32), (1920, 64), (2560, 32))
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: sizes that an interpreter gets through."""
+    """Return the cases of the bench; small ones for an interpreter."""
     return [_case(device, dtype, channels, 8 if small else side) for channels, side in (_SDXL[:1] if small else _SDXL)]
 
 

@@ -1,9 +1,10 @@
-"""Guidance and the Euler sampler's step behind it, in one launch: the next latent, and the finished one's estimate.
+"""Guidance and the Euler sampler's step in one launch: the next latent, and the estimate of the finished one.
 
-torch takes about ten launches over latents so small that each is all overhead.
-Shapes: conditional, unconditional and latent [1, channels, height, width] of any strides, of float32, float16 or
-bfloat16; the next latent has the latent's type, the estimate is float32, both contiguous. All is computed in float32
-and rounded once, where Diffusers rounds guidance's terms to the model's type.
+torch takes about ten launches over latents so small that overhead dominates.
+
+Shapes: conditional, unconditional and latent [1, channels, height, width] of any strides, in float32, float16 or
+bfloat16. The next latent has the latent's dtype, the estimate is float32, and both are contiguous. Everything is
+computed in float32 and rounded once, while Diffusers rounds the terms of guidance to the model's dtype.
 """
 
 from __future__ import annotations
@@ -84,10 +85,9 @@ def guided_euler(
     velocity: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The next latent, and the estimate; into `out` where it is given.
+    """Return the next latent and the estimate, in `out` if given.
 
-    unconditional: None without guidance. scale: of guidance. sigma: above 0. velocity: what the model predicts; without
-    it, noise.
+    `sigma` is above 0. With `velocity`, the model predicts velocity, else noise.
     """
     _, channels, height, width = latent.shape
     following, estimate = out or (
@@ -117,7 +117,7 @@ def reference(
     next_sigma: float,
     velocity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As Diffusers computes it, but that sums are in the tensors' own type."""
+    """Compute the same as Diffusers does, but sum in the tensors' own dtypes."""
     predicted = conditional if unconditional is None else unconditional + scale * (conditional - unconditional)
     now = latent.to(torch.promote_types(latent.dtype, torch.float32))
     if velocity:
@@ -134,12 +134,12 @@ class _Numbers(TypedDict):
     next_sigma: float
 
 
-# Of SDXL at 1024 x 1024.
+# Side of SDXL's latent at 1024 x 1024.
 _SIDE = 128
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: a size that an interpreter gets through."""
+    """Return the cases of the bench; a small one for an interpreter."""
     side = 16 if small else _SIDE
     generator = torch.Generator("cpu").manual_seed(side)
     conditional, unconditional, latent = (

@@ -1,4 +1,4 @@
-"""Triton's decorator with types: what a kernel is for who launches it, and for another kernel that calls it."""
+"""Triton's decorator with types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 
 
 class Kernel(Protocol):
-    """Launched as `kernel[grid](arguments)`; called without a grid by another kernel alone."""
+    """A kernel: host code launches it as `kernel[grid](arguments)`, and other kernels call it without a grid."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
@@ -17,16 +17,16 @@ class Kernel(Protocol):
 
 
 def jit(function: Callable[..., Any]) -> Kernel:
-    """Compiled at its first launch with arguments of these types; interpreted where TRITON_INTERPRET is set."""
+    """Compile a function at its first launch with arguments of these types; interpret it with TRITON_INTERPRET set."""
     kernel: Kernel = triton.jit(function)
     return kernel
 
 
 def ceil_div(length: int, part: int) -> int:
-    """How many parts cover a length."""
+    """Return how many parts cover a length."""
     return -(-length // part)
 
 
 def power_of_two(least: int) -> int:
-    """The first one that is not below `least`: Triton's blocks have no other sizes."""
+    """Return the least power of two that is at least `least`; Triton's blocks have no other sizes."""
     return 1 << max(0, least - 1).bit_length()

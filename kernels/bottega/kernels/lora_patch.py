@@ -1,10 +1,11 @@
-"""LoRAs into weights in place, all layers of a set in one launch: weight = before + up @ down, rounded once.
+"""Patches LoRAs into weights in place, all layers of a set in one launch: weight = before + up @ down, rounded once.
 
-torch takes some launches for each of several hundred layers, and in half precision casts each weight to float32 and
-back through memory. Here a table on the device says where the layers are; each program finds its tile's layer in it.
-Shapes: weight and before [out, columns], up [out, rank], down [rank, columns], all contiguous and of one element type,
-which is float32, float16 or bfloat16; before may be the weight itself. Products are summed in float32, in full
-precision also where torch would take TF32.
+torch takes several launches for each of several hundred layers, and in half precision casts each weight to float32 and
+back through memory. Here a table on the device locates the layers, and each program finds its tile's layer in it.
+
+Shapes: weight and before [out, columns], up [out, rank], down [rank, columns], all contiguous and of one dtype:
+float32, float16 or bfloat16. `before` may be the weight itself. Products are summed in full float32 precision, also
+where torch would use TF32.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from torch import Tensor
 from bottega.kernels.case import Case
 from bottega.kernels.jit import ceil_div, jit
 
-# Of the weight that a program writes, and how much of the rank it multiplies at once, which is 16 at the least.
+# Side of the tile of the weight that a program writes, and the part of the rank per product, at least 16.
 _TILE, _RANK = 64, 32
-# What the table has of a layer.
+# Fields of a layer in the table.
 _FIELDS = 7
-# What vector loads need of addresses, in bytes, and of lengths, in elements.
+# Alignment for vector loads: of addresses in bytes, of lengths in elements.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchedLayer:
-    """One weight and what it becomes the sum of. See above for the shapes."""
+    """A weight and its terms; the module lists the shapes."""
 
     weight: Tensor
     before: Tensor
@@ -51,7 +52,7 @@ def _patch(
     block_r: tl.constexpr,
 ) -> None:
     number = tl.program_id(0)
-    # The last layer whose first tile is not behind this one.
+    # Find the last layer whose first tile is not after this one.
     low = number * 0
     high = number * 0 + count
     for _ in tl.static_range(halvings):
@@ -98,12 +99,12 @@ def _patch(
 
 
 def lora_patch(layers: Sequence[PatchedLayer]) -> None:
-    """Writes every layer's weight. Weights may share no memory, and nothing may read them meanwhile."""
+    """Write the weights of all layers. Weights must not share memory, and nothing may read them meanwhile."""
     if not layers:
         return
     device = layers[0].weight.device
     fields, first_tiles = _table(layers)
-    # Through pinned memory: the calling thread does not wait for the device.
+    # Pinned memory, so that the calling thread does not wait for the device.
     on_device = [each.pin_memory() if device.type == "cuda" else each for each in (fields, first_tiles)]
     table, firsts = (each.to(device, non_blocking=True) for each in on_device)
     _patch[int(first_tiles[-1]),](
@@ -119,7 +120,7 @@ def lora_patch(layers: Sequence[PatchedLayer]) -> None:
 
 
 def reference(layers: Sequence[PatchedLayer]) -> None:
-    """PatchedLayer by layer, as torch computes it."""
+    """Compute the same with torch, layer by layer."""
     for each in layers:
         if each.weight.dtype in {torch.float32, torch.float64}:
             torch.addmm(each.before, each.up, each.down, out=each.weight)
@@ -128,7 +129,7 @@ def reference(layers: Sequence[PatchedLayer]) -> None:
 
 
 def _table(layers: Sequence[PatchedLayer]) -> tuple[Tensor, Tensor]:
-    """int64 [layers, fields], and int32 [layers + 1]: the number of each layer's first tile, and of all."""
+    """Return the fields, int64 [layers, fields], and the first tiles and the number of tiles, int32 [layers + 1]."""
     fields = torch.tensor(
         [
             (
@@ -150,12 +151,12 @@ def _aligned(fields: Tensor) -> bool:
     return not bool((fields[:, [0, 1, 3, 5]] % _ALIGNMENT).any())
 
 
-# Attention's projections in SDXL: how many of which size.
+# SDXL's attention projections: number and size.
 _SDXL = ((140, 640), (600, 1280))
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: sizes that an interpreter gets through."""
+    """Return the cases of the bench; small ones for an interpreter."""
     sizes = ((2, 70), (1, 130)) if small else _SDXL
     return [_case(device, dtype, sizes, rank) for rank in (32, 128)]
 

@@ -1,9 +1,10 @@
-"""Tiles of feature maps: cut out around masks with zeros beyond the picture, and pasted back.
+"""Cuts tiles out of feature maps, with zeros beyond the picture, and pastes them back.
 
-One launch for all tiles of one shape; torch copies each one by itself, after it has cleared all of them.
-Shapes: maps [rows, channels, height, width] and tiles [tiles, channels, height of a tile, width of a tile], both of any
-strides; corners int32 [tiles, 3]: the row of each tile, its top and its left, which may lie beyond the picture.
-Values are moved bit for bit.
+One launch handles all tiles of one shape; torch clears all tiles and copies each one separately.
+
+Shapes: maps [rows, channels, height, width] and tiles [tiles, channels, tile height, tile width], both of any strides;
+corners int32 [tiles, 3]: row, top and left of each tile, where top and left may be beyond the picture. Values are moved
+bit for bit.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def _move(
 
 
 def cut_tiles(maps: Tensor, corners: Tensor, tiles: Tensor) -> None:
-    """Fills all of `tiles`."""
+    """Fill the tiles from the maps."""
     _launch(maps, corners, tiles, paste=False)
 
 
 def paste_tiles(maps: Tensor, corners: Tensor, tiles: Tensor) -> None:
-    """Writes to the maps what of the tiles lies in the picture. Tiles may not overlap there."""
+    """Write the tiles to the maps, except beyond the picture. Tiles must not overlap."""
     _launch(maps, corners, tiles, paste=True)
 
 
@@ -85,13 +86,13 @@ def _launch(maps: Tensor, corners: Tensor, tiles: Tensor, *, paste: bool) -> Non
 
 
 def corners_of(places: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """int32 [tiles, 3] on the device, from row, top and left of each."""
+    """Return the corners, int32 [tiles, 3] on the device, from row, top and left of each tile."""
     corners = torch.tensor(places, dtype=torch.int32)
     return (corners.pin_memory() if device.type == "cuda" else corners).to(device, non_blocking=True)
 
 
 def cut_reference(maps: Tensor, places: Sequence[tuple[int, int, int]], shape: tuple[int, int]) -> Tensor:
-    """As torch cuts."""
+    """Cut tiles with torch."""
     height, width = maps.shape[2:]
     tiles = maps.new_zeros(len(places), maps.shape[1], *shape)
     for tile, (row, top, left) in zip(tiles, places, strict=True):
@@ -102,18 +103,18 @@ def cut_reference(maps: Tensor, places: Sequence[tuple[int, int, int]], shape: t
 
 
 def paste_reference(maps: Tensor, places: Sequence[tuple[int, int, int]], tiles: Tensor) -> None:
-    """As torch pastes tiles that lie in the picture."""
+    """Paste tiles that are inside the picture with torch."""
     height, width = tiles.shape[2:]
     for tile, (row, top, left) in zip(tiles, places, strict=True):
         maps[row, :, top : top + height, left : left + width] = tile
 
 
-# Channels and side of SDXL's maps at 1024 x 1024, and of a tile around a fifth of the picture.
+# SDXL's maps at 1024 x 1024: channels, side, and side of a tile around a fifth of the picture.
 _SDXL = ((320, 128, 60), (640, 64, 30), (1280, 32, 16))
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: sizes that an interpreter gets through."""
+    """Return the cases of the bench; small ones for an interpreter."""
     made: list[Case] = []
     for channels, side, cut in ((20, 12, 5),) if small else _SDXL:
         made += _cases(device, dtype, channels, side, cut)

@@ -1,11 +1,11 @@
-"""Masked rows' computed tokens, gathered side by side, and put back among what was recorded of the others.
+"""Gathers the computed tokens of masked rows, and merges them with the recorded tokens.
 
-Gathering reads tokens of any strides, where torch first makes a contiguous copy of all of them. Putting back writes
-every token once, in one launch for up to eight rows; torch writes what is recorded, row by row, and then the computed
-tokens over it.
-Shapes: whole [rows, tokens, channels]; items [items, channels]; index int64 [items], places among rows * tokens;
-slots int32 [rows * tokens], the item of each place, -1 where it is not computed. Values are moved, not computed: bit
-for bit where element types are equal, else rounded once.
+Gathering reads tokens of any strides, where torch first copies all of them. Merging writes every token once, in one
+launch for up to eight rows; torch writes the recorded tokens row by row, and then the computed ones over them.
+
+Shapes: whole [rows, tokens, channels]; items [items, channels]; index int64 [items], places among rows * tokens; slots
+int32 [rows * tokens], the item of each place, -1 if it is not computed. Values are moved bit for bit if dtypes are
+equal, else rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bottega.kernels.case import Case
 from bottega.kernels.jit import ceil_div, jit, power_of_two
 
 _ITEMS, _CHANNELS = 16, 128
-# Their addresses are arguments of one launch.
+# Rows per launch, whose addresses are arguments.
 _ROWS = 8
 
 
@@ -91,7 +91,7 @@ def _merge(
 
 
 def gather_tokens(whole: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The items of a whole tensor, contiguous, or into `out`, which is."""
+    """Return the items of a whole tensor, contiguous, or write them to a contiguous `out`."""
     _, tokens, channels = whole.shape
     items = whole.new_empty(len(index), channels) if out is None else out
     if items.numel():
@@ -105,10 +105,10 @@ def gather_tokens(whole: Tensor, index: Tensor, *, out: Tensor | None = None) ->
 def merge_tokens(
     items: Tensor, slots: Tensor, recorded: Sequence[Tensor | None], tokens: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """The whole tensor, contiguous, or into `out`, which is.
+    """Return the whole tensor, contiguous, or write it to a contiguous `out`.
 
-    items: contiguous. recorded: by row [tokens, channels], contiguous and of one element type, on the items' device;
-    None for rows of which every token is computed. At least one row has some.
+    `items` and the recorded tensors are contiguous. `recorded` is by row, [tokens, channels] of one dtype and on the
+    items' device, or None for rows that are computed whole; at least one row has some.
     """
     rows, channels = len(recorded), items.shape[-1]
     whole = items.new_empty(rows, tokens, channels) if out is None else out
@@ -116,7 +116,7 @@ def merge_tokens(
     block_c = min(_CHANNELS, power_of_two(channels))
     for first in range(0, rows, _ROWS):
         group = recorded[first : first + _ROWS]
-        # Where a row has none, nothing is read at the address.
+        # Nothing is read at the address of a row without recorded tokens.
         addresses = [(some if each is None else each).data_ptr() for each in group]
         addresses += [some.data_ptr()] * (_ROWS - len(group))
         part = slots[first * tokens : (first + len(group)) * tokens]
@@ -129,19 +129,19 @@ def merge_tokens(
 
 
 def slots_of(index: Tensor, places: int) -> Tensor:
-    """int32 [places]: the item of each place, -1 where it has none."""
+    """Return the item of each place, int32 [places], or -1 if it has none."""
     slots = torch.full((places,), -1, dtype=torch.int32, device=index.device)
     slots[index] = torch.arange(len(index), dtype=torch.int32, device=index.device)
     return slots
 
 
 def gather_reference(whole: Tensor, index: Tensor) -> Tensor:
-    """As torch gathers."""
+    """Gather with torch."""
     return whole.reshape(-1, whole.shape[-1]).index_select(0, index)
 
 
 def merge_reference(items: Tensor, index: Tensor, recorded: Sequence[Tensor | None], tokens: int) -> Tensor:
-    """As torch merges."""
+    """Merge with torch."""
     whole = items.new_empty(len(recorded), tokens, items.shape[-1])
     for row, rest in zip(whole, recorded, strict=True):
         if rest is not None:
@@ -150,12 +150,12 @@ def merge_reference(items: Tensor, index: Tensor, recorded: Sequence[Tensor | No
     return whole
 
 
-# SDXL's levels at 1024 x 1024, both halves of guidance; a fifth of the picture is computed.
+# SDXL's levels at 1024 x 1024, for both halves of guidance; a fifth of the picture is computed.
 _SDXL = ((4096, 640), (1024, 1280))
 
 
 def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Sequence[Case]:
-    """For the bench. small: sizes that an interpreter gets through."""
+    """Return the cases of the bench; small ones for an interpreter."""
     made: list[Case] = []
     for tokens, channels in ((40, 24),) if small else _SDXL:
         made += _cases(device, dtype, tokens, channels)
@@ -164,7 +164,7 @@ def cases(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> S
 
 def _cases(device: torch.device, dtype: torch.dtype, tokens: int, channels: int) -> Sequence[Case]:
     generator = torch.Generator("cpu").manual_seed(tokens)
-    # As a feature map becomes tokens: channels lie apart.
+    # Strided like a feature map's tokens: channels are not adjacent.
     whole = torch.randn(2, channels, tokens, generator=generator).to(device, dtype).transpose(1, 2)
     index = torch.randperm(2 * tokens, generator=generator)[: 2 * tokens // 5].sort().values.to(device)
     items = gather_reference(whole, index)
