@@ -8,7 +8,7 @@ import pytest
 
 from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
 from bottega.client.types.options import FidelityName
-from bottega.client.types.provenance import Parameters, Provenance
+from bottega.client.types.provenance import LoraUse, Parameters, Provenance
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_a_picture_that_the_operator_made_approximate_is_not_said_to_become_exac
 ) -> None:
     note_approximate(decoded)
     assert "as the operator configured it" in capsys.readouterr().err
+
+
+def test_a_lora_that_was_rounded_otherwise_is_the_stated_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    note_approximate(Provenance(dtype="bfloat16", vae_dtype="bfloat16", loras=(LoraUse(rounded_otherwise=True),)))
+    expected = "the picture is approximate: bfloat16 rounds LoRAs otherwise than stock Diffusers does\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,8 @@ def note_approximate(provenance: Provenance) -> None:
     stock_vae_dtypes = {"", provenance.dtype, *(["float32"] if provenance.dtype == "float16" else [])}
     if provenance.vae_tiled or provenance.vae_dtype not in stock_vae_dtypes:
         note("the picture is approximate: it was decoded in tiles or in another type, as the operator configured it")
+    elif any(lora.rounded_otherwise for lora in provenance.loras):
+        note(f"the picture is approximate: {provenance.dtype} rounds LoRAs otherwise than stock Diffusers does")
     elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:

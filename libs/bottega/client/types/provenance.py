@@ -131,6 +131,8 @@ class LoraUse:
     """Whether its modules have different alphas, of which stock Diffusers uses the most frequent one."""
     stock_may_leave_out: tuple[str, ...] = ()
     """What of it stock Diffusers' loader leaves out."""
+    rounded_otherwise: bool = False
+    """Whether the model computed in half precision, which rounds a LoRA in another order than stock Diffusers does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
