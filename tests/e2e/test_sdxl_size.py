@@ -27,7 +27,7 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from numpy.typing import NDArray
 
 from bottega.client import Client, ControlNet
-from load.bench.report import machine
+from load.bench.report import record
 from tests.samples.controlnets import control_image
 from tests.samples.published import write_controlnet, write_lora, write_model
 from tests.support.running_up import Up, running_up
@@ -35,7 +35,6 @@ from tests.support.stock import Pixels, load_stock, pixels_of, variant
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3600)]
 
-RESULTS = Path(__file__).parents[2] / "load" / "results" / "sdxl_size.json"
 GIB = 1 << 30
 START_S = 900.0
 THREADS = 2
@@ -218,24 +217,28 @@ def _record(run: Run, stock: Mapping[str, Pixels]) -> None:
         "controlnet_and_lora": _levels_off(run.both, stock["both"]),
         "stock_with_the_lora_fused": _levels_off(stock["fused"], stock["both"]),
     }
+    rows = [
+        ("memory of the engine while it loads", _gib(run.engine_peak_bytes), f"at most {_gib(run.bound_bytes)}"),
+        ("memory of the worker", _gib(run.worker_peak_pss_bytes), f"at most {_gib(run.bound_bytes)}"),
+        ("weights", _gib(run.weights_bytes), ""),
+        ("ready after", f"{run.ready_s:.0f} s", ""),
+        *((f"of it {name}", f"{seconds:.1f} s", "") for name, seconds in run.stages_s.items()),
+        ("first picture with both", f"{run.draw_s:.0f} s", ""),
+        *((f"levels off stock, at most: {name}", f"{levels.max()}", "") for name, levels in off.items()),
+        *((f"levels off stock, mean: {name}", f"{levels.mean():.2f}", "") for name, levels in off.items()),
+    ]
     values = {
-        "bench": "sdxl-size",
-        "machine": machine(),
-        "threads": THREADS,
-        "weights_gib": run.weights_bytes / GIB,
-        "loading_bound_gib": run.bound_bytes / GIB,
         "engine_peak_gib": run.engine_peak_bytes / GIB,
         "worker_peak_pss_gib": run.worker_peak_pss_bytes / GIB,
         "ready_s": run.ready_s,
-        "stages_s": run.stages_s,
         "draw_s": run.draw_s,
-        "steps": DRAW["num_inference_steps"],
-        "most_levels_off_stock": {name: int(levels.max()) for name, levels in off.items()},
-        "mean_levels_off_stock": {name: round(float(levels.mean()), 4) for name, levels in off.items()},
     }
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(rounded, indent=2) + "\n", encoding="utf-8")
+    conditions = f"{THREADS} threads, {DRAW['num_inference_steps']} steps of 256x256"
+    record("sdxl-size", rows, values, conditions=conditions)
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"
 
 
 def _weights_bytes(folder: Path) -> int:

@@ -112,7 +112,8 @@ def _fill(message: Message, manner: Manner, turn: int, depth: int = 0) -> None:
 def _put(message: Message, field: Any, manner: Manner, turn: int, depth: int) -> None:
     here = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        here[manner.text] = manner.text
+        key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        here[_value(key, manner)] = _value(value, manner)
     elif field.message_type is not None:
         if depth < _DEEPEST:
             _fill(here.add() if field.is_repeated else here, manner, turn, depth + 1)

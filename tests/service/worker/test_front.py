@@ -64,7 +64,7 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> No
 
 @pytest.mark.parametrize("how", ["by this attempt", "by an earlier one", "by nobody"])
 async def test_a_picture_is_inscribed_with_what_it_started_from(running: Running, how: str) -> None:
-    order = request("jumps" if how == "by this attempt" else "begins", job_id=how)
+    order = request(f"{'jumps' if how == 'by this attempt' else 'begins'} over two stars", job_id=how)
     order.spec.num_images, order.spec.fidelity = 2, generation_pb2.FIDELITY_BALANCED
     order.addons[CACHE] = CacheOrder(read=True).SerializeToString()
     if how == "by an earlier one":

@@ -215,6 +215,7 @@ def test_a_controlnet_of_a_model_that_cannot_be_used_is_named_with_its_reason(tm
 
 def test_a_worker_says_of_a_controlnet_of_its_own_what_doctor_says(tmp_path: Path) -> None:
     folder = with_config(tmp_path / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
-    with pytest.raises(ConfigError, match=r"^engine\.controlnets: ControlNet lines cannot .* num_class_embeds is 7"):
+    said = r"^engine\.controlnets: ControlNet lines cannot .* num_class_embeds must be null, not 7"
+    with pytest.raises(ConfigError, match=said):
         check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"lines": str(folder)})))
     check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"edges": str(REAL)})))

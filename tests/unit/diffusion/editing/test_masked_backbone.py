@@ -244,7 +244,7 @@ def test_networks_of_other_parts_are_refused_with_the_part() -> None:
     others: dict[str, dict[str, Any]] = {
         "AttnDownBlock2D": {"down_block_types": ("AttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")},
         "a DualTransformer2DModel": {"dual_cross_attention": True},
-        "not one self-attention": {"only_cross_attention": True},
+        "does not have one self-attention": {"only_cross_attention": True},
     }
     for part, options in others.items():
         with pytest.raises(UnsupportedNetwork, match=part):
