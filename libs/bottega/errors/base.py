@@ -14,7 +14,7 @@ DOMAIN = "bottega"
 
 
 class Code(IntEnum):
-    """google.rpc.Code, so that the tree needs no gRPC."""
+    """A copy of google.rpc.Code, so that the error classes need not import gRPC."""
 
     CANCELLED = 1
     UNKNOWN = 2

@@ -19,7 +19,7 @@ class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
 
 
 class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING):
-    """A service lives, and is starting the engine at which its links end. Asking again helps."""
+    """The service runs, but the engine that serves its links is still starting. Retry."""
 
 
 class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):

@@ -18,10 +18,7 @@ from bottega.client.transport.tls import Tls
 
 
 class Job(OnLoop):
-    """A job by its id, which is all that has to be kept to find it again: `client.job(id)`.
-
-    The gateway's Job has the same name: it is what this one is a handle on.
-    """
+    """A handle on a job of the gateway. `client.job(id)` makes one from the job's id."""
 
     def __init__(self, job: AsyncJob, client: GatewayClient, loop: LoopThread) -> None:
         self._async = job

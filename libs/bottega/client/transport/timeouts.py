@@ -21,7 +21,7 @@ class LastProgress:
     steps_total: int = 0
 
     def update(self, event: Event) -> None:
-        """Takes in what an event tells."""
+        """Update the job's id and its step counts from an event."""
         self.job_id = getattr(event, "job_id", self.job_id)
         if isinstance(event, Progress):
             self.steps_done, self.steps_total = event.steps_done, event.steps_total

@@ -76,7 +76,9 @@ class LoadedControlNet:
 
     @torch.inference_mode()
     def residuals(self, inputs: Inputs, embedded: Tensor) -> list[Tensor]:
-        """Return the residuals by point, at scale 1: [rows, channels, height, width] each, the middle one last.
+        """Return the residuals, unscaled: one for each skip connection of the UNet, then that of the middle block.
+
+        Each is [rows, channels, height, width].
 
         Args:
             embedded: [rows, channels, latent height, latent width], see embed.

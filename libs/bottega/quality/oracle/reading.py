@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The content of a picture in the grammar's words."""
+    """The things that the oracle reads in a picture, in the words of the embedded model's prompts."""
 
     ground: str
     """"" if there is none."""

@@ -30,7 +30,7 @@ class ActivationDisk:
     _gone: int = 0
 
     def open(self) -> bool:
-        """Open the records, possibly again, and return whether they and the files are still the same."""
+        """Open or reopen the records. Return False if their database or the files were replaced since the last open."""
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
 

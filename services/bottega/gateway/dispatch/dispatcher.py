@@ -394,9 +394,10 @@ class Dispatcher:
 
 
 def _bounded(provenance: Provenance) -> Provenance:
-    """Return a worker's provenance without fields that this gateway does not know: it is stored with the job.
+    """Return a worker's provenance, which is stored with the job, without fields that this gateway does not know.
 
-    Raises InternalError for one that is larger than any that a request can have.
+    Raises:
+        InternalError: It is larger than the provenance of any request can be.
     """
     provenance.DiscardUnknownFields()
     if provenance.ByteSize() > _MAX_PROVENANCE_BYTES:

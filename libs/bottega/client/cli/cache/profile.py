@@ -48,9 +48,9 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
 @click.option(
     "--clip",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of a CLIP of transformers, which scores the pictures. For the embedded model an oracle does.",
+    help="Folder of a Hugging Face CLIP model that scores the pictures. The embedded model has a scorer of its own.",
 )
-@click.option("--steps", type=click.IntRange(4, 200), help="Of each picture; default: the model's.")
+@click.option("--steps", type=click.IntRange(4, 200), help="Denoising steps of each picture (default: the model's).")
 @click.option("--model", help="To measure; default: the only one that is served.")
 @click.option(
     "--samples",

@@ -97,7 +97,7 @@ class _Clock:
         self.seconds, self._running, self._since_s = {}, "", perf_counter()
 
     def mark(self, module: str) -> None:
-        """End the running module and begin this one."""
+        """Stop timing the current module and start timing this one."""
         self._beat()
         self._synchronize()
         now_s = perf_counter()

@@ -24,7 +24,7 @@ _HALVES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowProjections:
-    """Kept tensors of each row, [tokens, channels], to merge packed ones into; None for rows computed whole."""
+    """The recorded tensor of each row, [tokens, channels], or None for a row that is computed in full."""
 
     keys: Sequence[Tensor | None]
     values: Sequence[Tensor | None]

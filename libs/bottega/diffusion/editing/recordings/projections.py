@@ -20,7 +20,7 @@ class ProjectionsRoom:
 
 
 class StepProjections:
-    """The KeptProjections of one step."""
+    """The keys and values recorded for one denoising step, by transformer block."""
 
     def __init__(self, room: ProjectionsRoom) -> None:
         self.size_bytes = 0

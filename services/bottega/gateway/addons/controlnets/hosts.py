@@ -47,7 +47,7 @@ class ControlNetHosts:
             self._sessions[member] = sum(net.sessions for net in nets)
 
     def remove(self, member: Member) -> None:
-        """A member is not here any more. Harmless where it was not."""
+        """Remove a member. Do nothing if it is unknown."""
         self._forget_nets(member, self._of.pop(member, ()))
         self._sessions.pop(member, None)
 
