@@ -141,12 +141,13 @@ class ConnectionGuard:
             self._end(
                 "connections without calls were ended: a host had more than its share", self._too_many(found, busy)
             )
-        for host in floods:
+        # A host that may have all is a proxy: its connections carry the calls of tenants as well.
+        for host in floods if self._share < 1 else ():
             left = 0 if self._keep_out(host) else _STRANGE_CONNECTIONS
             strange = [each for each in found if each.host == host and not self._ledger.found(each.peer).known]
             self._end("connections were ended: a host called again and again without being known", strange[left:])
         talkers = list(self._idle_talkers(found)) if working else []
-        for host in {each.host for each in talkers} - set(floods):
+        for host in {each.host for each in talkers} - set(floods) if self._share < 1 else ():
             self._keep_out(host)
         self._end("connections were ended: they brought far more than their calls", talkers)
         self._log()

@@ -97,7 +97,8 @@ class ListenerConfig:
     max_connections: open at once, each with some 640 calls; at most a quarter of the limit of open files. Where one
         host has more than peer_share of them, those that carry no call are ended; so is every one without a call after
         some minutes, and, at once, those of a host that makes more than 250 calls a second without being known. Such
-        a host is kept out for 10 s, unless somebody who is known has called from there within the last hour.
+        a host is kept out for 10 s, unless somebody who is known has called from there within the last hour. With a
+        peer_share of 1.0 no host is: it may be a proxy.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
     insecure: listen where the network can reach it though nobody who calls is asked who they are: without TLS, or with

@@ -72,11 +72,18 @@ class SourceFilter:
         try:
             for listening in _listening(self._port):
                 _attach(listening, program(self._until) if self._until else ())
-        except OSError as error:
+        except (OSError, psutil.Error) as error:
             self._works = False
             self._until.clear()
             _log.warning("hosts that flood cannot be kept out here", extra={"why": str(error)})
+            self._detach()
         return self._works
+
+    def _detach(self) -> None:
+        """Remove the filter, which may be an earlier one: otherwise its hosts would be kept out for ever."""
+        with contextlib.suppress(OSError, psutil.Error):
+            for listening in _listening(self._port):
+                _attach(listening, ())
 
 
 def program(hosts: Iterable[str]) -> tuple[Instruction, ...]:

@@ -15,9 +15,9 @@ import pytest
 
 from bottega.errors import Unauthenticated
 from bottega.rpc.channel import open_channel
-from bottega.rpc.connection_limits import connection_bounds
+from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.peers import Peer
+from bottega.rpc.peers import Peer, host_of_address
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.server import Server, ServerConfig
 from bottega.v1 import image_pb2, image_pb2_grpc
@@ -179,3 +179,40 @@ def test_a_host_floods_by_calls_a_second_and_a_connection_of_somebody_known_is_r
     assert ledger.found(lost.connection).known
     assert not ledger.found(flood.connection).known
     assert (ledger.knows("a"), ledger.knows("b")) == (False, True)
+
+
+def test_a_connection_that_has_calls_is_remembered_however_many_others_come() -> None:
+    ledger = ConnectionLedger()
+    tenant = Peer(connection="tenant 1", host="proxy")
+    ledger.account(tenant)
+    ledger.recognized(tenant)
+    for number in range(40_000):
+        ledger.account(Peer(connection=f"stranger {number}", host="proxy"))
+        if number % 10_000 == 0:
+            ledger.account(tenant)
+    assert ledger.found(tenant.connection).known
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+async def test_a_host_that_may_have_all_is_a_proxy_and_loses_no_connection_by_strangers_calls(share: float) -> None:
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(most=100, share=share, busy=frozenset, ledger=ledger)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client, listening.accept()[0]:
+            client.setblocking(False)
+
+            def is_ended() -> bool:
+                with contextlib.suppress(BlockingIOError):
+                    return client.recv(1) == b""
+                return False
+
+            host = host_of_address("127.0.0.1")
+            for _ in range(300):
+                ledger.refused(Peer(connection="somebody else's", host=host))
+            async with guard.looking(port):
+                if share < 1:
+                    await eventually(is_ended)
+                else:
+                    await asyncio.sleep(0.6)  # some looks
+                    assert not is_ended()

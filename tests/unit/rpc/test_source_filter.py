@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bottega.rpc import source_filter
 from bottega.rpc.source_filter import Instruction, SourceFilter, program
 from tests.support.waiting import wait_until
 
@@ -53,6 +55,20 @@ def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
     assert all(banned.ban(f"10.0.0.{number}") for number in range(64))
     assert not banned.ban("10.0.1.0")
     assert banned.ban("10.0.0.3")
+
+
+def test_where_the_system_takes_no_further_host_no_host_stays_banned(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    banned = SourceFilter(port, banned_s=60.0)
+    assert banned.ban(BANNED)
+
+    def refuse(hosts: object) -> tuple[Instruction, ...]:
+        raise OSError(errno.ENOMEM, "the filter is too large")
+
+    monkeypatch.setattr(source_filter, "program", refuse)
+    assert not banned.ban("10.0.0.1")
+    assert _connects(port, BANNED)
 
 
 def _drops(instructions: tuple[Instruction, ...], address: str) -> bool:

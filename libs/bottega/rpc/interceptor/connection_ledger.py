@@ -51,15 +51,14 @@ class ConnectionLedger:
         self._since = time.monotonic()
         self._flood = asyncio.Event()
         self._known: dict[str, float] = {}  # by host, the last one last
-        self._accounts: dict[str, ConnectionAccount] = {}  # by connection, the newest last
+        self._accounts: dict[str, ConnectionAccount] = {}  # by connection, the last used one last
 
     def account(self, peer: Peer) -> ConnectionAccount:
         """Return the account of a connection, for a call that begins."""
-        account = self._accounts.get(peer.connection)
-        if account is None:
-            account = self._accounts[peer.connection] = ConnectionAccount()
-            if len(self._accounts) > _MOST_ACCOUNTS:
-                del self._accounts[next(iter(self._accounts))]
+        # The account that was used last goes to the end: one of a connection that has calls is not forgotten.
+        account = self._accounts[peer.connection] = self._accounts.pop(peer.connection, None) or ConnectionAccount()
+        if len(self._accounts) > _MOST_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]
         account.explained_bytes += _CALL_BYTES
         return account
 
