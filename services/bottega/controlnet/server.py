@@ -237,9 +237,11 @@ class ControlNetServer:
                 self.failed.set_result(error)
 
     def _fail_first_hosting(self, error: BottegaError) -> None:
-        self._first_hosting.set_exception(error)
+        failed = self._first_hosting
+        failed.set_exception(error)
         if self._on_demand:
-            self._first_hosting.exception()  # marks it as retrieved, because possibly nothing awaits it
+            failed.exception()  # marks it as retrieved, because possibly nothing awaits it
+            self._first_hosting = asyncio.get_running_loop().create_future()  # of the engine that is started next
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
         """Do nothing: this engine is ready once its libraries are imported, and reports no stages before."""

@@ -208,6 +208,21 @@ async def test_an_engine_on_demand_is_started_by_the_first_link_and_what_it_host
     await server.stop()
 
 
+async def test_links_wait_for_the_next_engine_where_the_first_one_on_demand_was_lost(tmp_path: Path) -> None:
+    engine = Engine()
+    server = _server(engine, tmp_path, controlnets={}, engine_on_demand=True)
+    await server.start()
+    with pytest.raises(EngineStarting):
+        await server.open_link(OpenLinkRequest(), caller="")
+    await server.on_engine_lost("killed")
+    with pytest.raises(EngineStarting):
+        await server.open_link(OpenLinkRequest(), caller="")
+    engine.renew()
+    await _serve(server, engine)
+    assert (await server.open_link(OpenLinkRequest(), caller="")).link_id == "one"
+    await server.stop()
+
+
 async def test_an_engine_on_demand_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     engine = Engine()
     server = _server(engine, tmp_path, controlnets={}, engine_on_demand=True)
