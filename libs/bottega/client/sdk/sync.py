@@ -18,7 +18,7 @@ from bottega.client.transport.tls import Tls
 
 
 class Job(OnLoop):
-    """A handle on a job of the gateway. `client.job(id)` makes one from the job's id."""
+    """A handle on a job, made by `client.job(id)`. The gateway's class of the same name is the job itself."""
 
     def __init__(self, job: AsyncJob, client: GatewayClient, loop: LoopThread) -> None:
         self._async = job
