@@ -56,7 +56,8 @@ class ConnectionLedger:
     def account(self, peer: Peer) -> ConnectionAccount:
         """Return the account of a connection, for a call that begins."""
         # The account that was used last goes to the end: one of a connection that has calls is not forgotten.
-        account = self._accounts[peer.connection] = self._accounts.pop(peer.connection, None) or ConnectionAccount()
+        account = self._accounts.pop(peer.connection, ConnectionAccount())
+        self._accounts[peer.connection] = account
         if len(self._accounts) > _MOST_ACCOUNTS:
             del self._accounts[next(iter(self._accounts))]
         account.explained_bytes += _CALL_BYTES
