@@ -10,7 +10,8 @@ import contextlib
 import random
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import grpc
 import psutil
@@ -89,31 +90,36 @@ def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
 
 def flood_messages(scene: Scene, *, times: int, rng: random.Random) -> None:
     """Callers send the largest and most nested messages, and pings, while others draw and ask how their jobs stand."""
-    scene.look_first(SEEDS, STEPS)
-    gateway = psutil.Process(scene.gateway.process.pid)
-    for _ in range(times):
-        with flooding(scene.address, ATTACKS, seconds=ATTACK_S):
-            ends = time.monotonic() + ATTACK_S
-            while time.monotonic() < ends:
-                _draw_meanwhile(scene, rng)
-                scene.tally.most("gateway_mib", gateway.memory_info().rss >> 20)
-        scene.tally.count("floods")
-    scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), MOST_MIB)
-    scene.tally.reached("floods", times)
+    _flood(scene, lambda: flooding(scene.address, ATTACKS, seconds=ATTACK_S), times=times, rng=rng, most_mib=MOST_MIB)
 
 
 def flood_strangers(scene: Scene, *, times: int, rng: random.Random) -> None:
     """Callers without a key come by the ten thousand, while a tenant draws and asks how its jobs stand."""
+
+    def attack() -> AbstractContextManager[object]:
+        return flooding(scene.address, [STRANGERS], seconds=ATTACK_S, source=STRANGERS_FROM)
+
+    _flood(scene, attack, times=times, rng=rng, most_mib=MOST_STRANGE_MIB)
+
+
+def _flood(
+    scene: Scene,
+    attack: Callable[[], AbstractContextManager[object]],
+    *,
+    times: int,
+    rng: random.Random,
+    most_mib: int,
+) -> None:
     scene.look_first(SEEDS, STEPS)
     gateway = psutil.Process(scene.gateway.process.pid)
     for _ in range(times):
-        with flooding(scene.address, [STRANGERS], seconds=ATTACK_S, source=STRANGERS_FROM):
+        with attack():
             ends = time.monotonic() + ATTACK_S
             while time.monotonic() < ends:
                 _draw_meanwhile(scene, rng)
                 scene.tally.most("gateway_mib", gateway.memory_info().rss >> 20)
         scene.tally.count("floods")
-    scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), MOST_STRANGE_MIB)
+    scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), most_mib)
     scene.tally.reached("floods", times)
 
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch.nn import functional
 
 from bottega.model_files import ModelReport
 from bottega.model_files.presets import read_preset
+from bottega.process.available_memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ def _pick_for_cpu(float32_bytes: int) -> tuple[torch.dtype, str]:
     Args:
         float32_bytes: What the weights take in float32.
     """
-    available_bytes = psutil.virtual_memory().available
-    if float32_bytes > _MEMORY_SHARE * available_bytes:
-        needed_gb, there_gb = float32_bytes / 1e9, available_bytes / 1e9
+    left_bytes = available_bytes()
+    if left_bytes is not None and float32_bytes > _MEMORY_SHARE * left_bytes:
+        needed_gb, there_gb = float32_bytes / 1e9, left_bytes / 1e9
         return torch.bfloat16, f"its weights take {needed_gb:.1f} GB in float32, and {there_gb:.1f} GB are available"
     times = probe_times()
     ratio = times.bfloat16_s / times.float32_s

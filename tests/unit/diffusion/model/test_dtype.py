@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -90,7 +89,7 @@ def test_float32_is_not_chosen_where_there_is_no_memory_for_it(
 ) -> None:
     measured.times = BFLOAT16_IS_SLOWER
     needed = 4 * sum(part.parameters for part in half().parts.values())
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    monkeypatch.setattr(dtypes, "available_bytes", lambda: needed)
     assert pick_dtype("auto", half(), CPU) == torch.bfloat16
     assert measured.asked == 0
 

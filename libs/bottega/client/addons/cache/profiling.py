@@ -42,21 +42,22 @@ _ROWS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMeasurement:
-    """What was asked for. clip: folder of a CLIP that scores pictures; without, the embedded model's oracle does.
-
-    draws: of each pair, with seeds of their own. samples: file in which what was measured is kept as it comes; what it
-    has already is not drawn again. num_inference_steps, model: absent is the default.
-    """
+    """A measurement of the cache, as it was asked for."""
 
     pairs: Sequence[PromptPair]
     clip: Path | None = None
+    """Folder of a CLIP model that scores the pictures; None has the embedded model's oracle score them."""
     draws: int = 2
+    """Draws of each pair, each with a seed of its own."""
     num_inference_steps: int | None = None
+    """None is the model's default."""
     model: str | None = None
+    """None is the model that is served."""
     samples: Path | None = None
+    """File that keeps every measured pair. Pairs that are in it already are not drawn again."""
 
     def check(self) -> None:
-        """Raises InvalidRequest, with all that is wrong."""
+        """Raise InvalidRequest with everything that is wrong."""
         broken = []
         pairs = as_list(self.pairs, name="pairs", what="PromptPair")
         if strange := [each for each in pairs if not isinstance(each, PromptPair)]:
@@ -71,7 +72,7 @@ class CacheMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingEstimate:
-    """What a measurement draws at most: pairs that a file of samples has are not drawn again."""
+    """An upper bound on what a measurement draws: pairs in its file of samples are not drawn again."""
 
     pictures: int
     """Number of pictures, those from latents included."""
@@ -99,29 +100,38 @@ def estimate_drawing(wanted: CacheMeasurement, fleet: ListMembersResponse) -> Dr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCache:
-    """A profile, the samples that it was made of, and how many pairs are missing, as they were not recorded."""
+    """A measured profile with the samples that it was made of."""
 
     profile: CacheProfile
     method: Method
     samples: tuple[PairSample, ...]
     unrecorded: int
+    """Pairs without a sample, because the cache did not record their first picture."""
 
 
 class Scores(Protocol):
-    """Who scores pictures (bottega.quality.scoring.Scorer)."""
+    """A scorer of pictures, such as bottega.quality.scoring.Scorer."""
 
     async def score(self, prompt: str, picture: bytes) -> float:
-        """More is better. Raises InvalidRequest where there is no score for such a prompt."""
+        """Return a picture's score; more is better. Raise InvalidRequest if the prompt cannot be scored."""
         ...
 
 
 async def measure_cache(
     drawer: PairDrawer, scores: Scores, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None]
 ) -> MeasuredCache:
-    """Draws and scores all pairs, which have been checked. on_pair: told how many are done, and how many there are.
+    """Draw and score all pairs, and return the profile that they make.
 
-    Raises InvalidRequest where the prompts cannot be scored, Unavailable where the cache records nothing, and what
-    drawing raises.
+    Args:
+        drawer: Draws with the running suite.
+        scores: Scores the pictures.
+        wanted: The measurement, already checked.
+        on_pair: Called after each pair with the number of pairs that are done and the number of all.
+
+    Raises:
+        InvalidRequest: The prompts cannot be scored.
+        Unavailable: The cache records nothing.
+        BottegaError: Drawing failed.
     """
     model_hash, steps = await drawer.begin(wanted.pairs[0].first)
     method = Method(model_hash=model_hash, num_inference_steps=steps, draws=wanted.draws, judge=judge_name(wanted.clip))
@@ -143,7 +153,7 @@ async def measure_cache(
 
 
 def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
-    """How a profile was measured, for people."""
+    """Return a sentence for people that says how a profile was measured."""
     return (
         f"{len(samples)} pairs of prompts, {method.draws} seeds each, {method.num_inference_steps} steps; quality by "
         f"{method.judge}, the mean over a pair's pictures; {datetime.now(UTC):%Y-%m-%d}"
@@ -151,7 +161,7 @@ def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
 
 
 async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, draws: int) -> PairSample | None:
-    """Draws and scores one pair; None where a picture of its first prompt was not recorded."""
+    """Draw and score one pair. Return None if a picture of its first prompt was not recorded."""
     drawn = await asyncio.gather(*(drawer.draw(pair, number) for number in range(draws)))
     whole = [each for each in drawn if each is not None]
     if len(whole) < draws:
@@ -171,12 +181,12 @@ async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, dra
 
 
 def judge_name(clip: Path | None) -> str:
-    """Who scores pictures, for people: the CLIP of that folder, or the embedded model's oracle."""
+    """Return the scorer's name for people: the CLIP of a folder, or the embedded model's oracle."""
     return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"
 
 
 class _Progress:
-    """Counts pairs. told: after each, how many are done and how many there are."""
+    """A counter of measured pairs, which calls `told` after each with the number done and the number of all."""
 
     def __init__(self, kept: SampleFile, pairs: int, told: Callable[[int, int], None]) -> None:
         self._kept = kept
@@ -186,7 +196,7 @@ class _Progress:
         self.unrecorded = 0
 
     async def add(self, sample: PairSample | None) -> None:
-        """A pair is done; without a sample, it was not recorded. Raises Unavailable where most are not."""
+        """Count a pair; None is one that was not recorded. Raise Unavailable if most are not."""
         self._tried += 1
         if sample is None:
             self.unrecorded += 1
@@ -199,7 +209,7 @@ class _Progress:
 
 
 async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Awaitable[None]]) -> None:
-    """Some of them together. The first that fails ends it, and its error is raised."""
+    """Do the work for all pairs, some of them at a time. Raise the first error, and cancel the rest."""
     left = list(reversed(pairs))
 
     async def work_on() -> None:

@@ -40,17 +40,17 @@ def pairs_of_file(text: str) -> list[PromptPair]:
 
 
 def miniature_pairs(count: int, *, seed: int = 0) -> list[PromptPair]:
-    """So many of the embedded model's grammar: a scene, and the same after one to eight refinements.
+    """Return `count` pairs in the embedded model's grammar: a scene, and the same scene after one to eight refinements.
 
-    Half of them have one thing and half two; of these, half in the longer sentence, which has more than 15 words.
-    The same seed begins with the same pairs, however many are asked for.
+    Half of the scenes have one thing and half have two. Half of the latter use the long sentence of more than 15 words.
+    The first pairs of a seed are the same for every count.
     """
     rng = random.Random(seed)
     return [_miniature_pair(number, rng) for number in range(count)]
 
 
 def thin_out(pairs: Sequence[PromptPair], most: int) -> list[PromptPair]:
-    """At most so many of them, spread evenly over all."""
+    """Return at most `most` of the pairs, spread evenly over all."""
     if len(pairs) <= most:
         return list(pairs)
     return [pairs[number * len(pairs) // most] for number in range(most)]

@@ -14,23 +14,22 @@ from bottega.planning.skip_profile import SHORT_WORDS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
 
 ALPHAS: Mapping[str, float] = {"balanced": BALANCED_ALPHA, "fast": FAST_ALPHA}
-"""Of an uncached picture's quality, what a cached one has to be above, by fidelity."""
+"""By fidelity, the share of an uncached picture's quality that a cached one has to exceed."""
 
 _CLASSES = (float(SHORT_WORDS), math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a profile means for the pairs that it was made of.
-
-    shares: of them, that start after each fraction of the steps; what is left is drawn from noise.
-    uncached, cached: mean quality of those that start, drawn from noise and as the profile says; 0 where none does.
-    """
+    """The effect of a profile on the pairs that it was made of."""
 
     pairs: int
     shares: Mapping[float, float]
+    """Share of the pairs that start after each fraction of the steps. The other pairs are drawn from noise."""
     uncached: float
+    """Mean quality of the pairs that start, when drawn from noise; 0 if no pair starts."""
     cached: float
+    """Their mean quality when drawn as the profile says; 0 if no pair starts."""
 
 
 def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
@@ -52,7 +51,7 @@ def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
 
 
 def profile_message(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
-    """For both fidelities. Where nothing may be reused, a class without thresholds says so: without one it is none."""
+    """Return the profile of both fidelities. A class without thresholds says that nothing may be reused."""
     profile = CacheProfile(model_hash=model_hash, about=about)
     profile.balanced.extend(_messages(skip_profile(samples, BALANCED_ALPHA)))
     profile.fast.extend(_messages(skip_profile(samples, FAST_ALPHA)))
@@ -62,7 +61,7 @@ def profile_message(model_hash: str, samples: Sequence[PairSample], about: str) 
 
 
 def use_of(profile: SkipProfile, samples: Sequence[PairSample]) -> Use:
-    """What it means for these pairs."""
+    """Return the effect of a profile on these pairs."""
     starts = [(sample, fraction) for sample in samples if (fraction := _fraction(profile, sample))]
     return Use(
         pairs=len(samples),
@@ -85,7 +84,7 @@ def _by_fraction(samples: Sequence[PairSample]) -> Mapping[float, list[QualitySa
 
 
 def _fraction(profile: SkipProfile, sample: PairSample) -> float:
-    """After which the sample's pictures start; 0 where they do not."""
+    """Return the fraction of the steps after which the sample's pictures start; 0 if they do not."""
     allowed = (
         fraction
         for fraction, least in profile.thresholds(sample.words).items()
