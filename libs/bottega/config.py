@@ -94,7 +94,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> None:
-    """Of a key that is there twice YAML takes the last, and whoever edits the first wonders."""
+    """Raise for a key that is there twice: YAML takes the last one, and an edit of the first has no effect."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_for_doubles(path, item, section)

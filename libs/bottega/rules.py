@@ -88,7 +88,7 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
 
 
 def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Which prompts are too long. A tokenizer reads all of a prompt, however little of it counts."""
+    """Yield a violation for each text that is too long: a tokenizer reads all of it, however little counts."""
     texts = {name: getattr(spec, name) for name in _TEXTS}
     texts |= {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts[:MAX_IMAGES])}
     for name, text in texts.items():

@@ -50,7 +50,7 @@ class InstanceProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceRecord:
-    """What a running instance says about itself."""
+    """The record that a running instance keeps of itself."""
 
     pid: int
     address: str

@@ -66,7 +66,7 @@ class EditSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSpec:
-    """One job: `num_images` images, of which image i has seed + i; with `prompts` it also has prompts[i].
+    """A job of `num_images` images. Image i is drawn with seed + i and, where there are `prompts`, with prompts[i].
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.

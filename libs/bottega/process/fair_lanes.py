@@ -24,7 +24,7 @@ _TENANT_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallNeed:
-    """What a call is expected to need of a pool, and whose call it is."""
+    """The owner of a call to a pool, and the time that it is expected to take."""
 
     share: Share = field(default_factory=Share)
     """The tenant and its weight. A pool without tenants serves all calls first come, first served."""

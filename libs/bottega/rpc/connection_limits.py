@@ -209,7 +209,7 @@ class ConnectionGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traffic:
-    """What came over a connection, as the system counts it, beside what its calls account for: a leaking bucket."""
+    """A leaking bucket of the bytes of a connection that its calls do not account for."""
 
     at: float
     idle_bytes: float = 0.0

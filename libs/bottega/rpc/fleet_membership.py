@@ -167,7 +167,7 @@ class FleetMembership:
         return was_joined
 
     async def _on_failure(self, error: BottegaError, *, said: bool) -> None:
-        """said: whether that is the gateway's word. gRPC loses it where a report is being written as a stream ends."""
+        """Handle the end of the stream. `said` tells whether the gateway gave the reason, which gRPC may lose."""
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}

@@ -46,7 +46,7 @@ class SqliteSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenFile:
-    """What a file was when a transaction found it in its place."""
+    """The identity of a file when a transaction found it in its place."""
 
     device: int
     inode: int
@@ -98,7 +98,7 @@ class SqliteFile:
             self._connection = None
 
     def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """What `operation` returns, done in a transaction that is on the disk by then, or undone when it raises."""
+        """Return what `operation` returns, after its transaction is on the disk. Roll back if it raises."""
         if self._connection is None:
             raise os_errors.unavailable(f"{self._schema.what} is not open", cause=os_errors.NOT_OPEN)
         with self._typed_errors():

@@ -72,7 +72,7 @@ class AttemptOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """What pictures and their provenance say of who drew them."""
+    """The worker and version that pictures and their provenance name."""
 
     worker: str
     """Name of the worker."""

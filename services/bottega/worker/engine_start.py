@@ -21,7 +21,7 @@ _FIRST_STAGE = StartProgress(stage="starting the engine")
 
 
 class EngineStart:
-    """One start of an engine, from the spawn of its process until it is ready or lost.
+    """A start of an engine, from the spawn of its process until it is ready or lost.
 
     Args:
         extend: Told, with each sign of progress, how far the start is; systemd then allows it more time.

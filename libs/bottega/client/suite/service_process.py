@@ -67,7 +67,7 @@ class RestartPolicy:
 
 
 class ServiceProcess:
-    """One service that is to run until it is stopped."""
+    """A service that is kept running until it is stopped."""
 
     def __init__(self, plan: ProcessPlan, logs: Path, listener: ServiceListener, policy: RestartPolicy) -> None:
         self.name = plan.name

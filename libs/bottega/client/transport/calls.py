@@ -91,9 +91,10 @@ async def call_with_retries(
     *,
     before_try: Callable[[RequestT], None] = lambda _: None,
 ) -> ResponseT:
-    """One answer to one request. Raises the BottegaError that the gateway meant.
+    """Return the answer to a request, retrying as the policy says. Raise the gateway's BottegaError.
 
-    before_try: brings up to date what of the request depends on the moment, or raises what ends the tries.
+    Args:
+        before_try: Updates what of the request depends on the time, or raises to end the retries.
     """
     backoff = Backoff(terms.retry, terms.deadline)
     with _unreached_timer(terms):

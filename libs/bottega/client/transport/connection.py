@@ -74,7 +74,7 @@ class GatewayConnection:
             self._fleet_channel = self._open("fleet_address", fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
-        """Those of a call that may take so long; None is as long as the connection says."""
+        """Return the terms of a call with this time limit; None is the connection's own."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return CallTerms(
             address=self.address,
@@ -95,9 +95,9 @@ class GatewayConnection:
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
-        """Who has joined. Nothing but this needs the fleet listener to be reached.
+        """Return the members of the fleet. Only this call needs the fleet listener.
 
-        Raise Forbidden where the listener asks for a certificate, and the client has an API key alone.
+        Raise Forbidden if the listener asks for a certificate and the client has only an API key.
         """
         if self.shows_key and self._tls is not None and self._tls.certificate is None:
             raise Forbidden("this needs an operator's certificate; an API key is a tenant's")

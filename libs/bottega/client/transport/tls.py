@@ -39,7 +39,7 @@ def tls_from_environment() -> Tls | None:
 
 
 def channels_of(tls: Tls | None) -> Channels:
-    """What opens the channels of a client. Raises InvalidRequest for files that cannot be used."""
+    """Return the factory of a client's channels. Raise InvalidRequest for files that cannot be used."""
     if tls is None:
         return BoundedChannels()
     if (tls.certificate is None) != (tls.key is None):

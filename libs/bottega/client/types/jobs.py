@@ -47,7 +47,7 @@ _FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """One look at a job."""
+    """A snapshot of a job."""
 
     job_id: str
     request_id: str

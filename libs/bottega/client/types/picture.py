@@ -37,7 +37,7 @@ _NAMES: dict[ImageFormat.ValueType, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One finished picture; a notebook shows it by itself.
+    """A finished picture, which a notebook displays.
 
     data: the encoded picture, in `format`.
     seed: draws this very picture again, alone, with the parameters of `provenance`; one of several that started from a

@@ -38,7 +38,7 @@ _PLAIN_SWITCHES = frozenset({"mask_alpha", "keep_for_editing"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What is drawn: every default filled in, the seed drawn, input images left out.
+    """The parameters of a picture, with all defaults and the seed filled in, and without input images.
 
     Fields are documented as keyword arguments, by GenerationOptions. `client.generate(parameters.prompt,
     **parameters.options())` draws the same again, with the input images given once more.
@@ -249,7 +249,7 @@ class SourceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What really happened to a request; it travels with its pictures."""
+    """A record of how a request was really drawn. It travels with the pictures."""
 
     parameters: Parameters = field(default_factory=Parameters)
     """What was drawn, with what timing decided, so that they draw the same again. Of several pictures of which some

@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def left_bytes(self) -> int | None:
-        """For activations, beside what is reserved; None where nothing is counted."""
+        """The bytes that are left for activations beside the reserved ones; None if nothing is counted."""
         if self.budget_bytes is not None:
             return max(0, self.budget_bytes - sum(self.reserved.values()))
         available = self._available()

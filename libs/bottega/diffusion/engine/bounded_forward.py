@@ -97,9 +97,9 @@ class BoundedForward:
         self._run_before: set[tuple[object, ...]] = set()
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        """As Denoiser.predict, in parts where all rows together do not fit.
+        """Predict as Denoiser.predict does, in parts if all rows together do not fit.
 
-        Raises torch.OutOfMemoryError, or what stands for it, where not even one row does.
+        Raise torch.OutOfMemoryError, or the device's equivalent, if not even one row fits.
         """
         area, most = _area(rows), None
         if self._splits:

@@ -336,7 +336,7 @@ class Engine:
             yield from self._say(job)
 
     def _say_arrived(self) -> Iterator[Event]:
-        """What has come from the device since the last turn."""
+        """Yield events of what has arrived from the device since the last turn."""
         self._stepper.note_times()
         for job in self._jobs.values():
             self._charge_encoding(job)

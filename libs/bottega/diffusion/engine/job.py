@@ -253,7 +253,7 @@ class EngineJob:
         return self.spans.read()
 
     def record(self) -> EngineRecord:
-        """What happened to it; the device has done all of it."""
+        """Return the record of the job, whose work on the device is done."""
         if self.encoding is not None:
             self.seconds["encode"] = self.encoding.seconds
         record = EngineRecord(

@@ -46,7 +46,7 @@ class _HalfStep:
 
 
 class RequestCost(NamedTuple):
-    """What a turn does for one of its requests."""
+    """The work that a turn does for one of its requests."""
 
     rows: float
     """Its rows, each as what it costs of a plain one."""
@@ -81,7 +81,7 @@ def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EnqueuedTurn:
-    """One that was enqueued."""
+    """A turn that was enqueued on the device."""
 
     turn: BatchTurn[Request]
     owners: Sequence[EngineJob]
@@ -145,7 +145,7 @@ class Stepper:
         self.steps = 0
 
     def step(self) -> StepOutcome | None:
-        """One denoising step of the next group; None where no request is ready for one."""
+        """Make one denoising step of the next group. Return None if no request is ready."""
         preparing = self._device.record()
         self._prepare_weights()
         began = self._device.record()

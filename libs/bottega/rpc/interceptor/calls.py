@@ -58,8 +58,11 @@ class CallLimits:
 
 
 class CallTracker:
-    """All calls. ledger: what those of each connection account for. audit: where those that change something are noted,
-    if anywhere.
+    """A tracker of all calls.
+
+    Args:
+        ledger: Counts what the calls of each connection account for.
+        audit: Log of the calls that change something, if there is one.
     """
 
     def __init__(
@@ -152,9 +155,9 @@ class CallGuard:
         at_end(self._slot.release)
 
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
-        """In the block, before anything is taken in: whoever is served in this task knows the caller from then on.
+        """Identify the caller before a message is read, for all that this task does from then on.
 
-        Raises Unauthenticated, Forbidden where the method is not for that caller, and QuotaExceeded.
+        Raise Unauthenticated, Forbidden if the method is not for that caller, or QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
         try:

@@ -26,7 +26,7 @@ _ENDED_S = 5.0
 
 @dataclass(slots=True)
 class ConnectionAccount:
-    """What is known of the calls of one connection."""
+    """An account of the calls of one connection."""
 
     known: bool = False
     """Whether somebody who is known has called: a proxy's connection may carry strangers' calls as well."""
@@ -44,7 +44,7 @@ class ConnectionAccount:
 
 
 class ConnectionLedger:
-    """What the calls of each connection account for, and how often strangers call, by host."""
+    """The accounts of all connections, and the number of strangers' calls by host."""
 
     def __init__(self) -> None:
         self._refused = Counter[str]()

@@ -62,9 +62,10 @@ class CallAuthenticator(Protocol):
     """How a listener knows its callers."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Who calls. identities: URIs of the certificate that the peer has shown; none without one.
+        """Return the caller, or raise Unauthenticated.
 
-        Raises Unauthenticated.
+        Args:
+            identities: URIs of the peer's certificate; empty without one.
         """
 
 

@@ -56,7 +56,7 @@ def read_public(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileAccess:
-    """Who may use a file that is written."""
+    """The owner, group and mode of a file that is written."""
 
     mode: int
     """Permission bits."""

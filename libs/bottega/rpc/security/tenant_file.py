@@ -98,7 +98,7 @@ def is_tenant_name(name: str) -> bool:
 
 
 def read_tenants(path: Path) -> tuple[Tenant, ...]:
-    """Those of the file. Raises ConfigError where it is missing, damaged, or others than its owner may touch it."""
+    """Return the tenants of a file. Raise ConfigError if it is missing, damaged, or writable for others."""
     try:
         with path.open(encoding="utf-8") as file:
             check_private(path, os.fstat(file.fileno()), group_may_read=True)

@@ -200,7 +200,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def ListAdapters(
         self, request: image_pb2.ListAdaptersRequest, context: _Context
     ) -> image_pb2.ListAdaptersResponse:
-        """What requests of the caller may name."""
+        """Return a page of the adapters that the caller's requests may name."""
         rules.refuse(list(validation.check_adapters_page(request)))
         access = Access.of(caller())
         models = self._fleet.models(access)

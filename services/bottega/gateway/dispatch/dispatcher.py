@@ -63,7 +63,10 @@ class AttemptObserver(Protocol):
         """The worker says that the job cannot be drawn."""
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """It is over, however it ended. device_s: seconds of the worker's device that it used; None is not known."""
+        """Note that an attempt ended, in whatever way.
+
+        Args:
+            device_s: Seconds of the worker's device that it used; None if unknown."""
 
     def attempt_completed(
         self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance

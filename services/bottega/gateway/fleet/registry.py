@@ -333,7 +333,7 @@ def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registr
 
 
 def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
-    """One model of several workers: what each of them can draw."""
+    """Merge a model of several workers into one that can do what each of them can."""
     whole = image_pb2.Model()
     whole.CopyFrom(models[0])
     whole.workers = len(models)

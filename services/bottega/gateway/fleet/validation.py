@@ -69,7 +69,7 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
 
 
 def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
-    """What is wrong with a report. Numbers that are too bad to plan with are none of it: they are not used."""
+    """Yield the violations of a report. Numbers that cannot be planned with are not among them: they are ignored."""
     for name in ("running", "step_times"):
         if len(getattr(load, name)) > _MAX_ENTRIES:
             yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
@@ -196,7 +196,7 @@ def _is_bounded(model: image_pb2.Model) -> bool:
 
 
 def _can_be_drawn_with(model: image_pb2.Model) -> bool:
-    """What a request leaves open is filled in from these, and no rule looks at it again."""
+    """Yield the violations of a model's defaults: they fill in requests, and no rule checks them again."""
     sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor)
     return (
         all(0 <= side <= rules.MAX_SIDE for side in sides)

@@ -66,7 +66,7 @@ def without_images(spec: GenerationSpec) -> GenerationSpec:
 
 
 def with_short_texts(spec: GenerationSpec) -> GenerationSpec:
-    """What is kept of a cancelled job's spec: `spec`, or a copy with only the beginnings of texts that are long."""
+    """Return the spec to keep of a cancelled job: `spec`, or a copy whose long texts are cut."""
     long = [name for name in _TEXTS if _shortened(getattr(spec, name)) != getattr(spec, name)]
     prompts = [_shortened(prompt) for prompt in spec.prompts]
     if not long and prompts == spec.prompts:

@@ -274,7 +274,7 @@ class JobController:
         self.queue.settle(job, device_s)
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
-        """All images are on the disk."""
+        """Complete a job, whose images are all on the disk."""
         if job.is_current(number):
             self._snapshot.note_device_s(job, provenance)
         if job.complete(number, images, provenance):

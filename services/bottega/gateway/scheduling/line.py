@@ -80,7 +80,7 @@ _Place = tuple[float, int]
 
 @dataclass(slots=True, kw_only=True)
 class _OfTenant:
-    """What one tenant has in the line."""
+    """A tenant's jobs in the line."""
 
     number: int
     """Counts the tenants that came to the line."""
@@ -158,7 +158,7 @@ class Line:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those whose jobs are here."""
+        """The tenants whose jobs are in the line."""
         return self._tenants.keys() | {job.request.tenant for job in self._lost}
 
     def add(self, job: Job) -> None:
@@ -288,7 +288,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Charge:
-    """What a tenant was charged for a job that began."""
+    """A charge to a tenant for a job that began."""
 
     tenant: str
     weight: float

@@ -131,7 +131,7 @@ class Scheduler:
         self._due.clear()
 
     def _hand_out(self, model: str, free_at: float) -> bool:
-        """One round of the policy. Returns whether a job was dropped whose turn came too late: others may have it."""
+        """Run one round of the policy. Return whether a job was dropped because its turn came too late."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
         shares = RunningShares(
             self._dispatcher.running(model), self._queue.tenants(model), self._queue.weigh, self._may_begin

@@ -110,7 +110,7 @@ class FleetSnapshot:
                 )
 
     def resource_request(self, job: Job) -> ResourceRequest:
-        """What a pending job is expected to need, wherever it runs."""
+        """Return the resources that a pending job is expected to need on any worker."""
         return self._request_for(job, self._steps_left(job), self._expected_share(job))
 
     def note_device_s(self, job: Job, provenance: Provenance) -> None:
@@ -140,7 +140,7 @@ class FleetSnapshot:
         return min(addon.expected_share(job) for addon in self._addons) if self._addons else 1.0
 
     def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
-        """What it needs of workers that compute another part of its tokens than most."""
+        """Return what it needs of each worker that computes another share of its tokens than most do."""
         if not shares:
             return {}
         steps_left = self._steps_left(job)
@@ -198,7 +198,7 @@ class FleetSnapshot:
         )
 
     def _running(self, member: Member, ours: Sequence[Job]) -> tuple[tuple[ResourceRequest, ...], tuple[float, ...]]:
-        """What still denoises on a worker, as far as is known, and seconds until each of it is due."""
+        """Return the requests that still denoise on a worker, and the seconds until each is due."""
         reported = dict(member.steps_left)
         requests, due_s = list[ResourceRequest](), list[float]()
         for job in ours:
@@ -240,7 +240,12 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
 
 
 def _request_for(job: Job, steps_left: float, share: float, slowdown: float) -> ResourceRequest:
-    """steps_left: over all images; they run side by side. share: of the tokens, what is computed."""
+    """Return the policy's view of a job.
+
+    Args:
+        steps_left: Sum over all images, which run side by side.
+        share: Share of the tokens that is computed.
+    """
     steps = math.ceil(max(0, steps_left) / job.num_images)
     return _cached_request(job.rows, steps, job.request.shape, rounded_share(share), slowdown)
 

@@ -17,7 +17,7 @@ _TURNS = 1024
 
 
 class ResourceRequest(NamedTuple):
-    """What a job needs of a worker. A tuple: what was found out is looked up by it, hundreds of times in a round."""
+    """The resources that a job needs of a worker. It is a tuple because it is a key of caches in the hot path."""
 
     rows: int
     """In each turn."""

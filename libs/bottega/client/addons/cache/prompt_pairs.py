@@ -26,10 +26,9 @@ class PromptPair:
 
 
 def pairs_of_file(text: str) -> list[PromptPair]:
-    """Each line is a prompt, and makes a pair with the line before it, which is another.
+    """Return a pair for each two neighbouring lines that differ; every line is a prompt.
 
-    An empty line is between what belongs to different people: no pair goes across it. Prompts of so few words that
-    they are never recorded make no pairs.
+    An empty line separates people: no pair spans it. Prompts with too few words to be recorded make no pairs.
     """
     pairs = pairwise(line.strip() for line in text.splitlines())
     return [

@@ -21,10 +21,15 @@ async def measure_residuals(
     model: str | None,
     on_picture: Callable[[float], None],
 ) -> MeasuredProfile:
-    """One picture after the other. on_picture: told what was measured with each.
+    """Draw one picture after the other, and measure how similar the residuals of its steps are.
 
-    Raises InvalidRequest without cases, or where a picture has no two steps; NoControlNet where the servers do not all
-    host the same; and what drawing raises.
+    Args:
+        on_picture: Called with the measurement of each picture.
+
+    Raises:
+        InvalidRequest: There are no cases, or a picture has fewer than two steps.
+        NoControlNet: The servers do not all host the same ControlNet.
+        BottegaError: Drawing failed.
     """
     found: list[tuple[float, Picture]] = []
     for seed, case in enumerate(_checked(cases)):

@@ -24,7 +24,7 @@ def may_record(spec: GenerationSpec) -> bool:
 
 
 def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
-    """What contradicts a pin, or the switch, whatever the number of steps. spec: as the caller sent it."""
+    """Yield what contradicts a pinned entry or the switch, in the spec as the caller sent it."""
     # An EXACT that only the seed stands for gives way.
     exact = spec.fidelity == generation_pb2.FIDELITY_EXACT
     if exact and spec.techniques.approximate_cache:
