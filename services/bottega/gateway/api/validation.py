@@ -69,7 +69,7 @@ def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
 
 
 def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:
-    """Return the violations of a spec that do not depend on the model."""
+    """Yield the violations of a spec that do not depend on the model."""
     yield from check_texts(spec)
     yield from check_prompts(spec)
     yield from check_model_name(spec)
@@ -87,7 +87,7 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
 
 
 def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[AddOn]) -> Iterator[Violation]:
-    """Return the violations of a spec that the model which is to draw it causes."""
+    """Yield the violations of a spec that the model which is to draw it causes."""
     multiple = max(1, model.size_multiple)
     for name, side in (("width", spec.width), ("height", spec.height)):
         if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> I
 
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
-    """Return the violations of ListJobs' page size and filters. The token is checked elsewhere."""
+    """Yield the violations of ListJobs' page size and filters. The token is checked elsewhere."""
     if not 0 <= request.page_size <= MAX_PAGE:
         yield _violation("page_size", f"must be 1 to {MAX_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
