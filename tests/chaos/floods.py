@@ -108,7 +108,7 @@ def _flood(
     *,
     times: int,
     rng: random.Random,
-    most_mib: int,
+    most_mib: float,
 ) -> None:
     scene.look_first(SEEDS, STEPS)
     gateway = psutil.Process(scene.gateway.process.pid)
