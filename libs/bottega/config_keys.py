@@ -1,18 +1,15 @@
-"""Every key of a configuration: its value, what its dataclass's docstring says of it, and where a file sets it.
-
-What is secret is masked here, for all that print a configuration. This module does not know which services there are.
-"""
+"""Lists the keys of a configuration with values, explanations and lines in a file, and masks secrets in them."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import yaml
 
 KeyPath = tuple[str, ...]
@@ -26,61 +23,63 @@ _USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigKey:
-    """path: from the top level. explanation: from the docstring, one line; empty where it says nothing."""
+    """A key of a configuration with its value."""
 
     path: KeyPath
+    """Names from the top level to the key."""
     value: object
     explanation: str
+    """Attribute docstring in one line; empty if the field has none."""
 
     @property
     def name(self) -> str:
-        """As errors have it: sections and keys, with dots."""
+        """Sections and key, joined by dots."""
         return ".".join(self.path)
 
     def shown(self) -> object:
-        """The value, for people's eyes: a secret is masked."""
+        """Return the value to print: secrets are masked."""
         return masked(self.path, self.value)
 
 
 def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
-    """All keys of a configuration, in the order of its fields; those of a nested dataclass stand below its name."""
-    said = explanations(type(config))
+    """Yield every key in the order of the fields; the keys of a nested dataclass have its name before theirs."""
+    texts = explanations(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if _is_section(value):
             yield from keys_of(value, (*section, field.name))
         else:
-            yield ConfigKey(path=(*section, field.name), value=value, explanation=said.get(field.name, ""))
+            yield ConfigKey(path=(*section, field.name), value=value, explanation=texts.get(field.name, ""))
 
 
 def explanations(kind: type[object]) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those that it extends say of its fields: "NAME: ..." or "A, B: ...".
-
-    Each class explains the fields that it declares: "insecure: true" in what it says of another one is no entry.
-    """
+    """Return the attribute docstring of each field of a dataclass, in one line; a class inherits those of its bases."""
     found: dict[str, str] = {}
     for ancestor in reversed(kind.__mro__):
-        names = inspect.get_annotations(ancestor)
-        if not names:
-            continue
-        one = "|".join(sorted(names, key=len, reverse=True))
-        heads = re.compile(rf"(?:^|(?<=\s))((?:{one})(?:, (?:{one}))*): ")
-        text = " ".join(inspect.cleandoc(ancestor.__dict__.get("__doc__") or "").split())
-        matches = list(heads.finditer(text))
-        ends = [*(match.start() for match in matches), len(text)][1:]
-        for match, end in zip(matches, ends, strict=True):
-            found |= dict.fromkeys(match[1].split(", "), text[match.end() : end].strip())
+        if dataclasses.is_dataclass(ancestor):
+            properties = pydantic.TypeAdapter(ancestor).json_schema()["properties"]
+            texts = {name: item.get("description", "") for name, item in properties.items()}
+            found |= {name: " ".join(text.split()) for name, text in texts.items() if text}
     return found
 
 
 def lines_of(file: Path) -> dict[KeyPath, int]:
-    """The line of each key and section that a YAML file sets. Of a file that was loaded; raises OSError, YAMLError."""
+    """Return the line of each key and section that a YAML file sets.
+
+    Raises:
+        OSError: The file cannot be read.
+        yaml.YAMLError: The file is not YAML.
+    """
     node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     return dict(_lines(node, ())) if node else {}
 
 
 def masked(path: KeyPath, value: object) -> object:
-    """The value of the key at `path`, without what is secret."""
+    """Return `value`, with secrets in it replaced by `MASK`.
+
+    Args:
+        path: Names from the top level to the key; they decide what is secret.
+    """
     if any(_SECRET.search(part) for part in path):
         return MASK if value else value
     if isinstance(value, dict):

@@ -1,5 +1,7 @@
-"""What pydantic is told of every dataclass that can stand in a configuration file. Imports nothing: pydantic takes a
-quarter of a second, which commands do without."""
+"""Pydantic's settings for every configuration dataclass.
+
+The module does not import pydantic, which takes a quarter of a second that most commands do not need.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +10,5 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
-# As `__pydantic_config__`, of nested ones too.
-STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False}
+STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
+"""Value of `__pydantic_config__`, also of nested dataclasses."""

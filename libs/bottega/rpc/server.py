@@ -76,56 +76,72 @@ Step = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerConfig:
-    """What a service may be told about one port of it.
-
-    listen: host:port; port 0 is any free one.
-    default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
-    max_requests_mib: of all requests with images that are coming in or are not dealt with yet; the service grows by up
-        to five times that, for what it makes of them and what the C library keeps. One host, or one tenant where there
-        are any, has peer_share of it. Beside it there is as much for callers that stream their requests: members of the
-        fleet, which get in when others cannot, and uploads; and room of their own for small requests.
-    max_calls: short calls, which are asked once and answered once, that are served at once, such as GetJob or
-        SubmitJob; as many of health and reflection, and of callers that stream their requests.
-    max_streams: calls that are asked once and answered as there is news, such as WatchJob or Generate, that are open
-        at once. They take no room of short calls. For each of both as many may have ended whose callers did not read,
-        and each of those takes up to a third of a MiB. A call for which there is no room gets RESOURCE_EXHAUSTED, and
-        when to ask again.
-    peer_share: the part of each of these that one host may have, and of that again one connection, while no other
-        has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host
-        that has none. A host with a gateway of its own before this one, or with hundreds of callers that wait, needs
-        more max_streams, or 1.0: then one host may have all.
-    max_connections: open at once, each with some 640 calls; at most a quarter of the limit of open files. Where one
-        host has more than peer_share of them, those that carry no call are ended; so is every one without a call after
-        some minutes, and, at once, those of a host that makes more than 250 calls a second without being known. Such
-        a host is kept out for 10 s, unless somebody who is known has called from there within the last hour. With a
-        peer_share of 1.0 no host is: it may be a proxy.
-    max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
-        read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
-    insecure: listen where the network can reach it though nobody who calls is asked who they are: without TLS, or with
-        neither certificates nor API keys. Without this such a service does not start.
-    client_certificates: with TLS, whoever connects must show a certificate of the authority; false is for a gateway
-        whose callers show API keys instead.
-    reflection: whether whoever gets in may ask which methods there are, as grpcurl does.
-    answer_wait_s: for a caller to read an answer of a stream, else its call ends UNAVAILABLE; 5 s are enough where
-        others are refused because of it. One that reads and waits for news is not meant. An only answer stays until
-        the caller's deadline, or the end of its connection.
-    """
+    """Settings of one listener (port) of a service."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: Address = "127.0.0.1:0"
+    """Address of the listener, host:port. Port 0 takes any free port."""
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
+    """Bound on one message in MiB."""
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
+    """Bound in MiB on requests with images that are being received or processed.
+
+    The service grows by up to five times that. One host (one tenant, if there are tenants) may use peer_share of it.
+    Streamed requests (members of the fleet, uploads) have as much room again, and small requests have room of their
+    own.
+    """
     max_calls: Annotated[int, Field(ge=1)] = 2048
+    """Bound on unary calls (GetJob, SubmitJob, ...) that are served at once.
+
+    Health and reflection, and calls that stream requests, may be as many again.
+    """
     max_streams: Annotated[int, Field(ge=1)] = 2048
+    """Bound on calls that stream answers (WatchJob, Generate) and are open at once.
+
+    They take no room of unary calls. As many ended calls of each kind may wait for callers that do not read; each takes
+    up to a third of a MiB. A call without room gets RESOURCE_EXHAUSTED and a time to try again.
+    """
     peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of each of these bounds that one host may use.
+
+    One connection may use that share of the host's: by default a host 1,024 and a connection 512 of 2,048 streams.
+    Hosts get less while others use much, so that a new host finds room. A host with a proxy, or with hundreds of
+    waiting callers, needs more max_streams, or 1.0: then one host may use everything.
+    """
     max_connections: Annotated[int, Field(ge=1)] = 4096
+    """Bound on open connections, each with up to 640 calls; at most a quarter of the limit of open files.
+
+    If one host has more than peer_share of them, its connections without calls are closed. A connection without calls
+    is closed after some minutes, and at once if its host makes more than 250 calls a second without being known. Such a
+    host is kept out for 10 s, unless a known caller used it within the last hour. With a peer_share of 1.0 no host is
+    kept out: it may be a proxy.
+    """
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
+    """Bound in MiB on large answers (images that travel with events) that callers have not read yet.
+
+    The service grows by up to four times that. Beyond it, images are sent only to callers that fetch them.
+    """
     insecure: bool = False
+    """Listen where the network can reach it although callers are not identified.
+
+    That is without TLS, or with neither client certificates nor API keys. The service does not start otherwise.
+    """
     client_certificates: bool = True
+    """With TLS, require a client certificate of the authority.
+
+    Set false for a gateway whose callers use API keys instead.
+    """
     reflection: bool = True
+    """Let callers list the methods, as grpcurl does."""
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds for a caller to read an answer of a stream, else its call ends with UNAVAILABLE.
+
+    It is 5 s while other callers are refused because of it. A caller that reads and waits for news is not affected. The
+    answer of a unary call stays until the caller's deadline or until its connection ends.
+    """
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline in seconds of calls whose caller sets none."""
 
     def __post_init__(self) -> None:
         if self.max_requests_mib < self.max_message_mib:
@@ -135,22 +151,24 @@ class ListenerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(ListenerConfig):
-    """What every service may be told about its server: its own port, the one of its metrics, and its end.
-
-    metrics_listen: host:port; port 0 is any free one. What is said there is never encrypted, and off loopback it needs
-        insecure: true.
-    tls: the files by which it is known, on all its ports and where it calls others.
-    audit: file that gets a line of JSON for each call that changes something: who, what, when, and how it ended. It is
-        kept below some 600 MB. Empty: none.
-    drain_grace_s: for calls to end after SIGTERM; the unit's TimeoutStopSec is above it.
-    log_level: debug, info, warning or error; what is below it is not logged.
-    """
+    """Settings of a service's server: its own listener, its metrics, its log and its end."""
 
     metrics_listen: Address = "127.0.0.1:0"
+    """Address of the metrics over HTTP, host:port.
+
+    Port 0 takes any free port. Metrics are never encrypted; off loopback they need insecure: true.
+    """
     tls: TlsConfig = field(default_factory=TlsConfig)
+    """TLS files of the service, for all its listeners and for its own calls."""
     audit: str = ""
+    """File that receives a line of JSON for each call that changes something: caller, method, time and outcome.
+
+    It stays below about 600 MB. Empty: no audit.
+    """
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
+    """Seconds for running calls to end after SIGTERM. TimeoutStopSec of the unit is longer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
 
 
 def refused_ports(config: object) -> list[str]:

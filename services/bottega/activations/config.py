@@ -18,50 +18,55 @@ HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLinksConfig:
-    """The configuration of links to workers.
-
-    listen: host:port for workers of other hosts; port 0 is any free one, empty is none. advertised: host:port that
-    workers are told instead, behind a relay or an address translation. socket: path of the unix socket for workers of
-    this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the unit,
-    else in a private one of this user; null is none. This user may connect, and the group that BOTTEGA_LINKS_GROUP in
-    the environment names. seal: whether data to workers of other hosts is encrypted; false is for a trusted network.
-    bytes_per_s: limit of each link; 0 is none, and only then do workers of this host map the store's memory instead of
-    receiving bytes.
-    """
+    """Addresses on which workers open links to an activation store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: HostPort = "127.0.0.1:0"
+    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
     advertised: HostPort = ""
+    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
     socket: str | None = ""
+    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
     seal: bool = True
+    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
     bytes_per_s: NotNegative = 0
+    """Limit of each link in bytes per second.
+
+    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationsConfig:
-    """The configuration of an activation store.
-
-    name: unique in the fleet; empty is "activations-" and the process's id. gateway: its fleet.listen, host:port; empty
-    joins no fleet. folder: where records and activations are kept; empty is activations in the folder for Bottega's
-    state. budget_bytes: bound on activations in memory, which workers of this host share. disk_bytes: bound on
-    activations on disk. Beyond it, or when the disk itself is full, whole templates are evicted, least recently used
-    first, except pinned ones. min_free_bytes: room on the disk that is left to others; at most a twentieth of the disk.
-    template_mib: bound on one template, of which workers record the blocks that save most time per byte; 0 is no bound.
-    waiting_bytes: bound on recordings that arrive or wait to be written; more is dropped, and no worker waits.
-    loads_at_once: parallel loads from disk into memory.
-    """
+    """Settings of an activation store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
+    """Name of this service, unique in the fleet. Empty: "activations-" and the process id."""
     gateway: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
     links: ActivationLinksConfig = field(default_factory=ActivationLinksConfig)
     folder: str = ""
+    """Folder of records and activations. Empty: activations/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30
+    """Bound on the bytes of activations in memory, which workers of this host share."""
     disk_bytes: AtLeastOne = 256 << 30
+    """Bound on the bytes of activations on disk.
+
+    Beyond it, or when the disk is full, whole templates are evicted, least recently used first, except pinned ones.
+    """
     min_free_bytes: NotNegative = 1 << 30
+    """Free disk space in bytes that is left to others; at most a twentieth of the disk."""
     template_mib: NotNegative = 2662
+    """Bound on one template in MiB. Workers then record the blocks that save most time per byte. 0: no bound."""
     waiting_bytes: AtLeastOne = 1 << 30
+    """Bound on the bytes of recordings that arrive or wait to be written. More is dropped, and no worker waits."""
     loads_at_once: AtLeastOne = 4
+    """Bound on loads from disk that run at once."""

@@ -21,60 +21,66 @@ PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLinksConfig:
-    """Addresses on which workers open links.
-
-    listen: host:port for workers of other hosts; port 0 is any free one, empty is none. advertised: host:port that
-    workers are told instead, if a relay or an address translation is in between. socket: path of the unix socket for
-    workers of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for
-    the unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names. seal: whether data to workers of other hosts is encrypted; false is
-    for a trusted network.
-    """
+    """Addresses on which workers open links to an approximate cache."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: HostPort = "127.0.0.1:0"
+    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
     advertised: HostPort = ""
+    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
     socket: str | None = ""
+    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
     seal: bool = True
+    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Settings of an approximate cache.
-
-    name: unique in the fleet; empty is "cache-" and the process's id. gateway: its fleet.listen, host:port; empty joins
-    no fleet.
-    folder: of records, latents and pictures; empty is cache in the folder for Bottega's state. budget_bytes: for
-    latents on the disk, and for a small picture of each entry. min_free_bytes: free space of the disk that is left to
-    others; at most a twentieth of the disk. max_entries: most pictures with cached latents.
-    policy: which latents are evicted first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the
-    same with a frequency that halves over time; the others are for comparison. half_life: questions after which that
-    frequency halves.
-    exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
-    row_pictures: pictures of one prompt in a row, for any caller, of which one at most starts from what another
-    one of them came from; with 1 all may.
-    plain_for_loras: whether pictures with LoRAs may start from latents that were recorded without any, up to the step
-    at which the LoRAs must be loaded. Set it only if lora_accuracy_drop_points of load/README.md is small enough.
-    predictor: whether searches that are predicted to find nothing may be skipped, as long as measurements show that
-    this pays.
-    profiles: files of measured profiles (CacheProfile as JSON), for models that have none yet.
-    """
+    """Settings of an approximate cache."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
+    """Name of this service, unique in the fleet. Empty: "cache-" and the process id."""
     gateway: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
     links: CacheLinksConfig = field(default_factory=CacheLinksConfig)
     folder: str = ""
+    """Folder of records, latents and pictures. Empty: cache/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30
+    """Bound on the disk bytes of latents and of the small picture of each entry."""
     min_free_bytes: NotNegative = 1 << 30
+    """Free disk space in bytes that is left to others; at most a twentieth of the disk."""
     max_entries: AtLeastOne = 200_000
+    """Bound on the number of pictures with cached latents."""
     policy: PolicyName = "lcbfu"
+    """Eviction policy.
+
+    "lcbfu" evicts the lowest frequency times steps first (Nirvana, NSDI'24). "lcbfu-decayed" is the same with a
+    frequency that halves over time. The others exist for comparison.
+    """
     half_life: AtLeastOne = 10_000
+    """Number of lookups after which the frequency of lcbfu-decayed halves."""
     exploration: Share = 0.05
+    """Share of hits that are drawn from noise all the same, so that pictures stay various."""
     row_pictures: AtLeastOne = 6
+    """Pictures in a row for one prompt, by any caller, of which at most one starts from another's latents.
+
+    1: all may.
+    """
     plain_for_loras: bool = False
+    """Let pictures with LoRAs start from latents that were recorded without LoRAs.
+
+    They start at most at the step at which the LoRAs must be loaded. Set it only if lora_accuracy_drop_points of
+    load/README.md is small enough for you.
+    """
     predictor: bool = True
+    """Skip searches that are predicted to find nothing, as long as measurements show that skipping pays."""
     profiles: list[str] = field(default_factory=list)
+    """Files of measured profiles (CacheProfile as JSON) for models that have none yet."""

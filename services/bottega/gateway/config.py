@@ -26,7 +26,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServerConfig(ServerConfig):
-    """The gateway is where everybody looks for it."""
+    """The gateway's own listener, on the addresses where clients look for it."""
 
     listen: Address = DEFAULT_ADDRESS
     metrics_listen: Address = DEFAULT_METRICS_ADDRESS
@@ -34,97 +34,131 @@ class GatewayServerConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig(ListenerConfig):
-    """The port where services join: for the suite's own machines, and not for those who want pictures.
-
-    max_message_mib: the longest registration, and the longest load, are well below one.
-    max_members_per_peer: services that may be in the fleet at once from one host.
-    joins_per_s: of one host, of services that are no members; max_members_per_peer of them may come together.
-    joins_per_s_by_name: of one name, and over one connection; eight times as many may come together.
-    """
+    """The listener where services join the fleet: for the suite's own machines, not for clients."""
 
     listen: Address = DEFAULT_FLEET_ADDRESS
     max_message_mib: Annotated[int, Field(ge=2, le=1024)] = 2
+    """Bound on one message in MiB. The longest registration and report are well below 1 MiB."""
     max_calls: AtLeastOne = 1024
     max_members_per_peer: AtLeastOne = 160
+    """Bound on services of one host that are in the fleet at once."""
     joins_per_s: Seconds = 16.0
+    """Bound on joins per second of one host, for services that are not members yet.
+
+    max_members_per_peer may come at once.
+    """
     joins_per_s_by_name: Seconds = 2.0
+    """Bound on joins per second of one name, and over one connection. Eight times as many may come at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Everything about one gateway.
-
-    name: by which the fleet lists it.
-    fleet: the listener where services join, and are listed.
-    tenants: file of the tenants and what is kept of their API keys, which `bottega tenants` writes: then every call to
-        the gateway's own port has to show a key, and sees what is its tenant's. It is read again when it changes.
-        Empty: nobody is asked who they are, and everything is one tenant's.
-    tenant_metrics: of so many tenants, the first that have a job, metrics are kept by name; those of all others are
-        added up. 0: none by tenant.
-    max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
-    slo_scale: a tenant's jobs are served by when they are due, which is so many times what they take alone after they
-        came, or their own deadline if that is earlier: a short one goes before a long one that came shortly before it.
-        Nor does a job begin beside one that would be late by it, unless it adds much less to a turn than it takes
-        alone, or several wait behind it. 0: first come, first served.
-    priority_head_start_s: a job of high priority is served as if it were due so much earlier, one of low priority so
-        much later: before and behind others of its tenant alone.
-    state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
-        bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
-    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
-        window in which a request_id attaches to its first run, over restarts too. More than max_jobs in jobs_ttl_s make
-        it shorter: for cancelled and failed jobs first, then for those of the host that has the most.
-    hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
-    results_bytes, results_ttl_s: bounds on finished images, and on what keep_for_editing keeps of them, on the disk,
-        which needs that room: 4 GiB are 2,400 of SDXL, or 500 with the latents of 50 steps. What has gone is drawn
-        again for its request_id, with the same seed. Where they take more, the tenant that has most loses its oldest:
-        no other does that has no more than its share, results_bytes divided by the tenants that have images.
-    max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
-        Latents are kept in what is left of it.
-    traces_bytes: of what `bottega trace` shows, in memory: of the jobs that ran last, some KiB each.
-    lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
-        is out within 2 s.
-    model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it, at least:
-        for twice what the longest of the last starts of the model's workers took, or the start of the ControlNet's
-        server, where that is more, up to 600 seconds. Starts from before its own restart the gateway does not know.
-    max_members: services that may be in the fleet at once, of all kinds.
-    max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
-        stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
-    identical_results: whether a request that gives its seed, and is identical to one that was drawn, is answered with
-        the stored pictures of that; a request may say otherwise.
-    codec_processes, max_image_bytes, max_image_pixels: for input images. Of several processes (17 MiB each at rest) one
-        looks at small images only, so that large ones hold up nobody else.
-    codec_idle_s: without an input image, after which codec processes end, until the next one; null keeps them.
-    """
+    """Settings of a gateway."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(min_length=1, max_length=128)] = "gateway"
+    """Name of the gateway in the list of the fleet."""
     state: str = ""
+    """Folder of jobs and images.
+
+    No other gateway may use it. Empty: gateway/ in $BOTTEGA_STATE, else in bottega/ in $XDG_STATE_HOME, else in
+    ~/.local/state/bottega.
+    """
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    """The listener where services join the fleet and where the fleet is listed."""
     tenants: str = ""
+    """File of tenants and of hashes of their API keys, written by `bottega tenants` and read again when it changes.
+
+    With it every call to the gateway's own port needs a key and sees only what belongs to its tenant. Empty: callers
+    need no key, and everything belongs to one tenant.
+    """
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of tenants whose metrics are kept by name: the first ones that have a job.
+
+    Metrics of all others are added up. 0: no metrics by tenant.
+    """
     max_queued: AtLeastOne = 256
+    """Bound on the number of jobs that wait for a worker."""
     max_queued_bytes: AtLeastOne = 512 << 20
+    """Bound on the request bytes of all jobs that wait for a worker."""
     slo_scale: Annotated[float, Field(ge=0.0, le=100.0)] = 2.0
+    """Target latency of a job as a multiple of the time that the job takes alone.
+
+    A job is due at this target, or at its own deadline if that is earlier. Jobs of one tenant are served in the order
+    in which they are due. A job does not start beside one that would then miss its target, unless it adds much less
+    time to a turn than it takes alone, or several jobs wait behind it. 0: first come, first served.
+    """
     priority_head_start_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 60.0
+    """Seconds by which a priority moves a job among the jobs of its tenant. High moves it forward, low back."""
     max_jobs: AtLeastOne = 10_000
+    """Bound on the number of jobs that are kept after they ended.
+
+    If more end within jobs_ttl_s, cancelled and failed jobs are forgotten first, then jobs of the host that has most.
+    """
     jobs_bytes: AtLeastOne = 128 << 20
+    """Bound on the bytes of jobs that are kept after they ended."""
     jobs_ttl_s: Seconds = 3600.0
+    """Seconds for which an ended job is kept.
+
+    In this time a repeated request_id returns the first job, also after a restart.
+    """
     hold_s: Seconds = 3.0
+    """Seconds after a restart in which a job that was running waits for its worker to come back."""
     results_bytes: AtLeastOne = 4 << 30
+    """Bound on the disk space of finished images and of latents kept by keep_for_editing.
+
+    The disk needs that room: 4 GiB hold 2,400 SDXL images, or 500 with the latents of 50 steps. An evicted image is
+    drawn again, with the same seed, for its request_id. If space runs out, the tenant that uses most loses its oldest
+    images; a tenant that uses no more than its share (results_bytes divided by the tenants that have images) loses
+    none.
+    """
     results_ttl_s: Seconds = 3600.0
+    """Seconds for which finished images are kept."""
     max_result_bytes: AtLeastOne = 128 << 20
+    """Bound on the images of one job.
+
+    At most results_bytes, so that a job has all of its images when it ends. Latents are kept in the room that the
+    images leave.
+    """
     traces_bytes: AtLeastOne = 32 << 20
+    """Bound on the memory of traces (`bottega trace`), some KiB for each of the jobs that ran last."""
     lease_s: Seconds = 1.5
+    """Seconds of silence after which a service is removed from the fleet.
+
+    The gateway checks every tenth of a second, so a silent service is out within 2 s.
+    """
     model_grace_s: Seconds = 30.0
+    """Least seconds for which jobs are accepted and kept while nobody serves their model or ControlNet.
+
+    Twice the longest of the last starts of the model's workers (or of the ControlNet's server), if that is longer, up
+    to 600 s. The gateway does not know starts from before its own restart.
+    """
     max_members: AtLeastOne = 256
+    """Bound on services of all kinds that are in the fleet at once."""
     max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
+    """Number of workers that are lost with a job before the job fails.
+
+    A worker that is stopping or full does not count. Two workers that die while the job runs alone make it fail at
+    once.
+    """
     identical_results: bool = True
+    """Answer a request that gives its seed and equals one that was drawn with the stored images of that one.
+
+    A request can override this.
+    """
     codec_processes: AtLeastOne = 2
+    """Processes that decode input images, 17 MiB each at rest.
+
+    With several, one takes only small images, so that large ones do not delay them.
+    """
     max_image_bytes: AtLeastOne = 8 << 20
+    """Bound on the bytes of one input image."""
     max_image_pixels: AtLeastOne = 4096 * 4096
+    """Bound on the pixels of one input image."""
     codec_idle_s: Seconds | None = None
+    """Seconds without an input image after which codec processes end until the next image. null keeps them."""
 
     def __post_init__(self) -> None:
         # Members, as many that come back, and those that have not said yet who they are.

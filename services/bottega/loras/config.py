@@ -18,48 +18,56 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksConfig:
-    """Where workers' links come in.
-
-    listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
-    workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
-    those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
-    unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names. seal: whether what workers of other hosts get is
-    encrypted; false is for a network that is trusted. bytes_per_s: that each link may take; 0 is all, and only then
-    do workers of this host share the store's memory instead of being sent bytes.
-    """
+    """Addresses on which workers open links to a LoRA store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
+    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
     advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
     socket: str | None = ""
+    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
     seal: bool = True
+    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
     bytes_per_s: NotNegative = 0
+    """Limit of each link in bytes per second.
+
+    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportConfig:
-    """How untrusted files are imported.
-
-    root: below it are the files and folders that callers may register; empty is none. max_bytes: of one file, or of a
-    folder's files. upload_s: in which an upload's bytes have to come. idle_s: in which the next 256 KiB of them
-    have to, else it is ended. uploads, upload_bytes: that may be unfinished at once, and what they announced together;
-    one host may have half of each. at_once: imports that run. deadline_s, cpu_s: of one import, whose memory its file's
-    size bounds.
-    """
+    """Bounds on the import of untrusted files."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     root: str = ""
+    """Folder that must contain all files and folders that callers register by path.
+
+    Empty: callers cannot register paths.
+    """
     max_bytes: AtLeastOne = 4 << 30
+    """Bound on the bytes of one file, or of a folder's files."""
     upload_s: Seconds = 600.0
+    """Seconds in which all bytes of an upload must arrive."""
     idle_s: Seconds = 30.0
+    """Seconds in which the next 256 KiB of an upload must arrive."""
     uploads: AtLeastOne = 16
+    """Bound on unfinished uploads. One host may have half of them."""
     upload_bytes: AtLeastOne = 16 << 30
+    """Bound on the bytes that unfinished uploads announced. One host may have half of them."""
     at_once: AtLeastOne = 2
+    """Bound on imports that run at once."""
     deadline_s: Seconds = 300.0
+    """Deadline of one import in seconds."""
     cpu_s: AtLeastOne = 120
+    """Bound on the processor seconds of one import. Its memory is bounded by the size of its file."""
 
     def __post_init__(self) -> None:
         if self.upload_bytes < self.max_bytes:
@@ -68,46 +76,53 @@ class ImportConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLora:
-    """A LoRA that a store brings itself. path: its file or folder; miniature/NAME is one of the embedded model's own.
-    base: the name of the model that it is for."""
+    """A LoRA that the store registers by itself."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     path: str
+    """File or folder of the LoRA. miniature/NAME is a LoRA of the embedded model."""
     base: str = "miniature"
+    """Name of the model that the LoRA is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """What a LoRA store may be told.
-
-    name: unique in the fleet; empty is "loras-" and the process's id. gateway: its fleet.listen, host:port; empty
-    joins no fleet.
-    folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
-    the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
-    has from every start: one that was removed is back at the next, and one that has the name already stays.
-    left_out: by name, what it does not take in, and why: the fleet is told; bottega up says so of what lies beside the
-    LoRAs in a model's folder.
-    budget_bytes: of LoRAs in memory, where there are at most half as many as the process may have files open; what is
-    used longest ago goes first. disk_bytes: of those on the disk, with what is in quarantine and what unfinished
-    uploads have announced. min_free_bytes: of the disk, that uploads and imports leave to others; of one smaller than
-    20 times that, a twentieth. loads_at_once: from the disk into memory.
-    lease_s: for how long a LoRA that a job needs is not deleted; gateways say every 3 s which they need.
-    """
+    """Settings of a LoRA store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
+    """Name of this service, unique in the fleet. Empty: "loras-" and the process id."""
     gateway: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     imports: ImportConfig = field(default_factory=ImportConfig)
     folder: str = ""
+    """Folder of the catalogue and the files. Empty: loras/ in Bottega's state folder."""
     bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
+    """Folder, in Diffusers' layout, of each base model, by the name of the model. "miniature" is the embedded model."""
     loras: dict[str, OwnLora] = field(default_factory=dict)
+    """LoRAs that the store registers at every start, by name.
+
+    A removed one is back after the next start. A name that is registered already keeps its LoRA.
+    """
     left_out: dict[str, str] = field(default_factory=dict)
+    """LoRAs that are not registered, and why, by name.
+
+    The fleet lists them. `bottega up` writes here which files beside the LoRAs of a model's folder it cannot use.
+    """
     budget_bytes: AtLeastOne = 4 << 30
+    """Bound on the bytes of LoRAs in memory; the least recently used one is evicted first.
+
+    The store also keeps at most half as many LoRAs in memory as the process may have open files.
+    """
     disk_bytes: AtLeastOne = 256 << 30
+    """Bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of unfinished uploads."""
     min_free_bytes: NotNegative = 1 << 30
+    """Free disk space in bytes that uploads and imports leave to others; at most a twentieth of the disk."""
     loads_at_once: AtLeastOne = 4
+    """Bound on LoRAs that are loaded from disk at once."""
     lease_s: Seconds = 10.0
+    """Seconds for which a LoRA that a job needs is not deleted. Gateways report every 3 s which LoRAs they need."""

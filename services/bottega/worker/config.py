@@ -26,111 +26,164 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process may be told.
-
-    model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the name of its
-    repository where the folder is a snapshot in a hub's cache, else the folder's own name. device: auto, cpu, cuda or
-    cuda:N. dtype: that the model computes in; auto is that of its files on a GPU, and on a CPU float32 for files in
-    float32, else bfloat16 or float32, by what is measured faster there. All workers of a model need the same one:
-    name it where their devices are unlike. threads: 0 leaves the number to torch.
-    vae_dtype: that latents are decoded in; auto is what stock Diffusers takes: dtype, but float32 for a float16 model
-    whose VAE has force_upcast. Another one makes pictures that say that they are not exact; half precision is faster,
-    and taken only where a trial at the start shows that pictures are nearly the same. vae_tile_pixels: the
-    largest picture, in pixels, that is decoded in one piece. Larger ones are decoded in tiles, which takes less memory
-    and blends the edges of tiles; their provenance says so, and they are not exact. 0 sets no such size: then only
-    pictures for which there is not enough memory are decoded in tiles.
-    device_memory_mib: of a GPU, for all that this worker keeps and computes there; 0 is what is free at its start, less
-    a reserve. compile_s: that the first forward of a kind may take on a GPU before a silent engine counts as hung.
-    exclusive_cores: whether nothing else computes on the cores that this engine may use; its threads wait for each
-    other awake then: a quarter faster on a CPU, and slower where it is not so.
-    accelerations: ways to compute the same faster that the engine tries at its start, and keeps where they are faster
-    there and draw the same: auto is all of them on a GPU and none on a CPU; off is none; else a list of their names.
-    On a CPU [channels_last.unet, channels_last.vae] are worth a try; pictures differ in last bits where they are kept.
-    self_check_s: after which it tries no more; what was measured by then decides.
-    max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
-    that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
-    max_wait_turns: turns of its tenant in which a request may be passed over; one that would make others wait longer
-    waits to begin.
-    max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
-    sparse_convolutions: whether masked blocks of edits convolve around the mask alone: faster at small masks, for about
-    as many bytes of each recording again.
-    controlnets: by name, folders of ControlNets that it runs itself when no server does. controlnet_budget_bytes: most
-    bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
-    says nothing is taken for dead.
-    lora_budget_bytes: of LoRAs that are kept beside those that requests wait for; half as much more is kept of them as
-    groups of several need them; on a GPU both have at most a quarter of what is left beside the model. lora_timeout_s:
-    how long a request waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for
-    dead. lora_pristine: where copies of weights that LoRAs were patched into are kept, as long again as what they
-    touch.
-    cache_timeout_s: how long a request waits for the cached latent that it names itself. cache_silence_s: after which a
-    cache that says nothing is taken for dead. cache_recording_bytes: of recordings that wait to be sent to it; what is
-    more is dropped.
-    activations_mib: of what blocks put out for the images of edits, which later edits of them use again, and of what is
-    loaded of activation stores of other hosts; 0 keeps none, and asks no store. activations_template_mib: that one
-    image may take of it: of more, those blocks alone are recorded that save most time; 0 is as much as all.
-    activations_upload_mib: of recordings that wait to be sent to a store; one that has no room there stays in this
-    worker. activations_silence_s: after which an activation store that says nothing is taken for dead.
-    mask_margin: tokens of the finest level of attention around a mask that masked blocks compute, too.
-    peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
-    requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
-    peer_name: of that worker; with it nobody else is taken for the peer, and with TLS its certificate must have it.
-    peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
-    a peer of another host comes in; port 0 is any free one, empty is none. links_socket: path of the unix socket for
-    one of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
-    unit, else in a private one of this user; null is none. It is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names.
-    links_seal: whether what a peer of another host sends and gets is encrypted; false is for a network that is trusted,
-    and links between devices of two hosts need it.
-    device_links: auto links GPUs with those of other processes where both can, by memory that they share within a host,
-    else by NCCL; off moves all tensors through memory of the host; gloo, at both ends, through Gloo's own connections,
-    which are neither encrypted nor authenticated: for tests.
-    checkpoint_interval_s: after which a picture's latents are sent to the gateway again, from which another worker
-    could go on. progress_interval_s: at least, between two words on how far a picture is.
-    """
+    """Settings of a worker's engine process."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     model: str = "miniature"
+    """Folder of the model in Diffusers' layout, or "miniature" for the embedded model."""
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
+    """Name of the model in requests.
+
+    Empty: the name of the repository if the folder is a snapshot in a hub's cache, else the name of the folder.
+    """
     device: DeviceName = "auto"
+    """auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type of the computation.
+
+    auto: the data type of the files on a GPU. On a CPU float32 if the files are float32, else the faster one of
+    bfloat16 and float32, as measured at the start. All workers of a model need the same: name it if their devices
+    differ.
+    """
     vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type in which latents are decoded.
+
+    auto: the choice of stock Diffusers, which is dtype, but float32 for a float16 model whose VAE has force_upcast.
+    With any other the provenance of pictures says that they are not exact. Half precision is faster and is used only if
+    a trial at the start shows that pictures are nearly the same.
+    """
     vae_tile_pixels: NotNegative = 0
+    """Largest picture, in pixels, that is decoded in one piece.
+
+    Larger ones are decoded in tiles: that needs less memory and blends the edges of tiles, and the provenance says that
+    such pictures are not exact. 0: only pictures for which memory is short are decoded in tiles.
+    """
     device_memory_mib: NotNegative = 0
+    """Bound in MiB on what the worker keeps and computes on a GPU. 0: what is free at its start, less a reserve."""
     compile_s: Seconds = 300.0
+    """Seconds that the first forward pass of a kind may take on a GPU before a silent engine counts as hung."""
     threads: NotNegative = 0
+    """Threads of torch. 0: torch decides."""
     exclusive_cores: bool = False
+    """The engine's cores run nothing else.
+
+    Its threads then wait for each other actively, which is a quarter faster on a CPU, and slower if the cores are
+    shared after all.
+    """
     accelerations: Literal["auto", "off"] | tuple[str, ...] = "auto"
+    """Faster ways of computing that the engine tries at its start.
+
+    It keeps those that are faster on this machine and draw the same picture. auto: all on a GPU, none on a CPU. off:
+    none. Else a list of names. On a CPU [channels_last.unet, channels_last.vae] are worth a try; the last bits of
+    pictures differ where they are kept.
+    """
     self_check_s: Seconds = 120.0
+    """Seconds after which the engine stops trying accelerations and decides by what it measured."""
     max_rows: AtLeastOne = 16
+    """Bound on the rows of one forward pass. A guided request has two."""
     fixed_rows: NotNegative = 0
+    """Number of rows of every forward pass; smaller groups are padded.
+
+    Images are then equal byte for byte whatever runs beside them. On a CPU use a multiple of twice the threads. 0: off.
+    """
     max_wait_turns: AtLeastOne = 8
+    """Turns of its tenant in which a request may be passed over.
+
+    A request that would make others wait longer starts later.
+    """
     max_pixels: NotNegative = 0
+    """Bound on the pixels of one image. 0: four times the model's own size, at least 512 x 512."""
     sparse_convolutions: bool = True
+    """Let masked blocks of edits convolve only around the mask.
+
+    It is faster for small masks and doubles the bytes of each recording.
+    """
     controlnets: dict[str, str] = field(default_factory=dict)
+    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
     controlnet_budget_bytes: AtLeastOne = 8 << 30
+    """Bound on the bytes of ControlNet weights that are loaded at once."""
     controlnet_silence_s: Seconds = 5.0
+    """Seconds of silence after which a ControlNet server counts as dead."""
     lora_budget_bytes: AtLeastOne = 1 << 30
+    """Bound on the bytes of LoRAs that are kept beside those that requests wait for.
+
+    Groups of requests with several LoRAs may use half as much again. On a GPU both together use at most a quarter of
+    the memory that the model leaves.
+    """
     lora_timeout_s: Seconds = 60.0
+    """Seconds for which a request waits for its LoRAs."""
     lora_silence_s: Seconds = 5.0
+    """Seconds of silence after which a LoRA store counts as dead."""
     lora_pristine: Literal["device", "host"] = "device"
+    """Where the original weights are kept while LoRAs are merged into them.
+
+    They take as many bytes as the weights that the LoRAs change.
+    """
     cache_timeout_s: Seconds = 10.0
+    """Seconds for which a request waits for a cached latent that it names itself."""
     cache_silence_s: Seconds = 5.0
+    """Seconds of silence after which an approximate cache counts as dead."""
     cache_recording_bytes: NotNegative = 64 << 20
+    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""
     activations_mib: NotNegative = 512
+    """Bound in MiB on recorded activations of edited images, which later edits use again.
+
+    It includes those loaded from activation stores of other hosts. 0: record nothing and use no store.
+    """
     activations_template_mib: NotNegative = 0
+    """Bound in MiB on the activations of one image.
+
+    Beyond it only the blocks that save most time are recorded. 0: activations_mib.
+    """
     activations_upload_mib: NotNegative = 512
+    """Bound in MiB on recordings that wait to be sent to a store.
+
+    A recording for which the store has no room stays in this worker.
+    """
     activations_silence_s: Seconds = 5.0
+    """Seconds of silence after which an activation store counts as dead."""
     mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
+    """Tokens around a mask, at the finest level of attention, that masked blocks compute as well."""
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    """Address of the other worker of a pair, host:port; that worker names this one.
+
+    Each computes rows of the other's requests while it has none of its own. Not together with fixed_rows, which gains
+    nothing from fewer rows.
+    """
     peer_name: Annotated[str, Field(max_length=128)] = ""
+    """Name of the other worker of the pair.
+
+    With it no other worker is accepted, and with TLS its certificate must carry the name.
+    """
     peer_silence_s: Seconds = 5.0
+    """Seconds of silence after which the peer counts as dead."""
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
+    """Address for the link of a peer on another host, host:port. Port 0 takes any free port. Empty: no such link."""
     links_socket: str | None = ""
+    """Path of the unix socket for a peer on this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
     links_seal: bool = True
+    """Encrypt data to and from a peer on another host.
+
+    Set false only in a trusted network; links between devices of two hosts need false.
+    """
     device_links: Literal["auto", "off", "gloo"] = "auto"
+    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+
+    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
+    nor authenticated; for tests.
+    """
     checkpoint_interval_s: Seconds = 2.0
+    """Seconds between two checkpoints of a picture's latents.
+
+    The gateway keeps them so that another worker can go on.
+    """
     progress_interval_s: Seconds = 0.2
+    """Least seconds between two progress reports of a picture."""
 
     def __post_init__(self) -> None:
         if self.peer and self.fixed_rows:
@@ -147,38 +200,44 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker may be told.
-
-    name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
-    fleet.listen, host:port; empty joins no fleet.
-    codec_processes: that encode pictures and decode input images. codec_deadline_s: of one image in them.
-    codec_idle_s: without an image, after which they end, until the next one; null keeps them, and
-    64 MiB of memory for the first image that comes.
-    start_stall_s: without progress of the engine's start, after which it is taken for hung and replaced; loading,
-    hashing and warming up make progress all the time, however long they take, and systemd waits as long. hang_s:
-    without a word of an engine that is ready, after which the same happens. stall_s: the same without a step though
-    it has work; above the longest turn of the largest picture, and the longest encoding and decoding. result_grace_s:
-    for how long finished results are kept for a gateway that was cut off. result_bytes: of these results, that are
-    kept at most.
-    max_attempts: held at once.
-    """
+    """Settings of a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
     name: str = ""
+    """Name of this worker, unique in the fleet. Empty: "worker-", the host's name and the process id."""
     gateway: OptionalAddress = "127.0.0.1:8472"
+    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
+    """Processes that encode pictures and decode input images."""
     codec_deadline_s: Seconds = 20.0
+    """Deadline in seconds for one image in a codec process."""
     codec_idle_s: Seconds | None = None
+    """Seconds without an image after which codec processes end until the next image.
+
+    null keeps them, and 64 MiB of memory with them.
+    """
     start_stall_s: Seconds = 120.0
+    """Seconds without progress of the engine's start after which the engine counts as hung and is replaced.
+
+    Loading, hashing and warming up report progress all the time, and systemd waits as long as they do.
+    """
     hang_s: Seconds = 30.0
+    """Seconds without a message of a ready engine after which it is replaced."""
     stall_s: Seconds = 120.0
+    """Seconds without a step, while the engine has work, after which it is replaced.
+
+    Must be longer than the longest step, encoding and decoding of the largest picture.
+    """
     result_grace_s: Seconds = 120.0
+    """Seconds for which finished results are kept for a gateway that lost its connection."""
     result_bytes: AtLeastOne = 256 * 2**20
+    """Bound on the bytes of these results."""
     max_attempts: AtLeastOne = 64
+    """Bound on jobs that the worker holds at once."""
 
 
 def check_model(config: WorkerConfig) -> None:

@@ -28,18 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """The files of a process, in PEM; all three or none. `bottega certs` makes them.
-
-    certificate: its own, and behind it those between it and the authority's, if any.
-    key: of the certificate; nobody but the service's user and root may read it.
-    authority: whose certificates are believed.
-    """
+    """PEM files of a process for TLS: all three or none. `bottega certs` makes them."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     certificate: str = ""
+    """Certificate of the process, followed by the intermediate ones, if any."""
     key: str = ""
+    """Private key of the certificate. Only the user of the service and root may be able to read it."""
     authority: str = ""
+    """Certificate of the authority whose certificates are trusted."""
 
     def __post_init__(self) -> None:
         missing = [name for name in ("certificate", "key", "authority") if not getattr(self, name)]
