@@ -58,11 +58,13 @@ STYLES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 Components = Mapping[str, Layers]
 
 
-def styled_stock(folder: Path = WEIGHTS) -> tuple[StableDiffusionXLPipeline, dict[str, Components]]:
-    """Stock Diffusers with all three as PEFT's adapters, none active; and what is in them."""
+def styled_stock(
+    folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32
+) -> tuple[StableDiffusionXLPipeline, dict[str, Components]]:
+    """Return stock Diffusers with all three as inactive PEFT adapters, and the adapters' layers."""
     from peft import LoraConfig  # takes long to import, which few tests need
 
-    pipeline = load_stock(folder)
+    pipeline = load_stock(folder, dtype)
     components: dict[str, dict[str, Layers]] = {name: {} for name in STYLES}
     for seed, (name, style) in enumerate(STYLES.items()):
         for component, options in style.items():

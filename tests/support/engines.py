@@ -30,10 +30,24 @@ def make_engine(
     peer: OffloadTarget | None = None,
     heartbeat: Heartbeat | None = None,
     clock: Callable[[], float] = time.monotonic,
+    merges_half: bool = False,
 ) -> Engine:
-    """controlnets, loras: where those of jobs come from. addons: further ones."""
+    """Return an engine with ControlNets and LoRAs.
+
+    Args:
+        controlnets, loras: Providers of those that jobs name.
+        addons: Further add-ons.
+        merges_half: See LoraWeights.
+    """
     ours = (
-        EngineLoras(model, loras, patches=not limits.fixed_rows, timeout_s=LORA_TIMEOUT_S, clock=clock),
+        EngineLoras(
+            model,
+            loras,
+            patches=not limits.fixed_rows,
+            merges_half=merges_half,
+            timeout_s=LORA_TIMEOUT_S,
+            clock=clock,
+        ),
         EngineControlNets(controlnets),
     )
     return Engine(model, limits, addons=(*ours, *addons), peer=peer, heartbeat=heartbeat, clock=clock)

@@ -15,31 +15,48 @@ import torch
 from torch import Tensor
 
 SetKey = tuple[tuple[str, float], ...]
-"""Digests and scales, sorted: the order in which a request names its LoRAs changes nothing."""
+"""Digests and scales of LoRAs, in the order in which their products are summed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """The share of one LoRA in the factors of a module."""
+
+    rank: int
+    scale: float
+    """Strength times alpha / rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factors:
-    """What a module's weight gets: up @ down. down: [rank, in] or [rank, in, kernel, kernel]; up: [out, rank]."""
+    """The low-rank factors that the LoRAs of one request add to a module's weight: up @ down."""
 
     down: Tensor
+    """[rank, in] or, for a convolution, [rank, in, kernel, kernel]."""
     up: Tensor
+    """[out, rank]."""
+    terms: tuple[Term, ...] = ()
+    """LoRAs whose products are computed one by one, in this order; `up` does not contain their scales.
+
+    Empty: `up` contains all scales, and the factors are one product.
+    """
 
     @property
     def rank(self) -> int:
-        """Of the product."""
+        """Rank of the product."""
         return int(self.up.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class LoraSet:
-    """components: by component and module path, on the model's device and in its element type; copies of their own."""
+    """The LoRAs of a request, as factors on the model's device and in its data type."""
 
     key: SetKey
     components: Mapping[str, Mapping[str, Factors]] = field(repr=False)
+    """Factors by component and module path; the set owns the tensors."""
 
     def of(self, component: str) -> Mapping[str, Factors]:
-        """The factors of one component; none where no LoRA touches it."""
+        """Return the factors of one component by module path; empty if no LoRA touches it."""
         return self.components.get(component, {})
 
 

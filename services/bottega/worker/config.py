@@ -115,6 +115,12 @@ class EngineConfig:
     """Seconds for which a request waits for its LoRAs."""
     lora_silence_s: Seconds = 5.0
     """Seconds of silence after which a LoRA store counts as dead."""
+    lora_merge_half_precision: bool = False
+    """Merge LoRAs into float16 and bfloat16 weights when that saves time.
+
+    Merged weights round differently from stock Diffusers, so such pictures say that they are not exact. false: LoRAs in
+    half precision are computed beside the weights, as stock does.
+    """
     lora_pristine: Literal["device", "host"] = "device"
     """Where the original weights are kept while LoRAs are merged into them.
 

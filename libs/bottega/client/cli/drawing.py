@@ -207,7 +207,10 @@ def note_approximate(provenance: Provenance) -> None:
     if provenance.vae_tiled or provenance.vae_dtype not in stock_vae_dtypes:
         note("the picture is approximate: it was decoded in tiles or in another type, as the operator configured it")
     elif any(lora.rounded_otherwise for lora in provenance.loras):
-        note(f"the picture is approximate: {provenance.dtype} rounds LoRAs otherwise than stock Diffusers does")
+        note(
+            f"the picture is approximate: LoRAs were merged into {provenance.dtype} weights, as the operator allowed "
+            "(engine.lora_merge_half_precision)"
+        )
     elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:

@@ -132,7 +132,7 @@ class LoraUse:
     stock_may_leave_out: tuple[str, ...] = ()
     """What of it stock Diffusers' loader leaves out."""
     rounded_otherwise: bool = False
-    """Whether the model computed in half precision, which rounds a LoRA in another order than stock Diffusers does."""
+    """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,8 @@ class LoraRecord:
     """Of putting them into weights; 0 where they were in already, or only ever beside them."""
     mixed_alphas: bool = False
     """See `has_mixed_alphas`; of any component."""
+    rounded_otherwise: bool = False
+    """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
     stock_may_leave_out: tuple[str, ...] = ()
     """See `left_out_by_stock`; of all components."""
     similarities: tuple[float, ...] = ()

@@ -46,9 +46,14 @@ LORAS = "loras"
 
 
 class EngineLoras(EngineAddOn):
-    """source: brings LoRAs, where somebody does. timeout_s: how long a job's may take.
+    """The engine's add-on for LoRAs.
 
-    patches, pristine_on_host, stacked_bytes: see LoraWeights. weights: what LoRAs go into.
+    Args:
+        model: The model that LoRAs change.
+        source: Provides LoRAs; None if nobody does.
+        patches, merges_half, pristine_on_host, stacked_bytes: See LoraWeights.
+        timeout_s: Seconds for which a job waits for its LoRAs.
+        clock: Monotonic time in seconds.
     """
 
     kind = kinds.LORAS
@@ -59,13 +64,18 @@ class EngineLoras(EngineAddOn):
         source: LoraSource | None,
         *,
         patches: bool = True,
+        merges_half: bool = False,
         pristine_on_host: bool = False,
         stacked_bytes: int = STACKED_BYTES,
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.weights = LoraWeights(
-            model, patches=patches, pristine_on_host=pristine_on_host, stacked_bytes=stacked_bytes
+            model,
+            patches=patches,
+            merges_half=merges_half,
+            pristine_on_host=pristine_on_host,
+            stacked_bytes=stacked_bytes,
         )
         self._model = model
         self._source = source
@@ -341,11 +351,13 @@ class JobLoras(JobAddOn):
                 patch_s=self.patch_s,
                 mixed_alphas=unlike.mixed_alphas,
                 stock_may_leave_out=unlike.left_out,
+                rounded_otherwise=not self.addon.weights.rounds_as_stock,
                 similarities=self._meter.similarities if spec.measured else (),
             )
             for spec, load_s, unlike in zip(self.specs, self._load_s, self._unlike_stock, strict=True)
         )
-        return replace(record, loras=loras, exact=record.exact and self.step <= record.begin_step)
+        exact = self.step <= record.begin_step and self.addon.weights.rounds_as_stock
+        return replace(record, loras=loras, exact=record.exact and exact)
 
     def close(self) -> None:
         """Nobody needs what the source has any more."""

@@ -1,7 +1,10 @@
-"""The LoRAs of one request as one: by module, their factors side by side with every scale folded in.
+"""Makes the LoRAs of one request one set of factors.
 
-The sum of B A over several LoRAs is one product of wider factors, so a request costs the same however its rank is
-divided. Side path and patching both start from here.
+The sum of B A over several LoRAs is one product of wider factors, with every scale folded in, so a request costs the
+same however its rank is divided. Merging into weights and products beside them both start from here.
+
+In half precision that sum rounds differently from PEFT, which stock Diffusers uses: it computes one product after the
+other and rounds each, and its scaling, and its sum. Sets made `as_peft` keep each LoRA's scale and order for that.
 """
 
 from __future__ import annotations
@@ -12,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.loras.lora import LoraAtScale, LoraLayer
-from bottega.diffusion.rows import Factors, LoraSet, SetKey
+from bottega.diffusion.rows import Factors, LoraSet, SetKey, Term
 from bottega.errors import LoraUnusable
 from bottega.lora.canonical import spellings
 
 
-def make_set(uses: Sequence[LoraAtScale], networks: Mapping[str, nn.Module], components: Sequence[str]) -> LoraSet:
+def make_set(
+    uses: Sequence[LoraAtScale],
+    networks: Mapping[str, nn.Module],
+    components: Sequence[str],
+    *,
+    as_peft: bool = False,
+) -> LoraSet:
     """Return the factors of these components, by the paths that the networks' own modules have.
 
     A text encoder's layer may be named with or without `text_model.`, whichever the network has.
@@ -26,21 +35,26 @@ def make_set(uses: Sequence[LoraAtScale], networks: Mapping[str, nn.Module], com
         uses: The LoRAs of a request.
         networks: By component; their weights are not touched.
         components: Which of them to make factors for.
+        as_peft: Keep the LoRAs' order and scales, so that products can be computed one by one.
 
     Raises:
         LoraUnusable: A layer has no module that it fits.
     """
-    ordered = sorted(uses, key=lambda use: (use.digest, use.scale))
-    made = {name: _factors(ordered, name, networks[name]) for name in components}
-    return LoraSet(key=set_key([(use.digest, use.scale) for use in uses]), components=made)
+    ordered = _ordered(uses, as_peft=as_peft)
+    made = {name: _factors(ordered, name, networks[name], as_peft=as_peft) for name in components}
+    return LoraSet(key=set_key(uses, as_peft=as_peft), components=made)
 
 
-def set_key(uses: Sequence[tuple[str, float]]) -> SetKey:
-    """Of LoRAs by digest and scale, in any order."""
-    return tuple(sorted(uses))
+def set_key(uses: Sequence[LoraAtScale], *, as_peft: bool = False) -> SetKey:
+    """Return the key of the set that `make_set` makes of these LoRAs."""
+    return tuple((use.digest, use.scale) for use in _ordered(uses, as_peft=as_peft))
 
 
-def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module) -> dict[str, Factors]:
+def _ordered(uses: Sequence[LoraAtScale], *, as_peft: bool) -> Sequence[LoraAtScale]:
+    return uses if as_peft else sorted(uses, key=lambda use: (use.digest, use.scale))
+
+
+def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module, *, as_peft: bool) -> dict[str, Factors]:
     layers_of_uses = [(use, use.layers.get(component, {})) for use in uses]
     modules = dict(network.named_modules()) if any(layers for _, layers in layers_of_uses) else {}
     terms: dict[str, list[tuple[LoraLayer, float]]] = {}
@@ -54,7 +68,7 @@ def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module) ->
         for layer, _ in layers:
             for why in _misfits(layer, weight):
                 raise LoraUnusable(f"a LoRA does not fit {component}.{path}: {why}")
-        made[path] = _joined(layers, weight)
+        made[path] = _separate(layers, weight) if as_peft else _joined(layers, weight)
     return made
 
 
@@ -80,3 +94,13 @@ def _joined(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factor
     if len(layers) == 1:
         return Factors(down=downs[0], up=ups[0])
     return Factors(down=torch.cat(downs), up=torch.cat(ups, dim=1))
+
+
+def _separate(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factors:
+    downs = [layer.down.to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
+    ups = [layer.up.flatten(1).to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
+    return Factors(
+        down=torch.cat(downs),
+        up=torch.cat(ups, dim=1),
+        terms=tuple(Term(rank=layer.down.shape[0], scale=scale) for layer, scale in layers),
+    )

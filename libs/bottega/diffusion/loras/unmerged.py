@@ -1,7 +1,8 @@
 """Unmerged LoRAs: low-rank products per row, added to the output of untouched weights.
 
-The base mechanism by which rows with different LoRAs, or none, share one forward (after S-LoRA). Rows of one set that
-stand side by side are one product; sets that have equally many such rows are one batched product.
+Rows with different LoRAs, or none, share one forward pass this way (after S-LoRA). Neighbouring rows of one set are one
+product; sets that have equally many such rows are one batched product. Factors with terms are computed LoRA by LoRA
+instead, with the operations of PEFT in its order, so that half precision rounds as in stock Diffusers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,15 +30,27 @@ _Arrangement = tuple[SetKey | None, ...]
 
 
 class UnmergedLoras:
-    """Adds each row's LoRAs to the outputs of the modules they touch, for one forward at a time.
+    """Adds each row's LoRAs to the outputs of the modules they touch, for one forward pass at a time.
 
-    row_by_row: every row has products of its own, so that their last bits do not depend on who stands beside it.
-    stacked_bytes: of plans that are kept for the next group like theirs; the one in use is kept whatever it takes.
-    Dimension 0 of what a module is called with is the rows, or what `spans` says: packed tokens of all rows, or tiles.
+    Dimension 0 of a module's input holds the rows, or what `spans` says: packed tokens of all rows, or tiles.
+
+    Args:
+        network: The component that the LoRAs belong to; its weights are not touched.
+        component: Name of the component in `LoraSet`.
+        row_by_row: Compute every row by itself, so that its last bits do not depend on its neighbours.
+        stacked_bytes: Bound on plans kept for later groups of the same sets. The plan in use is always kept.
     """
 
-    def __init__(self, network: nn.Module, *, row_by_row: bool = False, stacked_bytes: int = STACKED_BYTES) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        component: str = UNET,
+        *,
+        row_by_row: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
+    ) -> None:
         self._modules = dict(network.named_modules())
+        self._component = component
         self._row_by_row = row_by_row
         self._stacked_bytes = stacked_bytes
         self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
@@ -44,25 +58,34 @@ class UnmergedLoras:
         self._spans: RowSpans | None = None
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Makes row i use sets[i], in place of what was entered before. Rows of one set should stand side by side.
+        """Let row i use sets[i], in place of what was entered before.
 
-        spans: where rows lie in each call; None where every call has them in dimension 0.
+        Args:
+            sets: LoRAs of each row. Rows of one set should be neighbours.
+            spans: Where rows lie in each call; None if every call has them in dimension 0.
         """
         self.leave()
         self._spans = spans
-        if any(each is not None for each in sets):
-            for path, hook in self._plan(sets).hooks.items():
-                self._handles.append(self._modules[path].register_forward_hook(hook))
+        if any(row_set is not None for row_set in sets):
+            self._hook(self._plan(sets).hooks)
+
+    def enter_all(self, loras: LoraSet) -> None:
+        """Let every row of every call use `loras`, whose factors have terms."""
+        self.leave()
+        self._hook({path: _as_peft([(factors, None)]) for path, factors in loras.of(self._component).items()})
 
     def leave(self) -> None:
-        """Back to the untouched forward."""
+        """Return to the plain forward pass."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._spans = None
 
+    def _hook(self, hooks: Mapping[str, _Hook]) -> None:
+        self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks.items()]
+
     def _offsets(self) -> tuple[int, ...] | None:
-        """Of the call in hand."""
+        """Return the row offsets of the current call."""
         return None if self._spans is None else self._spans.offsets
 
     def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
@@ -74,15 +97,19 @@ class UnmergedLoras:
         return plan
 
     def _made(self, sets: Sequence[LoraSet | None]) -> _Plan:
-        runs = _runs(sets, row_by_row=self._row_by_row)
+        runs = _runs(sets, self._component, row_by_row=self._row_by_row)
         paths = dict.fromkeys(path for run in runs for path in run.factors)
         hooks: dict[str, _Hook] = {}
         size_bytes = 0
         for path in paths:
             module = self._modules[path]
+            touching = [run for run in runs if path in run.factors]
+            if touching[0].factors[path].terms:
+                hooks[path] = _as_peft([(run.factors[path], partial(run.bounds, self._offsets)) for run in touching])
+                continue
             stacks = [
                 _conv_stack(path, alike) if isinstance(module, nn.Conv2d) else _linear_stack(path, alike)
-                for alike in _alike([run for run in runs if path in run.factors], row_by_row=self._row_by_row)
+                for alike in _alike(touching, row_by_row=self._row_by_row)
             ]
             size_bytes += sum(stack.size_bytes for stack in stacks)
             hook = _convolved if isinstance(module, nn.Conv2d) else _projected
@@ -105,6 +132,12 @@ class _Run:
     first: int
     rows: int
     factors: Mapping[str, Factors]
+
+    def bounds(self, offsets: _Offsets) -> tuple[int, int]:
+        """Return where the rows begin and end in dimension 0 of the current call."""
+        first, last = self.first, self.first + self.rows
+        packed = offsets()
+        return (first, last) if packed is None else (packed[first], packed[last])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,14 +172,14 @@ class _Stack:
         return each[first], self.up[first]
 
 
-def _runs(sets: Sequence[LoraSet | None], *, row_by_row: bool) -> list[_Run]:
+def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -> list[_Run]:
     runs: list[_Run] = []
     first = 0
     for place, each in enumerate(sets):
         last = place == len(sets) - 1
         if row_by_row or last or sets[place + 1] is not each:
             if each is not None:
-                runs.append(_Run(first=first, rows=place + 1 - first, factors=each.of(UNET)))
+                runs.append(_Run(first=first, rows=place + 1 - first, factors=each.of(component)))
             first = place + 1
     return runs
 
@@ -197,6 +230,35 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = lack
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _as_peft(uses: Sequence[tuple[Factors, Callable[[], tuple[int, int]] | None]]) -> _Hook:
+    """Return a hook that adds LoRA by LoRA what PEFT's layers add, with every intermediate result rounded as there.
+
+    Args:
+        uses: Factors with the bounds of their rows in dimension 0; None for all rows.
+    """
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        for factors, bounds in uses:
+            first, last = bounds() if bounds else (0, output.shape[0])
+            if first == last:
+                continue
+            x, total, rank = inputs[0][first:last], output[first:last], 0
+            for term in factors.terms:
+                down, up = factors.down[rank : rank + term.rank], factors.up[:, rank : rank + term.rank]
+                total += _product(module, x, down, up) * term.scale
+                rank += term.rank
+        return output
+
+    return add
+
+
+def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    if not isinstance(module, nn.Conv2d):
+        return functional.linear(functional.linear(x, down), up)
+    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation)
+    return functional.conv2d(low, up[:, :, None, None])
 
 
 def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:

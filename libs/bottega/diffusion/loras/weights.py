@@ -1,7 +1,8 @@
-"""The weight state of one model: which set is in the weights, and whose LoRAs go beside them.
+"""Keeps the weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
 
-Weights change only between two forwards. Text encoders are always patched, for one prompt at a time; the UNet when all
-of its rows share one set for long enough. Knows rows only by their sets.
+Weights change only between two forward passes. In single precision LoRAs are merged into text encoders, for one prompt
+at a time, and into the UNet when all of its rows share one set for long enough. In half precision both would round
+differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless merging is allowed.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ _COPIES = "pristine copies"
 
 
 class LoraWeights:
-    """patches: whether sets may go into the UNet's weights; if not, all go beside them, row by row, so that the last
-    bits of a picture depend neither on its neighbours nor on what was measured.
+    """The weights of a model's networks, with the LoRAs that its rows need.
 
-    pristine_on_host: keep the copies that restoring needs in host memory. stacked_bytes: see UnmergedLoras. swaps: of
-    the UNet's weights so far.
+    Args:
+        model: The model; its weights change in place.
+        patches: Whether sets may be merged into the UNet's weights. If not, all are computed beside them, row by row,
+            so that the last bits of a picture depend neither on its neighbours nor on measurements.
+        merges_half: Whether sets may be merged into float16 and bfloat16 weights, which rounds differently from stock.
+        pristine_on_host: Keep the copies that restore merged weights in host memory.
+        stacked_bytes: See UnmergedLoras.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class LoraWeights:
         model: Model,
         *,
         patches: bool = True,
+        merges_half: bool = False,
         pristine_on_host: bool = False,
         stacked_bytes: int = STACKED_BYTES,
     ) -> None:
@@ -64,13 +70,21 @@ class LoraWeights:
         self._networks = networks
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
-        self._patches = patches
+        self._half = model.dtype != torch.float32
+        self._as_peft = self._half and not merges_half
+        self._patches = patches and not self._as_peft
         self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches, stacked_bytes=stacked_bytes)
+        self._unmerged_text = {name: UnmergedLoras(networks[name], name) for name in TEXT_ENCODERS}
         self._patchers = {
             name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
             for name, network in networks.items()
         }
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
+
+    @property
+    def rounds_as_stock(self) -> bool:
+        """Whether LoRAs round as in stock Diffusers, to the precision that the model computes in."""
+        return self._as_peft or not self._half
 
     @property
     def patched(self) -> LoraSet | None:
@@ -94,22 +108,30 @@ class LoraWeights:
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """What LoRAs do to the text encoders. Raises LoraUnusable."""
-        return make_set(uses, self._networks, TEXT_ENCODERS)
+        """Return the factors of the text encoders. Raises LoraUnusable."""
+        return make_set(uses, self._networks, TEXT_ENCODERS, as_peft=self._as_peft)
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """What LoRAs do to the UNet; the same object for the same set while somebody uses it. Raises LoraUnusable."""
-        key = set_key([(use.digest, use.scale) for use in uses])
+        key = set_key(uses, as_peft=self._as_peft)
         known = self._sets.get(key)
         if known is None:
-            known = self._sets[key] = make_set(uses, self._networks, [UNET])
+            known = self._sets[key] = make_set(uses, self._networks, [UNET], as_peft=self._as_peft)
         return known
 
     def put_in_text(self, loras: LoraSet | None) -> float:
-        """Makes the next prompt read these LoRAs, or none.
+        """Make the text encoders read the next prompt with these LoRAs, or with none.
 
-        Returns the seconds it took, and waits until it is done; without LoRAs it does neither.
+        Returns:
+            The seconds it took, after waiting for the device; 0 without LoRAs and if nothing is merged.
         """
+        if self._as_peft:
+            for unmerged in self._unmerged_text.values():
+                if loras is None:
+                    unmerged.leave()
+                else:
+                    unmerged.enter_all(loras)
+            return 0.0
         began = self._device.record()
         for name in TEXT_ENCODERS:
             _put(self._patchers[name], loras)
@@ -206,7 +228,9 @@ class LoraWeights:
         self._patchers[UNET].restore()
 
     def restore(self) -> None:
-        """All weights are untouched after this, and no copies are left."""
+        """Restore all weights, and drop the copies."""
+        for unmerged in self._unmerged_text.values():
+            unmerged.leave()
         for patcher in self._patchers.values():
             patcher.restore()
         self._memory.release(_COPIES)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets import base_layout
@@ -235,18 +234,17 @@ def _add_masked(beat: engine_pb2.EngineBeat, engine: Engine, edits: EngineEdits)
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
-    rounded = engine.model.dtype != torch.float32
     return generation_pb2.Provenance(
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=record.exact and record.decoded_as_stock and not (record.loras and rounded),
+        exact=record.exact and record.decoded_as_stock,
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
         mean_group_requests=record.mean_group_requests,
         controlnets=[_use(use) for use in record.controlnets],
-        loras=[_lora_use(lora, rounded=rounded) for lora in record.loras],
+        loras=[_lora_use(lora) for lora in record.loras],
         encoder_s=record.encoder_s,
         pair=None if record.pair is None else _pair(record.pair),
         cached_starts=[_start(start) for start in record.cached_starts],
@@ -288,7 +286,7 @@ def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
     )
 
 
-def _lora_use(lora: LoraRecord, *, rounded: bool) -> generation_pb2.LoraUse:
+def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
     return generation_pb2.LoraUse(
         name=lora.name,
         digest=lora.digest,
@@ -300,7 +298,7 @@ def _lora_use(lora: LoraRecord, *, rounded: bool) -> generation_pb2.LoraUse:
         mixed_alphas=lora.mixed_alphas,
         stock_may_leave_out=lora.stock_may_leave_out,
         similarities=lora.similarities,
-        rounded_otherwise=rounded,
+        rounded_otherwise=lora.rounded_otherwise,
     )
 
 

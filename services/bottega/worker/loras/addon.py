@@ -44,6 +44,7 @@ class WorkerLoras(EngineLoras):
             context.model,
             self._cache,
             patches=not config.fixed_rows,
+            merges_half=config.lora_merge_half_precision,
             pristine_on_host=config.lora_pristine == "host",
             stacked_bytes=budget_bytes // 2,
             timeout_s=config.lora_timeout_s,

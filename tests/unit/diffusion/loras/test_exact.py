@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
@@ -23,7 +24,7 @@ from tests.samples.engine_loras import Components, LorasByHand, lora_spec, style
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import loras_at
 from tests.support.engines import FixedCosts, lora_weights, make_engine
-from tests.support.manual_engine import ManualEngine
+from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock
 
 SPEC = ResolvedSpec(
@@ -188,3 +189,35 @@ def test_a_resumed_attempt_uses_its_loras_from_the_same_step(
     assert resumed.job.steps_resumed == at
     assert_close(resumed.latents[0], reference(stock, spec, scales, 3))
     assert_close(resumed.latents[0], first.latents[0])
+
+
+HALF_SPEC = replace(SPEC, num_inference_steps=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(dtype: torch.dtype) -> None:
+    """PEFT rounds each product, its scaling and each sum; LoRAs of one module add in the order of the request."""
+    pipeline, components = styled_stock(small_model(), dtype)
+    model = load(small_model(), dtype=dtype)
+    easel = ManualEngine(make_engine(model, TOGETHER, loras=LorasByHand.of(components)))
+    for scales in ({"pastel": 0.8}, {"pixel": 0.3, "pastel": 1.1, "outline": 0.5}):
+        drawing = easel.draw(styled_order(scales, HALF_SPEC))
+        assert torch.equal(drawing.latents[0], styled_latent(pipeline, HALF_SPEC, scales))
+        assert drawing.record.exact
+        assert not any(use.rounded_otherwise for use in drawing.record.loras)
+        assert lora_weights(easel.engine).patched is None
+    plain = easel.draw(EngineOrder(key="plain", spec=HALF_SPEC))
+    assert torch.equal(plain.latents[0], styled_latent(pipeline, HALF_SPEC, {}))
+
+
+def test_loras_merged_into_half_precision_say_that_they_are_not_exact(
+    styled: tuple[Any, dict[str, Components]],
+) -> None:
+    model = load(small_model(), dtype=torch.bfloat16)
+    source = LorasByHand.of(styled[1])
+    engine = make_engine(model, TOGETHER, loras=source, merges_half=True)
+    lora_weights(engine).costs = FixedCosts(pays=True)
+    drawing = ManualEngine(engine).draw(styled_order({"pastel": 0.8}, HALF_SPEC))
+    assert lora_weights(engine).patched is not None
+    assert not drawing.record.exact
+    assert [use.rounded_otherwise for use in drawing.record.loras] == [True]
