@@ -1,7 +1,7 @@
 """SDXL at its own size, with random weights in bfloat16 from files as people publish them: `bottega up` to a picture.
 
-A picture at 256x256 with a ControlNet, and one with a LoRA of the UNet and both text encoders too, equal stock Diffusers'
-within 1 level. Loading takes little memory beside the weights. Takes 10 GB of disk, 16 GB of memory and some ten
+A picture at 256x256 with a ControlNet, and one with a LoRA of the UNet and both text encoders too, equal stock's within
+1 level. Loading takes little memory beside the weights. Takes 10 GB of disk, 16 GB of memory and some ten
 minutes; what it measures goes to `load/results`.
 """
 
