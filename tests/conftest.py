@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
@@ -15,19 +15,10 @@ import pytest
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+from tests.support.environment import set_defaults
 from tests.support.interruption import handle_signals
 
-# Read when torch is first imported, here and in every process that a test starts.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The last bits of a result depend on the number of threads; the tests' own should not depend on the machine. More of
-# them cost a sixth more processor time (measured); files for which their number matters say it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read when Triton is first imported, as Diffusers may do: kernels run on the CPU then. `pytest -m gpu` compiles them.
-if "gpu" not in sys.argv:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# Nothing is downloaded at run time; a test that tries fails at once.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+set_defaults(os.environ)
 # xdist sets it in its processes; what a command shows would depend on how the tests were started.
 os.environ.pop("COLUMNS", None)
 
@@ -38,6 +29,8 @@ hypothesis.settings.load_profile("bottega")
 _ALONE = "pytest.mark.alone"
 # Folders whose files share the services of a fixture of their session, which each process of the tests would start.
 _SHARING = frozenset({"tests/e2e/suite"})
+# What takes longest, so that it is not the last to begin.
+_LONGEST = ("tests/chaos/", "tests/e2e/", "tests/fuzz/", "tests/service/client/test_up", "tests/service/controlnet/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,8 +57,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the other part."""
+    """Leaves out the other part, and mixes files."""
     part = config.getoption("part")
+    if part == "beside":
+        items.sort(key=_place)
     if part is not None:
         parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
@@ -75,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unseen = [path for path in {item.path for item in parts[False]} if part == "beside" and not _has_mark(path)]
         if unseen:
             raise pytest.UsageError(f"the second part would not find the tests of {unseen}: write {_ALONE} in them")
+
+
+def _place(item: pytest.Item) -> tuple[bool, int]:
+    """After the longest files, in any order but always the same: those of a folder all compute, or all wait."""
+    file = item.nodeid.partition("::")[0]
+    return not file.startswith(_LONGEST), 0 if file.startswith(_LONGEST) else zlib.crc32(file.encode())
 
 
 class _FoldersTogether(LoadFileScheduling):  # type: ignore[misc]  # it has no types
