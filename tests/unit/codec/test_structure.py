@@ -100,7 +100,6 @@ def test_more_parts_than_images_have_are_refused_at_once_with_what_was_found_and
     assert spent_s(refuse) < _SOON_S
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_at_the_bounds_is_decoded_well_within_the_limit_of_processor_time(name: str) -> None:
     data = TAKEN[name]()
