@@ -10,7 +10,7 @@ from tests.support.stock import assert_same_image
 from tests.support.waiting import wait_until
 from tests.support.worker_pair import TIMEOUT_S, Drawn, WorkerPair
 
-ENGINE = {"model": "miniature", "threads": 1}
+ENGINE = {"model": "miniature", "threads": 1, "max_rows": 4}
 STEPS = 60
 SEEDS = (1, 2, 3)
 

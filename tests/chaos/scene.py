@@ -33,6 +33,7 @@ OPTIONS: Mapping[str, Any] = {"guidance_scale": 4.0, "sampler": "euler_ancestral
 ENGINE = {
     "model": "miniature",
     "threads": 1,
+    "max_rows": 4,
     "fixed_rows": 4,
     "checkpoint_interval_s": 60.0,
     "progress_interval_s": 0.001,

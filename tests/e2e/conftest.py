@@ -22,6 +22,7 @@ LORA_SILENCE_S = 2.0
 _ENGINE = {
     "model": "miniature",
     "threads": 1,
+    "max_rows": 4,
     "fixed_rows": 4,
     "checkpoint_interval_s": 0.2,
     "lora_timeout_s": LORA_TIMEOUT_S,

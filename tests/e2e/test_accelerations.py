@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bottega.client import Client
-from tests.support.services import Services, gateway_config, worker_config
+from tests.support.services import SMALL_ENGINE, Services, gateway_config, worker_config
 from tests.support.terminal import run
 from tests.support.waiting import wait_until
 
@@ -22,7 +22,7 @@ _TRIED = ["faked.faster", "faked.slower", "faked.wrong"]
 def test_a_running_fleet_says_what_its_workers_keep_and_why_not_the_rest(tmp_path: Path) -> None:
     with Services(tmp_path) as services:
         gateway = services.start("gateway", gateway_config())
-        engine = {"model": "miniature", "threads": 1, "accelerations": _TRIED}
+        engine = {**SMALL_ENGINE, "accelerations": _TRIED}
         config = worker_config(gateway.fleet, name="w1", engine=engine)
         worker = services.start("tests.fakes.accelerated_worker", config, name="worker")
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 import pytest
@@ -37,9 +37,23 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def answered(house: House) -> dict[str, list[tuple[Case, Outcome]]]:
     """The fixed corpus and its answers, by method."""
     found: dict[str, list[tuple[Case, Outcome]]] = defaultdict(list)
-    for case in corpus(house.draw(), house.digest, house.bring()):
+    for case in without_most_twins(corpus(house.draw(), house.digest, house.bring())):
         found[case.method].append((case, house.caller.call(case.method, case.raw)))
     return found
+
+
+def without_most_twins(cases: Iterable[Case]) -> Iterator[Case]:
+    """Leave out most specs of SubmitJob, which are checked by the same code as Generate's. `make fuzz` sends all."""
+    generated: set[str] = set()
+    twins = 0
+    for case in cases:
+        if case.method == "Generate":
+            generated.add(case.name)
+        elif case.method == "SubmitJob" and case.name in generated:
+            twins += 1
+            if twins % 8:
+                continue
+        yield case
 
 
 @pytest.mark.parametrize("method", SERVICES)

@@ -27,7 +27,8 @@ from tests.support.waiting import wait_until
 PROMPT = "a big green star on a blue background"
 OPTIONS: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 4.0}
 IMAGE, BOX = template(), (12, 20, 40, 52)
-EDITS = 30
+# In the default run, and in the slow one.
+EDITS = [12, pytest.param(30, marks=pytest.mark.slow)]
 MASK = box_mask(BOX)
 FEATHER = 8
 DRAWN: dict[str, Any] = {**OPTIONS, "width": 64, "height": 64}
@@ -143,9 +144,12 @@ def _drawn_again(client: Client, file: Path, **sources: Any) -> Picture | str:
         return error.metadata["recording"]
 
 
-def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(masking: Client, tmp_path: Path) -> None:
+@pytest.mark.parametrize("edits", EDITS)
+def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(
+    masking: Client, tmp_path: Path, edits: int
+) -> None:
     rng, outcomes = random.Random(34), Counter[str]()
-    for _ in range(EDITS):
+    for _ in range(edits):
         said = _random_edit(rng)
         sources = {"image": said.pop("image"), "mask_image": said.pop("mask_image")}
         drawn = masking.generate_many(said.pop("prompt"), **said, **sources, num_inference_steps=4, guidance_scale=4.0)
@@ -162,7 +166,7 @@ def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(masking: Cl
                 assert off.max() <= 1
                 outcomes["drawn again" if picture.index == 0 else "drawn again, of several"] += 1
     assert len(outcomes) == 3, outcomes
-    assert min(outcomes.values()) > 5, outcomes
+    assert min(outcomes.values()) > edits // 6, outcomes
 
 
 def _changed(edited: Picture, picture: Picture) -> float:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from bottega.client import AsyncClient, Client, Progress
 from tests.samples.hostile_images import saved
-from tests.support.services import Services, gateway_config, worker_config
+from tests.support.services import SMALL_ENGINE, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 # Its edits keep both cores at work.
@@ -39,7 +39,7 @@ def address(tmp_path: Path) -> Iterator[str]:
             worker_config(
                 gateway.fleet,
                 name="worker",
-                engine={"model": "miniature", "threads": 1, "progress_interval_s": 0.05},
+                engine={**SMALL_ENGINE, "progress_interval_s": 0.05},
             ),
         )
         with Client(gateway.address) as client:

@@ -29,7 +29,9 @@ def new_stage(style: str, tmp_path: Path) -> tuple[LoraStage, Parts]:
     return stage, parts
 
 
-@pytest.mark.parametrize("style", LORAS)
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=[] if style == "dusk" else [pytest.mark.slow]) for style in LORAS]
+)
 def test_a_lora_touches_what_it_says_and_nothing_else(style: str, tmp_path: Path) -> None:
     _, parts = new_stage(style, tmp_path)
 

@@ -13,6 +13,7 @@ from diffusers import StableDiffusionXLPipeline
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from load.miniature.training.checkpoints import Checkpoint, save_checkpoint
 from load.miniature.training.lora import LORAS
 from load.miniature.training.model_folder import begin_model, replace_model
 from load.miniature.training.parts import NETWORKS, load_parts
@@ -50,6 +51,21 @@ def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(training: Train
     assert list(train_all(replace(training, minutes=0.0))) == [Outcome(stage="vae", steps=0)]
 
 
+def test_a_stage_that_others_trained_on_is_left_alone_or_refused(training: Training) -> None:
+    for number, name in enumerate(("text", "unet", "decoder"), 1):  # the last shares no network with the others
+        save_checkpoint(Checkpoint(step=1, number=number, state={}), name, training.folder)
+
+    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
+    with pytest.raises(ConfigError, match=r"unet trained on what it left.*\n.*training/text\.pt"):
+        train("text", replace(training, steps=2))
+
+    (training.folder / "text.pt").unlink()
+    save_checkpoint(Checkpoint(step=2, number=4, state={}), "text", training.folder)
+    with pytest.raises(ConfigError, match="text trained on what it left"):
+        train("unet", replace(training, steps=3))
+
+
+@pytest.mark.slow
 def test_a_stage_that_others_trained_on_is_left_alone_or_refused_until_its_checkpoint_is_removed(
     training: Training,
 ) -> None:
@@ -98,12 +114,12 @@ def test_random_weights_are_of_the_stages_network_or_of_all(training: Training, 
 
 
 def test_a_running_stage_can_be_exported_and_its_folder_stays_as_it_is(training: Training, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unet\.pt is not there"):
-        export("unet", training.folder, tmp_path / "out")
-    train("unet", replace(training, steps=2))
+    with pytest.raises(ConfigError, match=r"vision\.pt is not there"):
+        export("vision", training.folder, tmp_path / "out")
+    train("vision", replace(training, steps=2))
     before = {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()}
 
-    assert export("unet", training.folder, tmp_path / "out") == 2
+    assert export("vision", training.folder, tmp_path / "out") == 2
 
     assert _weights(tmp_path / "out") == _weights(training.folder / "model")
     assert {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()} == before
