@@ -87,7 +87,9 @@ clean: ## Remove everything that the commands made
 	@echo "the CPU build is far smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	# What is imported is compiled then: of all files of torch and transformers, which take a minute, few ever are.
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -r requirements-dev.txt \
+	# What the distributions are built with comes first: pip would else install it once more for each of them.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -r requirements-dev.txt
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
 		-e protos -e libs/weights -e 'libs[client,diffusion,otel]' -e 'services[activations,cache,controlnet,gateway,loras,worker]' -e kernels
 	@touch $@
 
