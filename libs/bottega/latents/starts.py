@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from bottega.prompt_words import split_words
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -22,7 +23,7 @@ def has_enough_words(prompt: str) -> bool:
 
     A word has a letter or a digit, and counts once.
     """
-    words = {word for word in prompt.casefold().split() if any(character.isalnum() for character in word)}
+    words = {word for word in split_words(prompt.casefold()) if any(character.isalnum() for character in word)}
     return len(words) >= LEAST_WORDS
 
 

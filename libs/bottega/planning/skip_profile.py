@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bottega.latents.names import FRACTIONS, recorded_steps
+from bottega.prompt_words import split_words
 
 BALANCED_ALPHA = 0.9
 """A picture must exceed this share of the uncached picture's quality (Nirvana's alpha)."""
@@ -115,8 +116,8 @@ def fallback_profile(width: int) -> SkipProfile | None:
 
 
 def count_words(prompt: str) -> int:
-    """Return the number of words of a prompt, which are separated by white space."""
-    return len(prompt.split())
+    """Return the number of words of a prompt."""
+    return len(split_words(prompt))
 
 
 def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> tuple[int, ...]:
