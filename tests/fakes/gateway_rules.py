@@ -189,8 +189,12 @@ class Shop:
         fixed_s: float = 0.0,
         draining: bool = False,
         controlnets: Sequence[Hosted] = (),
+        beside_s: float = 0.0,
     ) -> None:
-        """A worker reports its load. seconds: of one row, beside fixed_s of each turn. controlnets: at hand there."""
+        """A worker reports its load. seconds: of one row, beside fixed_s of each turn. controlnets: at hand there.
+
+        beside_s: what a job takes beside its turns.
+        """
         times = [
             fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=fixed_s + rows * seconds)
             for rows in (1, 2)
@@ -204,6 +208,7 @@ class Shop:
         ]
         load = fleet_pb2.Load(
             step_times=times,
+            fixed_s=beside_s,
             max_rows=16,
             draining=draining,
             running=running,

@@ -90,6 +90,8 @@ class DispatchedAttempt:
     trace: Trace = field(default_factory=Trace)
     queued_at: float = 0.0
     sent_at: float = 0.0
+    reported_at: float = 0.0
+    """When the worker last said how far it is, or was sent the attempt, on the monotonic clock."""
     traced: bool = False
     started: bool = False
     previewed: bool = False
@@ -103,11 +105,24 @@ class DispatchedAttempt:
 
     @property
     def used_s(self) -> float | None:
-        """Seconds of the worker's device that it has used; None where that is not known."""
+        """Seconds of the worker's device that it has used, as far as the worker has reported; None if unknown."""
         return 0.0 if self.device_s is None and not self.started else self.device_s
 
+    @property
+    def used_until_now_s(self) -> float | None:
+        """Seconds of the device that an attempt which is stopped now has used; None if unknown.
+
+        Encoding is reported with the first step and decoding after the last one. So the time since the last report
+        counts as well, up to what the worker measured for both.
+        """
+        if self.used_s is None:
+            return None
+        silent_s = self.job.clock.monotonic() - self.reported_at
+        return self.used_s + max(0.0, min(silent_s, self.connection.member.load.fixed_s))
+
     def note_device_s(self, device_s: float) -> None:
-        """Note what a worker says that it has used; what is no number of seconds says nothing."""
+        """Note a worker's report of the seconds used so far; a value that is no number of seconds is ignored."""
+        self.reported_at = self.job.clock.monotonic()
         if 0.0 < device_s < math.inf:
             self.device_s = device_s
 

@@ -131,7 +131,7 @@ class Dispatcher:
         if connection is None:
             return
         for attempt in list(connection.attempts.values()):
-            self._abandon(attempt.job.job_id)
+            self._abandon(attempt, used_s=attempt.used_s)
             self._report_loss(attempt, WorkerLost("the worker was cut off"))
         connection.close()
 
@@ -171,15 +171,16 @@ class Dispatcher:
 
     def cancel_attempt(self, job: Job) -> None:
         """Stops the attempt at a job that has ended some other way, at its worker too."""
-        attempt = self._abandon(job.job_id)
+        attempt = self._attempts.get(job.job_id)
         if attempt is not None:
+            self._abandon(attempt, used_s=attempt.used_until_now_s)
             self._note_trace(attempt)
             attempt.connection.stop_attempt(attempt.id)
 
     def detach(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
         for attempt in list(self._attempts.values()):
-            self._abandon(attempt.job.job_id)
+            self._abandon(attempt, used_s=attempt.used_s)
         self._running.cancel_soon()
 
     async def close(self) -> None:
@@ -197,6 +198,7 @@ class Dispatcher:
             connection=connection,
             queued_at=job.times.queued_at,
             sent_at=job.clock.monotonic(),
+            reported_at=job.clock.monotonic(),
         )
         self._attempts[job.job_id] = attempt
         self._by_tenant.setdefault(job.bare.model, Counter())[job.request.tenant] += 1
@@ -368,20 +370,16 @@ class Dispatcher:
     def _remove_if_current(self, attempt: DispatchedAttempt) -> None:
         """Removes an attempt whose own task has found it over."""
         if self._attempts.get(attempt.job.job_id) is attempt:
-            self._remove(attempt)
+            self._remove(attempt, used_s=attempt.used_s)
 
-    def _abandon(self, job_id: str) -> DispatchedAttempt | None:
-        """Removes an attempt and ends its task."""
-        attempt = self._attempts.get(job_id)
-        if attempt is None:
-            return None
-        self._remove(attempt)
+    def _abandon(self, attempt: DispatchedAttempt, *, used_s: float | None) -> None:
+        """Remove an attempt and end its task. used_s: Seconds of its worker's device to charge; None if unknown."""
+        self._remove(attempt, used_s=used_s)
         if attempt.task is not None:
             attempt.task.cancel()
             attempt.task = None  # it keeps how it was cancelled, which leads here: a cycle that holds the job's request
-        return attempt
 
-    def _remove(self, attempt: DispatchedAttempt) -> None:
+    def _remove(self, attempt: DispatchedAttempt, *, used_s: float | None) -> None:
         job = attempt.job
         del self._attempts[job.job_id]
         by_tenant = self._by_tenant[job.bare.model]
@@ -393,7 +391,7 @@ class Dispatcher:
         attempt.connection.remove(attempt)
         for addon in self._addons:
             addon.end_attempt(job)
-        self._observer.attempt_over(job, attempt.used_s)
+        self._observer.attempt_over(job, used_s)
 
 
 def _bounded(provenance: Provenance) -> Provenance:

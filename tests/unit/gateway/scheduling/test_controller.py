@@ -134,6 +134,26 @@ async def test_a_job_that_used_more_than_was_expected_counts_for_its_tenant_howe
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize(
+    ("steps_done", "waited_s", "charged_s"),
+    [(0, 0.3, 0.3), (0, 9.0, 0.5), (10, 0.2, 2.2), (10, 9.0, 2.5)],
+    ids=["while it is encoded", "after its encoding", "while it is decoded", "after its decoding"],
+)
+async def test_a_cancelled_job_is_charged_for_encoding_and_decoding(
+    shop: Shop, steps_done: int, waited_s: float, charged_s: float
+) -> None:
+    settled: list[float | None] = []
+    worker = shop.worker()
+    shop.report(worker, beside_s=0.5)
+    job = shop.submit()
+    if steps_done:
+        await shop.advance(job, steps_done, device_s=2.0)
+    shop.time.now += waited_s
+    shop.queue.settle = lambda _, device_s: settled.append(device_s)  # type: ignore[method-assign]
+    shop.controller.cancel(job)
+    assert settled == [pytest.approx(charged_s)]
+
+
 async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(shop: Shop) -> None:
     for index in range(64):
         shop.worker(f"w{index}")
