@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,6 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.scheduling.addon_costs import AddOnCosts
 from bottega.gateway.scheduling.policy import PendingJob
 from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
@@ -33,6 +33,14 @@ _FOREIGN_ROWS = 2
 # Most jobs need the same as others: a queue is gone through every second, and these need not be made again. Of edits
 # that is so because their shares are rounded.
 _REQUESTS = 1024
+# Kinds of jobs whose add-ons' costs are remembered; of more, the one that was measured longest ago is forgotten.
+_MOST_KINDS = 4096
+# Turns over which these costs are averaged: about five pictures of 50 steps.
+_AVERAGED_TURNS = 250.0
+# A ratio beyond this bound is a mistake, such as of a machine that was stopped meanwhile.
+_MOST_SLOWDOWN = 32.0
+# Slowdowns are rounded to a quarter of a doubling, so that jobs of a kind have equal resource requests.
+_STEPS_A_DOUBLING = 4
 # Workers that are asked how long a job is: most fleets are of one kind of machine.
 _COMPARED = 8
 # States of a worker after which the widths of its groups are found out anew though the same jobs run, as its engine
@@ -52,6 +60,63 @@ class _CachedState:
     revision: int
     jobs: tuple[str, ...]
     age: int
+
+
+class AddOnCosts:
+    """How many times as long jobs with ControlNets and LoRAs take as plain jobs of their rows, shape and steps.
+
+    Step times are of plain rows. How much add-ons slow them down depends on the add-ons, on where they run and on the
+    link to there, so it is measured from what finished jobs used of their devices: by tenant, so that no tenant's jobs
+    change what another's are expected to take, and by turns, so that a job of few steps, most of which is loading,
+    counts for little beside a long one.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: OrderedDict[Hashable, _Ratio] = OrderedDict()
+
+    def note(self, job: Job, *, plain_s: float, device_s: float) -> None:
+        """Learn from a finished job, unless its seconds say nothing.
+
+        Args:
+            job: A job that was drawn from its beginning by one attempt.
+            plain_s: Seconds that it was expected to take without its add-ons.
+            device_s: Seconds of the device that it used.
+        """
+        turns = job.steps.total / job.num_images
+        if not (0.0 < plain_s < math.inf and 0.0 < device_s < math.inf and turns > 0):
+            return
+        most = math.log(_MOST_SLOWDOWN)
+        ratio = max(-most, min(math.log(device_s / plain_s), most))
+        kind = _kind(job)
+        before = self._ratios.pop(kind, _Ratio(log=ratio, turns=0.0))
+        known_turns = min(before.turns + turns, _AVERAGED_TURNS)
+        weight = min(1.0, turns / known_turns)
+        self._ratios[kind] = _Ratio(log=before.log + weight * (ratio - before.log), turns=known_turns)
+        if len(self._ratios) > _MOST_KINDS:
+            self._ratios.popitem(last=False)
+
+    def slowdown(self, job: Job) -> float:
+        """Return how many times as long as a plain job a job takes, at least 1; 1 if nothing was measured."""
+        own = self._ratios.get(_kind(job)) if job.controlnets or job.loras else None
+        if own is None:
+            return 1.0
+        plain = self._ratios.get((job.request.tenant, job.bare.model, (), 0), _Ratio(log=0.0, turns=0.0))
+        doublings = round((own.log - plain.log) / math.log(2.0) * _STEPS_A_DOUBLING) / _STEPS_A_DOUBLING
+        return float(max(1.0, min(2.0**doublings, _MOST_SLOWDOWN)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ratio:
+    """The seconds that jobs of a kind took over those expected of plain jobs."""
+
+    log: float
+    """Natural logarithm of the mean ratio."""
+    turns: float
+    """Turns that the mean is of, at most _AVERAGED_TURNS."""
+
+
+def _kind(job: Job) -> Hashable:
+    return job.request.tenant, job.bare.model, tuple(sorted(job.controlnets)), len(job.loras)
 
 
 class FleetSnapshot:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.gateway.scheduling.addon_costs import AddOnCosts
+from bottega.gateway.scheduling.snapshot import AddOnCosts
 from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
 from bottega.planning import StepTimes
 from tests.samples.jobs import sample_job
@@ -23,6 +23,24 @@ def test_jobs_with_controlnets_are_expected_to_take_as_much_longer_as_they_did()
     assert costs.slowdown(CONTROLLED) == pytest.approx(2.0)
     assert costs.slowdown(PLAIN) == 1.0
     assert costs.slowdown(sample_job(controlnets=["edges", "depth"])) == 1.0
+
+
+def test_no_tenants_jobs_change_what_those_of_another_are_expected_to_take() -> None:
+    costs = AddOnCosts()
+    slow = sample_job(controlnets=["edges"], tenant="press")
+    for _ in range(20):
+        costs.note(slow, plain_s=1.0, device_s=30.0)
+    assert costs.slowdown(slow) > 8.0
+    assert costs.slowdown(sample_job(controlnets=["edges"], tenant="shop")) == 1.0
+
+
+def test_jobs_of_few_steps_count_for_little_beside_long_ones() -> None:
+    costs = AddOnCosts()
+    short, long = (sample_job(controlnets=["edges"], steps=steps) for steps in (1, 50))
+    costs.note(short, plain_s=0.1, device_s=3.0)  # most of which was loading
+    costs.note(long, plain_s=1.0, device_s=2.0)
+    costs.note(short, plain_s=0.1, device_s=3.0)
+    assert costs.slowdown(long) == pytest.approx(2.0, rel=0.2)
 
 
 @pytest.mark.parametrize("device_s", [0.0, -1.0, math.nan, math.inf])
