@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -44,6 +47,16 @@ _PART_OF_PAGE = 5
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdapterListing:
+    """The adapters that a caller may name, in the order of their page tokens."""
+
+    access: Access
+    made_at: float
+    tokens: Sequence[str]
+    adapters: Sequence[image_pb2.Adapter]
+
+
 class ImageService(image_pb2_grpc.ImageServiceServicer):
     """What product backends call.
 
@@ -70,6 +83,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self._traces = traces
         self._addons = addons
         self._default_deadline_s = default_deadline_s
+        self._listings: OrderedDict[tuple[str, int], _AdapterListing] = OrderedDict()
 
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
@@ -202,19 +216,35 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     ) -> image_pb2.ListAdaptersResponse:
         """Return a page of the adapters that the caller's requests may name."""
         rules.refuse(list(validation.check_adapters_page(request)))
-        access = Access.of(caller())
+        listing = await self._adapters(request, Access.of(caller()))
+        first = bisect_right(listing.tokens, request.page_token) if request.page_token else 0
+        end = first + (request.page_size or rules.MAX_PAGE)
+        return image_pb2.ListAdaptersResponse(
+            adapters=listing.adapters[first:end],
+            next_page_token=listing.tokens[end - 1] if end < len(listing.tokens) else "",
+        )
+
+    async def _adapters(self, request: image_pb2.ListAdaptersRequest, access: Access) -> _AdapterListing:
+        """Return all adapters of a kind that a caller may name. Later pages use the list of the first for a moment."""
+        now, key = self._controller.clock.monotonic(), (access.tenant, request.kind)
+        known = self._listings.get(key)
+        if request.page_token and known and known.access == access and now - known.made_at <= _LISTED_S:
+            return known
         models = self._fleet.models(access)
-        listed = [
-            (_adapter_token(adapter), adapter)
+        adapters = [
+            adapter
             for addon in self._addons
             if request.kind in (image_pb2.ADAPTER_KIND_UNSPECIFIED, addon.adapter_kind)
             for adapter in await addon.adapters(access, models)
         ]
-        after = sorted((each for each in listed if each[0] > request.page_token), key=lambda each: each[0])
-        page = after[: request.page_size or rules.MAX_PAGE]
-        return image_pb2.ListAdaptersResponse(
-            adapters=[adapter for _, adapter in page], next_page_token=page[-1][0] if len(after) > len(page) else ""
-        )
+        adapters.sort(key=_adapter_token)
+        tokens = [_adapter_token(adapter) for adapter in adapters]
+        listing = _AdapterListing(access=access, made_at=now, tokens=tokens, adapters=adapters)
+        self._listings.pop(key, None)
+        self._listings[key] = listing
+        if len(self._listings) > _MOST_LISTINGS:
+            self._listings.popitem(last=False)
+        return listing
 
     def _caller_s(self, context: _Context) -> float:
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()

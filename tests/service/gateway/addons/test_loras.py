@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from bottega import errors
+from bottega import errors, kinds
+from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.addons.loras.client import GrpcLoraClient
+from bottega.gateway.api import image_service
 from bottega.rpc.channel import PLAINTEXT, Target
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora
@@ -24,6 +29,8 @@ from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import refusal, running_gateway
 from tests.support.running_loras import PATIENCE_S
 from tests.support.waiting import eventually
+
+SERVICE = pb.DESCRIPTOR.services_by_name["LoraService"].full_name
 
 
 def _model(name: str) -> image_pb2.Model:
@@ -50,6 +57,55 @@ async def test_a_request_that_names_a_lora_and_no_model_goes_to_its_base(house: 
     assert (lora.name, lora.scale, lora.digest) == ("wash", 0.5, house.wash.digest)
     (lora,) = to_miniature.spec.loras
     assert (lora.scale, lora.digest) == (1.0, house.ink.digest)
+
+
+async def test_callers_that_list_at_a_silent_store_wait_for_one_answer_together(house: House) -> None:
+    asked = 0
+
+    async def silence(request: pb.ListLorasRequest, context: object) -> pb.ListLorasResponse:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(
+        silence, pb.ListLorasRequest.FromString, pb.ListLorasResponse.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"ListLoras": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    member = house.gateway.gateway._controller._fleet.join(
+        fleet_pb2.Registration(kind=kinds.LORAS, name="a", address=f"127.0.0.1:{port}", instance="x" * 32)
+    )
+    try:
+        calls = [house.gateway.images.ListAdapters(image_pb2.ListAdaptersRequest(), timeout=20) for _ in range(5)]
+        refused = await asyncio.gather(*calls, return_exceptions=True)
+        assert [from_rpc_error(error).reason for error in refused] == [errors.NoLora.reason] * 5
+        assert asked == 1
+    finally:
+        member.connected = False
+        await server.stop(None)
+
+
+async def test_the_pages_of_one_caller_are_made_from_one_list(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    adapters = LoraAddOn.adapters
+
+    async def counted(*args: Any) -> Sequence[image_pb2.Adapter]:
+        nonlocal made
+        made += 1
+        return await adapters(*args)
+
+    monkeypatch.setattr(LoraAddOn, "adapters", counted)
+    monkeypatch.setattr(image_service, "_LISTED_S", 600.0)
+    names, token = [], ""
+    while token or not names:
+        request = image_pb2.ListAdaptersRequest(page_size=1, page_token=token)
+        page = await house.gateway.images.ListAdapters(request, timeout=20)
+        names += [adapter.name for adapter in page.adapters]
+        token = page.next_page_token
+    assert (names, made) == (["ink", "wash"], 1)
 
 
 async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: House) -> None:

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 # A store answers at once; a request waits for it.
 _GET_S = 2.0
-_LIST_S = 5.0
-# Lists of tenants are made from one list of the stores, however many ask.
+_LIST_S = 2.0
+# Lists of tenants are made from one list of the stores, however many ask. So is the refusal where a store is silent.
 _LISTED_S = 2.0
 _KEEP_S = 2.0
 # A store comes back, or another one joins, within some seconds.
@@ -43,7 +43,7 @@ class LoraResolver:
         self._clients: dict[str, GrpcLoraClient] = {}
         self._calls = BackgroundTasks("calls of LoRA stores")
         self._listing = asyncio.Lock()
-        self._listed: Sequence[StoredLora] = ()
+        self._listed: Sequence[StoredLora] | NoLora = ()
         self._listed_at = -math.inf
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
@@ -79,9 +79,14 @@ class LoraResolver:
         loop = asyncio.get_running_loop()
         async with self._listing:
             if loop.time() - self._listed_at > _LISTED_S:
-                self._listed = await self._ask_all()
+                try:
+                    self._listed = await self._ask_all()
+                except NoLora as error:
+                    self._listed = error
                 self._listed_at = loop.time()
-            return self._listed
+        if isinstance(self._listed, NoLora):
+            raise self._listed.with_traceback(None)
+        return self._listed
 
     def stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
