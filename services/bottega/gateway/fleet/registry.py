@@ -156,6 +156,11 @@ class Fleet:
             _log.warning("member lost", extra={"member": member.name})
             self._remove(member)
 
+    def longest_silence_s(self) -> float:
+        """Return the seconds since the member that was silent for longest was heard; 0 without members."""
+        now = self._clock.monotonic()
+        return now - min((member.heard_at for member in self._members.values()), default=now)
+
     def renew_leases(self) -> None:
         """Renews every lease: for when this process itself was late to listen."""
         for member in self._members.values():

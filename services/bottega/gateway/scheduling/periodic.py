@@ -1,6 +1,8 @@
-"""What is checked by the clock: leases of the fleet ten times a second, the queue every second.
+"""Checks by the clock: the leases of the fleet, and once a second the queue.
 
-Ends the leases of silent members, and fails jobs that no worker or add-on can serve.
+They end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members report,
+nothing is due before a lease could end, so a gateway at rest sleeps. When the lease of a member is about to end, leases
+are checked every tenth of a second.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -19,12 +22,15 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.controller import JobController
 
-# A tick later than this means that this process, not its members, was silent.
+# A check that is later than this means that this process, not its members, was silent.
 _LATE_S = 0.5
+# Between two checks while the lease of a member is about to end, or after a check has failed.
 _TICK_S = 0.1
-_TICKS_PER_SECOND = 10
-# Checks that failed within so many seconds, after which the gateway says that it does not serve. The queue has one
-# a second.
+# The rest of a lease in which ticks begin: after this process was stopped for a moment, what members sent meanwhile is
+# read before one of them is given up.
+_ABOUT_TO_END_S = 0.5
+_QUEUE_S = 1.0
+# Number of checks that failed within so many seconds, after which the gateway says that it does not serve.
 _MOST_FAULTS = 3
 _FAULTS_S = 10.0
 
@@ -32,10 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicChecks:
-    """`start` them after the controller, and `stop` them before it.
+    """The checks of a gateway's fleet and queue. `start` them after the controller, and `stop` them before it.
 
-    worker_grace_s: how long the jobs of an earlier life wait for a worker of their model to join; how long that
-    takes to start, this life of the gateway has not seen yet.
+    Args:
+        worker_grace_s: How long the jobs of an earlier life wait for a worker of their model to join. How long such a
+            worker takes to start is not known yet in this life of the gateway.
     """
 
     def __init__(
@@ -54,51 +61,62 @@ class PeriodicChecks:
         self._worker_grace_s = worker_grace_s
         self._grace_until = 0.0
         self._clock = clock
-        self._ticking = BackgroundTasks("checks of the fleet and the queue")
+        self._queue_due_at = -math.inf
+        """When the queue is checked next, on the clock of the event loop."""
+        self._checking = BackgroundTasks("checks of the fleet and the queue")
         self._publishing = BackgroundTasks("publishing of estimates")
         self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
 
     @property
     def healthy(self) -> bool:
-        """Whether fleet and queue are checked: one fault may pass, several in a row are ours and stay."""
+        """Whether fleet and queue are checked: a single fault may pass, several within seconds stay."""
         faults = self._faults
         return len(faults) < _MOST_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def start_grace(self) -> None:
-        """The jobs of an earlier life are queued now."""
+        """Begin the grace of the jobs of an earlier life, which are queued now."""
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
 
     def start(self) -> None:
-        """Checks from now on."""
-        self._ticking.start(self._tick())
+        """Check from now on."""
+        self._checking.start(self._keep_checking())
 
     async def stop(self) -> None:
-        """Checks no more. Harmless where it was not started."""
-        await self._ticking.cancel()
+        """Stop checking. Harmless if it was not started."""
+        await self._checking.cancel()
         await self._publishing.cancel()
 
-    async def _tick(self) -> None:
+    async def _keep_checking(self) -> None:
         checked_at = self._clock.monotonic()
-        for tick in itertools.count(1):
-            await asyncio.sleep(_TICK_S)
+        while True:
+            pause_s = self._pause_s()
+            await asyncio.sleep(pause_s)
             # Since the check before, and not only while it slept: this process may be stopped anywhere.
             before, checked_at = checked_at, self._clock.monotonic()
             try:
-                self._check(tick, late_s=max(0.0, checked_at - before - _TICK_S))
+                self._check(late_s=max(0.0, checked_at - before - pause_s))
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and no job starts
                 _log.exception("the fleet and the queue could not be checked")
                 self._faults.append(self._clock.monotonic())
-                await asyncio.sleep(_TICK_S * _TICKS_PER_SECOND)  # what fails every time is not logged every time
+                await asyncio.sleep(_QUEUE_S)  # what fails every time is not logged every time
                 checked_at = self._clock.monotonic()
 
-    def _check(self, tick: int, *, late_s: float) -> None:
+    def _pause_s(self) -> float:
+        """Return the seconds until a lease is about to end, or the queue is due."""
+        lease_s = self._fleet.lease_s
+        quiet_s = max(lease_s - _ABOUT_TO_END_S, lease_s / 2) - self._fleet.longest_silence_s()
+        return min(max(quiet_s, _TICK_S), _QUEUE_S)
+
+    def _check(self, *, late_s: float) -> None:
         if late_s > _LATE_S:
             _log.warning("the event loop was late; leases are renewed", extra={"late_s": round(late_s, 3)})
             self._fleet.renew_leases()
             self._grace_until += late_s
-            return  # what members sent meanwhile is read before any is given up, or a job for want of it
+            return  # what members sent meanwhile is read before any is given up, or a job for lack of one
         self._fleet.expire()
-        if tick % _TICKS_PER_SECOND == 0:
+        now = asyncio.get_running_loop().time()
+        if now >= self._queue_due_at:
+            self._queue_due_at = now + _QUEUE_S
             self._check_queue()
 
     def _check_queue(self) -> None:
@@ -123,11 +141,11 @@ class PeriodicChecks:
                 self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)
 
     def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
-        for job, error in list(failures):  # which are read from the queue, and leave it
+        for job, error in list(failures):  # they are read from the queue, and leave it
             self._controller.fail(job, error)
 
     async def _publish_estimates(self) -> None:
-        """Beside the ticks: a long queue takes a while, in which this process is not late to listen."""
+        """Publish estimates in a task of their own: for a long queue that takes a while."""
         try:
             await self._controller.estimates.publish_all()
         except Exception:  # noqa: BLE001 - the boundary of the task

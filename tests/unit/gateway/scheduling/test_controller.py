@@ -465,6 +465,26 @@ async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: 
     assert [member.name for member in shop.fleet.members()] == ["w1"]
 
 
+async def test_a_gateway_whose_members_report_is_not_woken_before_a_lease_could_end(shop: Shop) -> None:
+    looks: list[float] = []
+    expire = shop.fleet.expire
+
+    def looked() -> None:
+        looks.append(shop.fleet.longest_silence_s())
+        expire()
+
+    worker, began = shop.worker(), shop.time.now
+    shop.fleet.expire = looked  # type: ignore[method-assign]
+    shop.start()
+    async with asyncio.timeout(30):
+        while len(looks) < 3:
+            shop.time.now += 0.05
+            await asyncio.sleep(0.05)
+            if shop.fleet.longest_silence_s() >= 0.5:
+                shop.report(worker)
+    assert shop.time.now - began > 1.2, "and not three tenths of a second"
+
+
 async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_the_fleet(shop: Shop) -> None:
     entered = asyncio.Event()
 
@@ -553,6 +573,7 @@ async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_n
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(periodic, "_TICK_S", 0.005)
+    monkeypatch.setattr(periodic, "_QUEUE_S", 0.005)
     shop.worker()
     unknown = sample_job(shop.time)
     shop.queue.add(unknown)  # nobody knows of it, which is a fault of ours
