@@ -47,7 +47,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.gateway.tenants.authenticator import TenantAuthenticator
-from bottega.gateway.tenants.metrics import TenantMetrics
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -75,7 +75,7 @@ class Gateway:
         self.server = Server("gateway", config.server, authenticator=authenticator)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
-        metrics = GatewayMetrics(self.server.registry)
+        metrics = GatewayMetrics(self.server.registry, named_tenants=config.tenant_metrics)
         self.server.add_page(
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
@@ -90,17 +90,10 @@ class Gateway:
             storage=self._storage,
             addons=addons,
             connect=functools.partial(GrpcWorkerClient, channels=self.server.channels),
+            terms=terms,
             metrics=metrics,
             clock=clock,
         )
-        if authenticator is not None:
-            self._controller.queue.weigh = authenticator.weight
-            self._controller.queue.most_running = lambda tenant: authenticator.quotas(tenant).concurrent
-            self._controller.quotas.quotas_of = authenticator.quotas
-        if config.tenant_metrics:
-            metrics.tenants = TenantMetrics(
-                self.server.registry, most=config.tenant_metrics, waiting=self._controller.queue.held_by_tenant
-            )
         self._periodic = PeriodicChecks(
             fleet=fleet,
             controller=self._controller,
@@ -119,6 +112,7 @@ class Gateway:
             storage=self._storage,
             addons=addons,
             inspector=self._codec,
+            terms=terms,
             metrics=metrics,
         )
         images = ImageService(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from bottega.gateway.tenants.metrics import TenantMetrics
 from bottega.manifest import read_services
 from bottega.rpc.operation.counted import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
@@ -18,18 +17,24 @@ _JOB_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing shall take at most .6 ms.
 _ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
+_TENANT_BUCKETS = (0.5, 1, 2.5, 5, 10, 30, 60, 300)
 # From a disk that lies to one that turns.
 _COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 
+OTHERS = "(others)"
+"""The label of all tenants beyond the number that have labels of their own. No tenant can have this name."""
+
 
 class GatewayMetrics:
-    """The gateway's own metrics: what happens counts itself in them.
+    """The metrics of the gateway.
 
-    tenants: those by tenant, where they are asked for; may be set before the first job.
+    Args:
+        registry: Registry of the gateway's process.
+        named_tenants: Number of tenants whose metrics are kept by name; 0 keeps no metrics by tenant.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.tenants: TenantMetrics | None = None
+    def __init__(self, registry: CollectorRegistry, *, named_tenants: int = 0) -> None:
+        self._tenants = _TenantMetrics(registry, most=named_tenants) if named_tenants else None
         self._jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
         self._aborted = Counter(
             "bottega_jobs_aborted",
@@ -123,8 +128,8 @@ class GatewayMetrics:
 
         outcome: completed, failed or cancelled. seconds: since its acceptance. reason: of its error; empty without one.
         """
-        if self.tenants is not None:
-            self.tenants.job_ended(tenant, outcome, seconds=seconds)
+        if self._tenants is not None:
+            self._tenants.job_ended(tenant, outcome, seconds=seconds)
         self._jobs_ended.labels(outcome).inc()
         if reason:
             self._aborted.labels(reason).inc()
@@ -148,8 +153,17 @@ class GatewayMetrics:
         )
 
     def register_members(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """kinds: of the services that are here, one for each service."""
+        """Count members in a gauge. kinds: Returns the kind of each service that is here."""
         self._registry.register(_Members(kinds))
+
+    def register_tenants(self, waiting: Callable[[], Mapping[str, int]]) -> None:
+        """Count waiting jobs by tenant in a gauge, if metrics by tenant are kept.
+
+        Args:
+            waiting: Returns the number of each tenant's waiting jobs; called in any thread.
+        """
+        if self._tenants is not None:
+            self._registry.register(_Waiting(self._tenants, waiting))
 
 
 class _Members(Collector):
@@ -167,4 +181,56 @@ class _Members(Collector):
             counts[kind] = counts.get(kind, 0) + 1
         for kind, count in counts.items():
             gauge.add_metric((kind,), count)
+        yield gauge
+
+
+class _TenantMetrics:
+    """The metrics of the first `most` tenants that have a job, by name, and of all other tenants together."""
+
+    def __init__(self, registry: CollectorRegistry, *, most: int) -> None:
+        self._most = most
+        self._named: set[str] = set()
+        self._ended = Counter(
+            "bottega_tenant_jobs", "Jobs of a tenant that ended, by outcome.", ("tenant", "outcome"), registry=registry
+        )
+        self._job_s = Histogram(
+            "bottega_tenant_job_seconds",
+            "Seconds from a job's acceptance to its completion, by tenant.",
+            ("tenant",),
+            buckets=_TENANT_BUCKETS,
+            registry=registry,
+        )
+
+    def job_ended(self, tenant: str, outcome: str, *, seconds: float) -> None:
+        """Count a job that ended `seconds` after its acceptance."""
+        label = self.label(tenant)
+        self._ended.labels(label, outcome).inc()
+        if outcome == "completed":
+            self._job_s.labels(label).observe(seconds)
+
+    def label(self, tenant: str) -> str:
+        """Return the label of a tenant."""
+        if tenant not in self._named and len(self._named) < self._most:
+            self._named.add(tenant)
+        return tenant if tenant in self._named else OTHERS
+
+
+class _Waiting(Collector):
+    """The number of waiting jobs by tenant."""
+
+    def __init__(self, tenants: _TenantMetrics, waiting: Callable[[], Mapping[str, int]]) -> None:
+        self._tenants = tenants
+        self._waiting = waiting
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge with its values of now."""
+        counts: dict[str, int] = {}
+        for tenant, jobs in self._waiting().items():
+            label = self._tenants.label(tenant)
+            counts[label] = counts.get(label, 0) + jobs
+        gauge = GaugeMetricFamily(
+            "bottega_tenant_queued", "Jobs of a tenant that wait for a worker.", labels=["tenant"]
+        )
+        for label, jobs in counts.items():
+            gauge.add_metric([label], jobs)
         yield gauge

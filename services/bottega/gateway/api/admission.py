@@ -42,7 +42,7 @@ from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants.access import Access
-from bottega.gateway.tenants.quotas import Admittance
+from bottega.gateway.tenants.quotas import Admittance, TenantTerms
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -120,6 +120,7 @@ class Admission:
         storage: Storage,
         addons: Sequence[AddOn],
         inspector: ImageInspector,
+        terms: TenantTerms,
         metrics: GatewayMetrics,
     ) -> None:
         self._config = config
@@ -133,6 +134,7 @@ class Admission:
         )
         self._sources = ImageSources(jobs, storage)
         self._inspector = inspector
+        self._terms = terms
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
 
@@ -342,7 +344,7 @@ class Admission:
                 self._inspector,
                 max_pixels=self._config.max_image_pixels,
                 model=model if isinstance(model, Model) else None,
-                share=Share(tenant=tenant, weight=self._controller.queue.weigh(tenant)),
+                share=Share(tenant=tenant, weight=self._terms.weight(tenant)),
                 tokens=self._fleet.mask_tokens(model.name) if isinstance(model, Model) else None,
             )
         rules.refuse(found)

@@ -38,7 +38,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.tenants.quotas import QuotaLedger
+from bottega.gateway.tenants.quotas import QuotaLedger, TenantTerms
 from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
@@ -63,6 +63,7 @@ class JobController:
         storage: Storage,
         addons: Sequence[AddOn],
         connect: Callable[[Target], WorkerClient],
+        terms: TenantTerms,
         metrics: GatewayMetrics,
         clock: Clock,
     ) -> None:
@@ -75,16 +76,6 @@ class JobController:
         self._metrics = metrics
         self._deadlines = Deadlines(clock)
         self._finding = BackgroundTasks("jobs that were found in the store")
-        self.queue = JobQueue(
-            max_jobs=config.max_queued,
-            budget_bytes=config.max_queued_bytes,
-            clock=clock,
-            due=DuePolicy(slo_scale=config.slo_scale, head_start_s=config.priority_head_start_s),
-        )
-        self.quotas = QuotaLedger(
-            waiting=self.queue.held, usage=jobs.usage, retry_s=self.queue.retry_after_s, clock=clock
-        )
-        self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.traces = JobTraces(config.traces_bytes)
         self._dispatcher = Dispatcher(
             connect,
@@ -93,9 +84,21 @@ class JobController:
             self,
             traces=self.traces,
             max_result_bytes=config.max_result_bytes,
-            weigh=lambda tenant: self.queue.weigh(tenant),  # which may be replaced still
+            weigh=terms.weight,
         )
-        self._snapshot = self.queue.sizes = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
+        self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
+        self.queue = JobQueue(
+            max_jobs=config.max_queued,
+            budget_bytes=config.max_queued_bytes,
+            clock=clock,
+            weigh=terms.weight,
+            due=DuePolicy(slo_scale=config.slo_scale, head_start_s=config.priority_head_start_s),
+            sizes=self._snapshot,
+        )
+        self.quotas = QuotaLedger(
+            terms=terms, waiting=self.queue.held, usage=jobs.usage, retry_s=self.queue.retry_after_s, clock=clock
+        )
+        self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
         self.scheduler = Scheduler(
             fleet=fleet,
@@ -105,12 +108,14 @@ class JobController:
             storage=storage,
             dispatcher=self._dispatcher,
             finisher=self._finisher,
+            terms=terms,
             clock=clock,
         )
         self._recovery = AttemptRecovery(self._dispatcher, self.scheduler, self.queue, jobs, hold_s=config.hold_s)
         metrics.queued.set_function(self.queue.__len__)
         metrics.longest_wait.set_function(self.queue.longest_wait_s)
         metrics.running.set_function(lambda: self._dispatcher.attempts)
+        metrics.register_tenants(self.queue.held_by_tenant)
         fleet.subscribe(self)
 
     # The gateway starts and stops.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
@@ -26,16 +26,29 @@ _TENANT_SHARE = 0.75
 
 
 class JobQueue:
-    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models. due: when jobs are due, see Line.
+    """The jobs that wait for a worker, by model.
 
-    weigh: says what tenants weigh. most_running: how many jobs of a tenant may run at once; 0 is without bound. sizes:
-    how long jobs are; None counts all of them as equally long. These may be replaced before the first job.
+    Args:
+        max_jobs: Upper bound on the jobs of all models.
+        budget_bytes: Upper bound on the bytes of their requests.
+        clock: Clock of the gateway.
+        weigh: Returns the weight of a tenant.
+        due: When jobs are due, see Line.
+        sizes: How long jobs are; None counts all of them as equally long.
     """
 
-    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock, due: DuePolicy | None = None) -> None:
-        self.weigh: Weigh = equal_weights
-        self.most_running: Callable[[str], int] = _unbounded
-        self.sizes: JobSizes | None = None
+    def __init__(
+        self,
+        *,
+        max_jobs: int,
+        budget_bytes: int,
+        clock: Clock,
+        weigh: Weigh = equal_weights,
+        due: DuePolicy | None = None,
+        sizes: JobSizes | None = None,
+    ) -> None:
+        self._weigh = weigh
+        self._sizes = sizes
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
         self._due = due or DuePolicy()
@@ -170,7 +183,7 @@ class JobQueue:
     def _line_of(self, model: str) -> Line:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = Line(self.weigh, self._due, self.sizes)
+            line = self._lines[model] = Line(self._weigh, self._due, self._sizes)
         return line
 
     def _drop_if_idle(self, model: str) -> None:
@@ -217,8 +230,3 @@ class JobQueue:
         # That nothing came while nobody waited says nothing.
         silent_s = now - max(ends[-1], self._waited_for_since)
         return min((len(ends) - 1) / max(took_s, 1e-3), len(ends) / max(took_s + silent_s, 1e-3))
-
-
-def _unbounded(tenant: str) -> int:
-    del tenant
-    return 0

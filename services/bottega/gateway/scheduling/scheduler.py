@@ -21,6 +21,7 @@ from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import MAX_BACKLOG
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
@@ -48,6 +49,7 @@ class Scheduler:
         storage: Storage,
         dispatcher: Dispatcher,
         finisher: JobFinisher,
+        terms: TenantTerms,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
@@ -57,6 +59,7 @@ class Scheduler:
         self._storage = storage
         self._dispatcher = dispatcher
         self._finisher = finisher
+        self._terms = terms
         self._clock = clock
         self._held_back: set[Member] = set()
         self._looked_at: dict[str, float] = {}
@@ -134,7 +137,7 @@ class Scheduler:
         """Run one round of the policy. Return whether a job was dropped because its turn came too late."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
         shares = RunningShares(
-            self._dispatcher.running(model), self._queue.tenants(model), self._queue.weigh, self._may_begin
+            self._dispatcher.running(model), self._queue.tenants(model), self._terms.weight, self._may_begin
         )
         pending = self._snapshot.pending(self._queue.line(model), members, shares)
         late: list[Job] = []
@@ -157,7 +160,7 @@ class Scheduler:
 
     def _may_begin(self, tenant: str) -> int | None:
         """How many jobs more of a tenant may run, of all models; None is without bound."""
-        most = self._queue.most_running(tenant)
+        most = self._terms.quotas(tenant).concurrent
         return most - self._dispatcher.running_of(tenant) if most else None
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:

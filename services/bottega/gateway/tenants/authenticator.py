@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bottega.clocks import Clock
 from bottega.errors import ConfigError, Unauthenticated
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.security.certificate_calls import caller_in
@@ -49,7 +50,7 @@ class _Known:
 _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
 
 
-class TenantAuthenticator:
+class TenantAuthenticator(TenantTerms):
     """A CallAuthenticator. Raises ConfigError where the file cannot be used when it is made.
 
     Later on a file that cannot be used changes nothing: nobody is let in or out because of a slip.

@@ -19,6 +19,20 @@ _STORED_RETRY_S = 60.0
 ReadUsage = Callable[[str], Awaitable[TenantUsage]]
 
 
+class TenantTerms:
+    """The weights and quotas of tenants: here those of a gateway without a file of tenants, equal and unbounded."""
+
+    def weight(self, tenant: str) -> float:
+        """Return the tenant's weight among tenants whose jobs wait, above 0."""
+        del tenant
+        return 1.0
+
+    def quotas(self, tenant: str) -> Quotas:
+        """Return what the tenant may have at most."""
+        del tenant
+        return UNBOUNDED
+
+
 class Admittance:
     """The place of a new job among those of its tenant that are being taken in, until nobody holds it any more.
 
@@ -47,16 +61,25 @@ class Admittance:
 
 
 class QuotaLedger:
-    """Of one gateway.
+    """Counts the jobs of each tenant and compares them with its quotas.
 
-    waiting: jobs of a tenant that wait. usage: reads what is stored of a tenant. retry_s: when a job that waits will
-    have begun, about. quotas_of: may be replaced before the first job.
+    Args:
+        terms: The quotas of tenants.
+        waiting: Returns the number of a tenant's jobs that wait.
+        usage: Reads what is stored of a tenant.
+        retry_s: Returns about when a job that waits will have begun, in seconds.
     """
 
     def __init__(
-        self, *, waiting: Callable[[str], int], usage: ReadUsage, retry_s: Callable[[], float], clock: Clock
+        self,
+        *,
+        terms: TenantTerms,
+        waiting: Callable[[str], int],
+        usage: ReadUsage,
+        retry_s: Callable[[], float],
+        clock: Clock,
     ) -> None:
-        self.quotas_of: Callable[[str], Quotas] = _none
+        self._terms = terms
         self._waiting = waiting
         self._usage = usage
         self._retry_s = retry_s
@@ -70,7 +93,7 @@ class QuotaLedger:
 
         Raises QuotaExceeded.
         """
-        quotas = self.quotas_of(tenant)
+        quotas = self._terms.quotas(tenant)
         if quotas == UNBOUNDED:
             yield Admittance(begin=_do_nothing, leave=_do_nothing)
             return
@@ -119,11 +142,6 @@ class QuotaLedger:
 
 def _do_nothing() -> None:
     """Count nothing: nothing is bounded."""
-
-
-def _none(tenant: str) -> Quotas:
-    del tenant
-    return UNBOUNDED
 
 
 def _exceeded(quota: str, most: int, what: str, retry_after_s: float) -> QuotaExceeded:

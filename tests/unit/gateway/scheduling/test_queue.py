@@ -80,8 +80,9 @@ def test_a_lost_job_goes_before_the_others() -> None:
 
 def test_tenants_take_turns_by_weight_however_many_jobs_each_has() -> None:
     time = FakeTime()
-    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock())
-    queue.weigh = lambda tenant: {"one": 3.0}.get(tenant, 1.0)
+    queue = JobQueue(
+        max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), weigh=lambda tenant: {"one": 3.0}.get(tenant, 1.0)
+    )
     for tenant in ("other", "one"):
         for _ in range(40):
             queue.add(sample_job(time, tenant=tenant))
@@ -113,8 +114,7 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
 
 def _served(time: FakeTime, took_s: Callable[[Job], float], costs: dict[str, int]) -> Counter[str]:
     """Seconds of devices by tenant of equal weight, each with jobs of so many steps; a step is expected to take 1 s."""
-    queue = JobQueue(max_jobs=9999, budget_bytes=1 << 20, clock=time.clock())
-    queue.sizes = _Sizes(1.0)
+    queue = JobQueue(max_jobs=9999, budget_bytes=1 << 20, clock=time.clock(), sizes=_Sizes(1.0))
     for tenant, steps in costs.items():
         for _ in range(1600):
             queue.add(sample_job(time, tenant=tenant, steps=steps))
@@ -166,8 +166,7 @@ def test_jobs_that_are_cancelled_or_returned_before_they_used_anything_cost_noth
 def _urgency(time: FakeTime) -> tuple[JobQueue, Callable[..., Job]]:
     """A queue whose head start is a minute, and what adds a job to it, due .3 s after it came for each step."""
     due = DuePolicy(slo_scale=3.0, head_start_s=60.0)
-    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), due=due)
-    queue.sizes = _Sizes(0.1)
+    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), due=due, sizes=_Sizes(0.1))
 
     def add(priority: Priority.ValueType = PRIORITY_NORMAL, tenant: str = "", steps: int = 10) -> Job:
         job = sample_job(time, tenant=tenant, priority=priority, steps=steps)
@@ -229,8 +228,8 @@ class _Sizes:
 def _sized(time: FakeTime, step_s: float) -> tuple[JobQueue, _Sizes, Callable[[int], Job]]:
     """A queue whose jobs are due three times what they take alone after they came, and what adds one of some steps."""
     due = DuePolicy(slo_scale=3.0, head_start_s=60.0)
-    queue, sizes = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=due), _Sizes(step_s)
-    queue.sizes = sizes
+    sizes = _Sizes(step_s)
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=due, sizes=sizes)
 
     def add(steps: int) -> Job:
         job = sample_job(time, steps=steps)
@@ -274,8 +273,8 @@ def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_
 def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_is_served_first() -> None:
     time = FakeTime()
     _, _, unmeasured = _sized(time, step_s=0.0)
-    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=DuePolicy(head_start_s=60.0))
-    queue.sizes = _Sizes(0.1)
+    due = DuePolicy(head_start_s=60.0)
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=due, sizes=_Sizes(0.1))
     queue.add(first := sample_job(time, steps=50))
     queue.add(second := sample_job(time, steps=10))
     assert list(queue.line("m")) == [first, second]

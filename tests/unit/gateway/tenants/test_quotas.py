@@ -10,9 +10,19 @@ import pytest
 
 from bottega.errors import InvalidRequest, QuotaExceeded
 from bottega.gateway.jobs.store import TenantUsage
-from bottega.gateway.tenants.quotas import QuotaLedger
+from bottega.gateway.tenants.quotas import QuotaLedger, TenantTerms
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from tests.fakes.fake_time import FakeTime
+
+
+class Terms(TenantTerms):
+    """Terms of a file with one tenant."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._shop = quotas
+
+    def quotas(self, tenant: str) -> Quotas:
+        return self._shop if tenant == "shop" else UNBOUNDED
 
 
 class Shop:
@@ -22,12 +32,12 @@ class Shop:
         self.time = FakeTime()
         self.waiting, self.usage, self.asked = 0, TenantUsage(), 0
         self.ledger = QuotaLedger(
+            terms=Terms(quotas),
             waiting=lambda tenant: self.waiting if tenant == "shop" else 0,
             usage=self._usage,
             retry_s=lambda: 7.0,
             clock=self.time.clock(),
         )
-        self.ledger.quotas_of = {"shop": quotas}.get  # type: ignore[assignment]
 
     async def _usage(self, tenant: str) -> TenantUsage:
         self.asked += 1

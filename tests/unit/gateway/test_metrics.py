@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from bottega.gateway.tenants.metrics import OTHERS, TenantMetrics
+from bottega.gateway.metrics import OTHERS, GatewayMetrics
 
 
 def test_the_first_tenants_are_shown_by_name_and_all_others_together() -> None:
     registry = CollectorRegistry()
     waiting = {"a": 2, "c": 3, "d": 4}
-    metrics = TenantMetrics(registry, most=2, waiting=lambda: waiting)
+    metrics = GatewayMetrics(registry, named_tenants=2)
+    metrics.register_tenants(lambda: waiting)
     for tenant in ("a", "b", "c", "d", "a"):
-        metrics.job_ended(tenant, "completed", seconds=1.5)
-    metrics.job_ended("b", "failed", seconds=0.1)
+        metrics.job_ended("completed", seconds=1.5, reason="", tenant=tenant)
+    metrics.job_ended("failed", seconds=0.1, reason="internal", tenant="b")
 
     def read(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -29,8 +30,9 @@ def test_the_first_tenants_are_shown_by_name_and_all_others_together() -> None:
 
 def test_however_many_tenants_there_are_the_labels_are_bounded() -> None:
     registry = CollectorRegistry()
-    metrics = TenantMetrics(registry, most=3, waiting=lambda: {f"t{number}": 1 for number in range(500)})
+    metrics = GatewayMetrics(registry, named_tenants=3)
+    metrics.register_tenants(lambda: {f"t{number}": 1 for number in range(500)})
     for number in range(500):
-        metrics.job_ended(f"t{number}", "completed", seconds=1.0)
+        metrics.job_ended("completed", seconds=1.0, reason="", tenant=f"t{number}")
     labels = [sample.labels for metric in registry.collect() for sample in metric.samples]
     assert len({each["tenant"] for each in labels if "tenant" in each}) == 4
