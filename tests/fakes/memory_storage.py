@@ -30,6 +30,7 @@ class Shelf:
     jobs: dict[int, JobRecord] = field(default_factory=dict)
     inputs: dict[str, bytes] = field(default_factory=dict)
     newest: dict[tuple[str, str], int] = field(default_factory=dict)
+    deletions: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
     sequence: int = 0
     generation: int = 0
     full: bool = False
@@ -96,15 +97,22 @@ class MemoryJobStore:
             self._shelf.inputs.pop(job_id, None)
         return True
 
-    async def delete(self, job_id: str) -> list[str] | None:
+    async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
         self._check_room()
-        record = await self.get(job_id)
-        if record is None or record.live:
+        record = await self.get(job_id, tenant=tenant)
+        if record is not None and record.live:
             return None
-        self._forget_one(record)
+        if record is not None:
+            self._forget_one(record)
+            self._shelf.deletions[tenant, job_id] = (steady, record.contents)
+        elif not await self.was_deleted(job_id, tenant=tenant):
+            return None
         owners = await self.contents()
-        digests = dict.fromkeys(digest for image in record.images for digest in image.contents)
-        return [digest for digest in digests if record.tenant not in owners.get(digest, ())]
+        return [digest for digest in self._shelf.deletions[tenant, job_id][1] if tenant not in owners.get(digest, ())]
+
+    async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
+        self._check()
+        return (tenant, job_id) in self._shelf.deletions
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         self._check()
@@ -175,7 +183,8 @@ class MemoryJobStore:
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         self._check()
-        jobs = self._shelf.jobs
+        jobs, deletions = self._shelf.jobs, self._shelf.deletions
+        self._shelf.deletions = {key: deletion for key, deletion in deletions.items() if deletion[0] >= ended_before}
         for forgotten in range(limit):
             ended = sorted(
                 (record for record in jobs.values() if not record.live), key=lambda r: (r.ended_steady, r.sequence)

@@ -158,6 +158,11 @@ class ContentStore:
         finally:
             self._pinned -= Counter(digests)
 
+    @property
+    def pins(self) -> frozenset[str]:
+        """The digests that are pinned now."""
+        return frozenset(self._pinned)
+
     async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
         """Say whose the images are that were found at the start. owners: by digest."""
         await self._writer.run(lambda: self._assign(owners))

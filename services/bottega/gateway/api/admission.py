@@ -168,7 +168,7 @@ class Admission:
                 job = await self._new_job(received, before)
                 if await self._store_though_cancelled(job, place, replaces=before.job_id if before else ""):
                     return Admitted(job=job, new=True)
-            # The same request has come twice at once, and the other one is stored now.
+            # The same request came twice at once and the other one is stored now, or its answer has gone meanwhile.
 
     async def _before(self, command: GenerateCommand) -> Job | None:
         """The job that has the request_id of a command."""
@@ -283,7 +283,10 @@ class Admission:
         return store()
 
     async def _store(self, job: Job, replaces: str) -> bool:
-        """Makes a job durable and submits it. False where another one with its request_id was stored before it."""
+        """Make a job durable and submit it.
+
+        Return False if another job with its request_id was stored before, or if the pictures that answer it are gone.
+        """
         waits = job.open  # else it has its result
         if waits:
             self._controller.queue.reserve(job)
@@ -291,8 +294,12 @@ class Admission:
             if waits:
                 self._check_deadline(job)
             self._storage.check_writable()
-            if await self._jobs.add(job, replaces=replaces) is not job:
-                return False
+            answer = job.outcome.images if job.outcome is not None else ()
+            with self._storage.pinned(answer):  # another request may delete the job whose pictures these are
+                if not await self._storage.renew_images(answer):
+                    return False
+                if await self._jobs.add(job, replaces=replaces) is not job:
+                    return False
             self._metrics.acknowledged.inc()
             self._controller.submit(job)
             return True

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, TraceNotFound
+from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
@@ -44,6 +44,10 @@ _DEFAULT_PAGE = 20
 # the store in parts of so many jobs.
 _PAGE_BYTES = 2 << 20
 _PART_OF_PAGE = 5
+# A caller that pages through adapters gets all pages from one list, unless it pauses for longer than this.
+_LISTED_S = 5.0
+# Of so many callers.
+_MOST_LISTINGS = 8
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -189,10 +193,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
-        """Deletes a job that has ended; returns when that is durable."""
-        job = await self._job(request.job_id)
-        await self._jobs.delete(job)
-        self._traces.remove(job.job_id)
+        """Delete a job that has ended, and return when that is durable."""
+        with contextlib.suppress(JobNotFound):  # a repeated call is answered, too
+            await self._job(request.job_id)
+        await self._jobs.delete(request.job_id, tenant=caller().tenant)
+        self._traces.remove(request.job_id)
         return image_pb2.DeleteJobResponse()
 
     async def GetJobTrace(

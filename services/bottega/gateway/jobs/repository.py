@@ -163,23 +163,30 @@ class JobRepository:
             del self._by_request_id[_request_key(job)]
         job.finish(outcome)
 
-    async def delete(self, job: Job) -> None:
-        """Forget a job that has ended, and its pictures, durably.
+    async def delete(self, job_id: str, *, tenant: str = "") -> None:
+        """Forget a tenant's job that has ended, and its pictures, durably. A repeated call does no harm.
 
         Raises:
-            JobNotFinished: It has not ended.
-            JobNotFound: It is gone already.
-            StorageUnavailable: The disk cannot be written now; the job or pictures of it may be there still.
+            JobNotFinished: If it has not ended.
+            JobNotFound: If the tenant has no such job and has deleted none.
+            StorageUnavailable: If the disk cannot be written now. The job or pictures of it may be there still; a
+                repeated call removes them.
         """
-        if job.live:
-            raise JobNotFinished("the job has not ended: cancel it first")
-        began = self._storage.images.steady()
         try:
-            unused = await self._store.delete(job.job_id)
-            if unused is None:
-                raise _not_found()
-            for content in unused:
-                await self._storage.images.release(content, owner=job.request.tenant, put_before=began)
+            if (await self.get(job_id, tenant=tenant)).live:
+                raise JobNotFinished("the job has not ended: cancel it first")
+        except JobNotFound:
+            with self._explained():
+                if not await self._store.was_deleted(job_id, tenant=tenant):
+                    raise
+        # A picture that another job is about to have stays: one that is pinned now or decided, or that is put or
+        # renewed from now on. A job that was stored before is found in the store.
+        began = self._storage.images.steady()
+        needed = self._storage.images.pins | self._decided_contents()
+        try:
+            for content in await self._store.delete(job_id, tenant=tenant, steady=self._storage.steady()) or ():
+                if content not in needed:
+                    await self._storage.images.release(content, owner=tenant, put_before=began)
         except (StorageUnavailable, DataLoss) as error:
             self._storage.report_failure(error)
             raise
@@ -371,6 +378,11 @@ class JobRepository:
     def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, tenant: str, number: int = 0) -> Change:
         end = EndTime(wall=outcome.ended_wall, steady=self._storage.steady())
         return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
+
+    def _decided_contents(self) -> set[str]:
+        """Return the digests of what jobs have whose completion is not written yet."""
+        outcomes = [job.outcome for job in self._live.values() if job.outcome is not None]
+        return {digest for outcome in outcomes for image in outcome.images for digest in image.contents}
 
     def _remember(self, job: Job) -> None:
         self._live[job.job_id] = job

@@ -222,13 +222,15 @@ class Storage:
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Whether all of these, with what is kept of them, are on the disk and good; then they stay as long as if they
-        were stored now.
-        """
-        contents = [name for image in images for name in image.contents]
+        """Renew the time of images and of what is kept of them. Return False if one has gone or is damaged."""
+        contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
-        return all([await self.images.renew(name) for name in contents])
+        return all([await self.images.renew(digest) for digest in contents])
+
+    def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
+        """Keep images and what is kept of them while the block runs, whoever deletes another job with them."""
+        return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:
         """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""

@@ -194,6 +194,52 @@ async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Lif
         assert read.ended.is_set()
 
 
+async def _drawn(life: Life, images: tuple[StoredImage, ...]) -> Job:
+    """Return a job that is completed with these images, which is not written yet."""
+    job = await life.job()
+    job.start_attempt("w1")
+    life.log.save(job)
+    assert job.complete(job.number, images, Provenance(worker="w1"))
+    return job
+
+
+async def test_a_deletion_leaves_the_picture_of_a_job_whose_completion_is_being_written(life: Life) -> None:
+    images = await life.storage.store_images([b"picture"])
+    first, second = await _drawn(life, images), await _drawn(life, images)
+    await life.log.finish(first)
+    life.time.now += 1.0
+    await life.log.delete(first.job_id)
+    await life.log.finish(second)
+    assert await life.storage.images.get(images[0].digest) == b"picture"
+    life.time.now += 1.0
+    await life.log.delete(second.job_id)
+    assert await life.storage.images.get(images[0].digest) is None
+
+
+async def test_a_deletion_leaves_the_picture_that_is_to_answer_a_new_job(life: Life) -> None:
+    images = await life.storage.store_images([b"picture"], [b"latents"])
+    job = await _drawn(life, images)
+    await life.log.finish(job)
+    life.time.now += 1.0
+    with life.storage.pinned(images):
+        await life.log.delete(job.job_id)
+    assert all(map(life.storage.images.holds, images[0].contents))
+
+
+async def test_a_repeated_deletion_drops_what_the_first_one_could_not(life: Life) -> None:
+    images = await life.storage.store_images([b"picture"])
+    job = await _drawn(life, images)
+    await life.log.finish(job)
+    life.time.now += 1.0
+    with life.storage.pinned(images):  # stands for a disk that fails between the record and the picture
+        await life.log.delete(job.job_id)
+    await life.log.delete(job.job_id)
+    assert await life.storage.images.get(images[0].digest) is None
+    for tenant, job_id in (("other", job.job_id), ("", "nobody")):
+        with pytest.raises(JobNotFound):
+            await life.log.delete(job_id, tenant=tenant)
+
+
 async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_path: Path, time: FakeTime) -> None:
     first = await Life.begin(tmp_path, time)
     queued, running = await first.job("q"), sample_job(time)

@@ -70,13 +70,24 @@ class JobStore(Protocol):
         that ends go.
         """
 
-    async def delete(self, job_id: str) -> list[str] | None:
-        """Forget a job that has ended, with its request_id.
+    async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
+        """Forget a tenant's job that has ended, with its request_id.
+
+        A repeated call gives the same answer as long as deletions are remembered: the newest 10,000, until `forget`
+        is called with an `ended_before` later than `steady`.
+
+        Args:
+            job_id: ID of the job.
+            tenant: The tenant that the job must belong to.
+            steady: The time of the call on the steady clock.
 
         Returns:
-            Digests of its pictures, and of what was kept of them, that no other job of its tenant has. None where there
-            is no such job, or it has not ended.
+            Digests of its pictures, and of what was kept of them, that no other job of its tenant has. None if there is
+            and was no such job, or if it has not ended.
         """
+
+    async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
+        """Return whether a job of that tenant was deleted and its deletion is still remembered."""
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """The job, or None. tenant: whose it has to be; None is anybody. Another tenant's job takes as

@@ -131,6 +131,11 @@ class JobRecord:
         return self.state in LIVE
 
     @property
+    def contents(self) -> tuple[str, ...]:
+        """Digests of its pictures and of what is kept of them, each once."""
+        return tuple(dict.fromkeys(digest for image in self.images for digest in image.contents))
+
+    @property
     def kept_pictures(self) -> frozenset[str]:
         """Digests of its images of which latents are kept, for edits of them."""
         return frozenset(image.digest for image in self.images if image.latents)

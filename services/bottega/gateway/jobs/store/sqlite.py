@@ -123,9 +123,16 @@ class SqliteJobStore:
         """Applies a change in a transaction of the next group."""
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
-    async def delete(self, job_id: str) -> list[str] | None:
-        """Deletes an ended job."""
-        return await self._write(lambda connection: sqlite_statements.delete(connection, job_id))
+    async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
+        """Delete an ended job, or find what a deleted one had."""
+        return await self._write(
+            lambda connection: sqlite_statements.delete(connection, job_id, tenant=tenant, steady=steady)
+        )
+
+    async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
+        """Look for the deletion of a job."""
+        found = await self._find(lambda connection: sqlite_statements.deleted_contents(connection, job_id, tenant))
+        return found is not None
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """Reads the job of an id."""

@@ -82,16 +82,16 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     fields = dict(zip(COLUMNS, values, strict=False))
     shape = fields.pop("latent_height"), fields.pop("latent_width")
     result_size = fields.pop("result_width"), fields.pop("result_height")
-    images = images_of(fields.pop("images"))
+    images = _images_of(fields.pop("images"))
     del fields["picture_bytes"]  # for what the table sums up
     fields["ends_with_caller"] = bool(fields["ends_with_caller"])
     return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
 
 
-def images_of(column: str) -> tuple[StoredImage, ...]:
-    """Return the images of a row. Rows of earlier builds do not say how large the latents are."""
+def _images_of(column: str) -> tuple[StoredImage, ...]:
+    """Return the images of a row."""
     names = [field.name for field in dataclasses.fields(StoredImage)]
-    return tuple(StoredImage(**dict(zip(names, values, strict=False))) for values in json.loads(column))
+    return tuple(StoredImage(**dict(zip(names, values, strict=True))) for values in json.loads(column))
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:

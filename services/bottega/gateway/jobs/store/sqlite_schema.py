@@ -16,7 +16,9 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 12
+_VERSION = 13
+# Deletions that are remembered: as many as jobs by default.
+_MAX_DELETIONS = 10_000
 # Days are counted since 1970, by UTC.
 DAY_S = 86400
 
@@ -126,19 +128,36 @@ _TABLES = (
         PRIMARY KEY (tenant, request_id)
     ) STRICT, WITHOUT ROWID
     """,
-    # Pictures of completed jobs of which latents are kept: an edit finds them by its image.
+    # Pictures of completed jobs, and what is kept of them. An edit finds the latents of its image here; a deletion
+    # finds whether another job has the same picture.
     """
-    CREATE TABLE kept_pictures (
+    CREATE TABLE contents (
         tenant TEXT NOT NULL,
         digest TEXT NOT NULL,
         sequence INTEGER NOT NULL,
+        has_latents INTEGER NOT NULL,
         PRIMARY KEY (tenant, digest, sequence)
     ) STRICT, WITHOUT ROWID
     """,
-    "CREATE INDEX kept_pictures_of_job ON kept_pictures (sequence)",
+    "CREATE INDEX contents_of_job ON contents (sequence)",
     """
-    CREATE TRIGGER jobs_forgotten_with_pictures AFTER DELETE ON jobs BEGIN
-        DELETE FROM kept_pictures WHERE sequence = OLD.sequence;
+    CREATE TRIGGER jobs_forgotten_with_contents AFTER DELETE ON jobs WHEN OLD.picture_bytes > 0 BEGIN
+        DELETE FROM contents WHERE sequence = OLD.sequence;
+    END
+    """,
+    # Jobs that callers deleted, so that a repeated call is answered as the first one was. contents: a JSON list.
+    """
+    CREATE TABLE deletions (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        contents TEXT NOT NULL,
+        steady REAL NOT NULL
+    ) STRICT
+    """,
+    f"""
+    CREATE TRIGGER deletions_bounded AFTER INSERT ON deletions BEGIN
+        DELETE FROM deletions WHERE number <= NEW.number - {_MAX_DELETIONS};
     END
     """,
     # Of live jobs only, apart so that a change of a job does not rewrite them.

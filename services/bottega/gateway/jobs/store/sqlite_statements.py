@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import sqlite3
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, images_of, intact, to_row
+from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S
 from bottega.storage.checksums import Value, checksum
 
@@ -54,7 +54,7 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
         )
     if inputs:
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
-    _index_pictures(connection, record, sequence)
+    _index_contents(connection, record, sequence)
     return replace(record, sequence=sequence)
 
 
@@ -81,20 +81,33 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
     if not after.live:
         connection.execute("DELETE FROM inputs WHERE sequence = ?", (after.sequence,))
     if record.live:
-        _index_pictures(connection, after, after.sequence)
+        _index_contents(connection, after, after.sequence)
     return True
 
 
-def delete(connection: sqlite3.Connection, job_id: str) -> list[str] | None:
+def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: float) -> list[str] | None:
     """Delete an ended job and return what no other job of its tenant has; see JobStore.delete."""
-    record = of_job(connection, job_id)
-    if record is None or record.live:
+    record = of_job(connection, job_id, tenant=tenant)
+    if record is None:
+        digests = deleted_contents(connection, job_id, tenant)
+    elif record.live:
         return None
-    _forget_one(connection, record.sequence, record.tenant, record.request_id)
-    unused = list(dict.fromkeys(digest for image in record.images for digest in image.contents))
-    query = "SELECT images FROM jobs WHERE tenant = ? AND picture_bytes > 0 AND instr(images, ?) LIMIT 1"
-    # There is no index of it: this reads the rows of the tenant's jobs, which are as many as max_jobs at most.
-    return [digest for digest in unused if not connection.execute(query, (record.tenant, digest)).fetchone()]
+    else:
+        digests = list(record.contents)
+        _forget_one(connection, record.sequence, tenant, record.request_id)
+        row = (job_id, tenant, json.dumps(digests), float(steady))
+        connection.execute("INSERT INTO deletions (job_id, tenant, contents, steady) VALUES (?, ?, ?, ?)", row)
+    if digests is None:
+        return None
+    query = "SELECT 1 FROM contents WHERE tenant = ? AND digest = ? LIMIT 1"
+    return [digest for digest in digests if not connection.execute(query, (tenant, digest)).fetchone()]
+
+
+def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -> list[str] | None:
+    """Return the digests of what a deleted job of a tenant had; None if no deletion of it is remembered."""
+    query = "SELECT contents FROM deletions WHERE job_id = ? AND tenant = ?"
+    found = connection.execute(query, (job_id, tenant)).fetchone()
+    return None if found is None else json.loads(found[0])
 
 
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
@@ -136,8 +149,8 @@ def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) 
 def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: str, limit: int) -> Listing:
     """The newest jobs of a tenant that keep latents of a picture."""
     query = (
-        f"SELECT {_ALL} FROM kept_pictures JOIN jobs USING (sequence) "
-        "WHERE kept_pictures.tenant = ? AND kept_pictures.digest = ? ORDER BY jobs.sequence DESC LIMIT ?"
+        f"SELECT {_ALL} FROM contents JOIN jobs USING (sequence) "
+        "WHERE contents.tenant = ? AND digest = ? AND has_latents ORDER BY jobs.sequence DESC LIMIT ?"
     )
     return _listing(connection.execute(query, (tenant, digest, limit)).fetchall())
 
@@ -165,13 +178,10 @@ def live(connection: sqlite3.Connection) -> Listing:
 
 
 def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
-    """The tenants that have each picture, and what is kept of it, by digest. What is damaged is left out."""
+    """Return the tenants that have each picture, and each file of what is kept of one, by digest."""
     owners: dict[str, set[str]] = {}
-    for tenant, column in connection.execute("SELECT tenant, images FROM jobs WHERE picture_bytes > 0"):
-        with contextlib.suppress(ValueError, TypeError):
-            for image in images_of(column):
-                for digest in image.contents:
-                    owners.setdefault(digest, set()).add(tenant)
+    for digest, tenant in connection.execute("SELECT digest, tenant FROM contents"):
+        owners.setdefault(digest, set()).add(tenant)
     return owners
 
 
@@ -190,6 +200,7 @@ def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
     """Deletes up to `limit` ended jobs; JobStore.forget says which."""
+    connection.execute("DELETE FROM deletions WHERE steady < ?", (ended_before,))
     expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
     for job in expired:
         _forget_one(connection, *job)
@@ -211,10 +222,11 @@ def probe(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE generation SET number = number")
 
 
-def _index_pictures(connection: sqlite3.Connection, record: JobRecord, sequence: int) -> None:
-    rows = [(record.tenant, digest, sequence) for digest in record.kept_pictures]
+def _index_contents(connection: sqlite3.Connection, record: JobRecord, sequence: int) -> None:
+    kept = record.kept_pictures
+    rows = [(record.tenant, digest, sequence, digest in kept) for digest in record.contents]
     if rows:
-        connection.executemany("INSERT INTO kept_pictures VALUES (?, ?, ?)", rows)
+        connection.executemany("INSERT INTO contents VALUES (?, ?, ?, ?)", rows)
 
 
 def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str, str] | None:

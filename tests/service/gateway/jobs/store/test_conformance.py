@@ -256,15 +256,31 @@ async def test_an_ended_job_is_deleted_with_its_request_and_says_what_nobody_els
     kept = StoredImage(digest="c" * 64, size_bytes=5, latents="d" * 64, latents_bytes=7)
     for job_id, tenant, images in (("j1", "", (*IMAGES, kept)), ("j2", "", IMAGES[:1]), ("j3", "other", IMAGES)):
         await store.add(replace(record(job_id, request_id="r1" if job_id == "j1" else ""), tenant=tenant))
-        assert await store.delete(job_id) is None, "it has not ended"
+        assert await store.delete(job_id, tenant=tenant, steady=110.0) is None, "it has not ended"
         await store.update(job_id, running(1, started_wall=101.0))
         await store.update(job_id, completed(1, images=images, provenance=b"how", ended_wall=120.0))
-    assert await store.delete("j1") == ["b" * 64, "c" * 64, "d" * 64]
+    assert await store.delete("j1", tenant="other", steady=130.0) is None, "it is another tenant's"
+    assert not await store.was_deleted("j1")
+    assert await store.delete("j1", steady=130.0) == ["b" * 64, "c" * 64, "d" * 64]
     assert (await store.get("j1"), await store.of_request("r1")) == (None, None)
     assert await store.with_kept_picture("c" * 64, limit=9) == []
     assert (await store.usage("", now_wall=200.0)).stored_bytes == IMAGES[0].size_bytes
-    assert await store.delete("j1") is None
     assert [found.job_id for found in await store.page(size=9)] == ["j2"]
+
+
+async def test_a_repeated_deletion_is_answered_as_the_first_was_while_it_is_remembered(another: Opener) -> None:
+    store = await another()
+    await store.add(answered(record("j1"), ended_wall=120.0, images=IMAGES))
+    assert await store.delete("j1", steady=130.0) == [image.digest for image in IMAGES]
+    await store.add(answered(record("j2"), ended_wall=120.0, images=IMAGES[:1]))
+    await store.close()
+    store = await another()
+    assert await store.delete("j1", steady=140.0) == [IMAGES[1].digest], "another job has the first one by now"
+    assert await store.delete("j1", tenant="other", steady=140.0) is None
+    assert (await store.was_deleted("j1"), await store.was_deleted("j1", tenant="other")) == (True, False)
+    await store.forget(ended_before=131.0, max_jobs=99, max_bytes=1 << 20, limit=9)
+    assert await store.delete("j1", steady=150.0) is None
+    assert not await store.was_deleted("j1")
 
 
 async def test_every_life_has_a_larger_generation(another: Opener) -> None:
