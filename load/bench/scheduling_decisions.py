@@ -25,7 +25,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.line import equal_weights
-from bottega.gateway.scheduling.shares import RunningShares
+from bottega.gateway.scheduling.policy import RunningShares
 from bottega.planning.step_table import MAX_POINTS
 from bottega.process.memory import tune_garbage_collector
 from bottega.v1 import fleet_pb2, worker_pb2

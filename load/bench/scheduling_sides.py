@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bottega.gateway.scheduling.policy import PendingJob, assign
-from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import Findings, ResourceRequest, WorkerState
 from bottega.planning import Shape, rounded_share
 from load.bench.scheduling_fleet import MAX_ROWS, ROWS, SHAPE, SimulatedEdit, SimulatedFleet, SimulatedWorker
 

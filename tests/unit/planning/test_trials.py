@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.rows import GroupKey
 from bottega.gateway.scheduling.policy import PendingJob, assign
-from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
 from bottega.planning import StepTimes
 from bottega.planning.cost import OUTDATED_TURNS, TRIAL_PAUSE_TURNS
 

@@ -1,3 +1,5 @@
-"""Which worker gets which job, and when: the controller that reacts to what happens, the scheduler that looks at the
-queue, the policy that decides, and what follows from the outcome of an attempt.
+"""Scheduling: which worker gets which job, and when.
+
+The controller reacts to events, the scheduler looks at the queue, and the policy decides; outcomes says what follows
+from how an attempt ends.
 """

@@ -1,7 +1,7 @@
-"""The job controller: what happens to a job from its acceptance to its end.
+"""The job controller, which changes jobs from their acceptance to their end.
 
-Callers submit, extend and cancel jobs; the dispatcher reports how attempts go; deadlines pass. The controller changes
-the job accordingly, has that written, and has the scheduler hand out what may run now.
+Callers submit, extend and cancel jobs, the dispatcher reports how attempts go, and deadlines pass. The controller
+changes the job accordingly, has that written, and has the scheduler hand out what may run now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
-from bottega.gateway.jobs.deadlines import Deadlines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
@@ -28,6 +27,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.estimates import QueueEstimates
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.outcomes import (
+    Deadlines,
     JobFinisher,
     detach_when_idle,
     draining,
@@ -48,10 +48,17 @@ _log = logging.getLogger(__name__)
 
 
 class JobController:
-    """`start` before the first job, `stop` after the last. connect: makes the client of a worker, from its address.
+    """The controller of a gateway's jobs. `start` it before the first job, and `stop` it after the last.
 
-    queue: the jobs that wait; scheduler: hands them out; estimates: of when they complete.
-    draining: whether no new ones are accepted.
+    Args:
+        connect: Makes the client of a worker.
+        terms: Weights and quotas of tenants.
+
+    Attributes:
+        queue: The jobs that wait.
+        scheduler: Hands the jobs of the queue to workers.
+        estimates: Estimates of when jobs complete.
+        draining: Whether no new jobs are accepted.
     """
 
     def __init__(
@@ -121,10 +128,14 @@ class JobController:
     # The gateway starts and stops.
 
     def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
-        """Goes on with the jobs of an earlier life: those that waited do so in the order in which they came, and what
-        was running goes on when its worker is back.
+        """Resume the jobs of an earlier life of the gateway.
 
-        Those that end with their callers end: these went with that life. seconds: that it took to read them.
+        Jobs that waited do so in the order in which they came, and what was running goes on when its worker is back.
+        Jobs that end with their caller are cancelled, because the calls ended with that life.
+
+        Args:
+            jobs: Jobs that had not ended, in their order.
+            seconds: Seconds that it took to read them, for the log.
         """
         orphans = [job for job in jobs if job.open and job.request.ends_with_caller]
         kept = [job for job in jobs if job.open and not job.request.ends_with_caller]
@@ -143,16 +154,16 @@ class JobController:
             self.abandon(job, "its only caller went with the gateway that had the call")
 
     def start(self) -> None:
-        """The gateway serves."""
+        """Start what runs beside the calls."""
         self._finding.start(self._submit_found())
         for addon in self._addons:
             addon.start(self._jobs.live)
 
     async def drain(self) -> None:
-        """Admits no new jobs and returns when those that run have ended; the others stay for the next start.
+        """Admit no new jobs and return when those that run have ended; the others stay for the next start.
 
-        Watchers of those get Draining, and may watch them after the restart. When this is cancelled, watchers of jobs
-        that still run get it too; their workers go on.
+        Watchers of the others get Draining, and may watch them after the restart. When this is cancelled, watchers of
+        jobs that still run get it too; their workers go on.
         """
         self.draining = self.scheduler.draining = True
         try:
@@ -164,7 +175,7 @@ class JobController:
             self._fleet.close()
 
     async def stop(self) -> None:
-        """Ends every attempt."""
+        """End every attempt."""
         await self._finding.cancel()
         self._deadlines.close()
         self.scheduler.close()
@@ -178,7 +189,7 @@ class JobController:
     # What callers want.
 
     def submit(self, job: Job) -> None:
-        """Takes a job, which is durable: it waits or runs, unless it has ended. The queue's bounds were checked."""
+        """Queue a durable job, unless it has ended already. The queue's bounds were checked."""
         log_lines.accepted(job)
         if not job.live:
             self._finisher.count(job)
@@ -198,33 +209,38 @@ class JobController:
                     addon.prefetch([job])
 
     def enable_previews(self, job: Job) -> None:
-        """Somebody wants previews of the job."""
+        """Have a job's attempts send previews from now on."""
         if job.live:
             self._dispatcher.enable_previews(job)
 
     def extend(self, job: Job, deadline: float | None) -> None:
-        """Somebody else wants the job, and until then (monotonic; None: without bound). It never gets less time."""
+        """Extend a job's deadline for another caller; never shorten it.
+
+        Args:
+            job: The job.
+            deadline: When that caller no longer wants it, on the monotonic clock; None means no bound.
+        """
         if self._jobs.find_live(job.job_id) is job and job.extend_deadline(deadline):
             self._deadlines.watch(job, self._pass_deadline)
             self._jobs.save(job)
 
     def cancel(self, job: Job, why: str = "the job was cancelled") -> None:
-        """Cancels a job; one that has ended stays as it is."""
+        """Cancel a job; one that has ended stays as it is."""
         if job.cancel(why):
             self._dispatcher.cancel_attempt(job)
             self._finish(job)
 
     async def cancel_durably(self, job: Job) -> None:
-        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now.
+        """Cancel a job and return when that is written. Raises StorageUnavailable if the disk cannot be written now.
 
-        Where the job can only be looked at, nothing is decided: a caller that was refused must not be obeyed later.
+        If the job can only be read here, nothing is decided: a caller that was refused must not be obeyed later.
         """
         self._jobs.check_changeable(job)
         self.cancel(job)
         await self._jobs.wait_finished(job)
 
     def abandon(self, job: Job, why: str = "its only caller has gone") -> None:
-        """The only caller has gone, which at the deadline means that it passed; a job that has ended stays as it is."""
+        """Cancel a job whose only caller has gone, or fail it if that happened at its deadline."""
         if self._deadlines.has_passed(job):
             self._pass_deadline(job)
         else:
@@ -233,20 +249,20 @@ class JobController:
     # What the dispatcher reports (AttemptObserver).
 
     def attempt_sent(self, job: Job) -> None:
-        """The worker is called now."""
+        """Measure the routing of an attempt, and save the job."""
         self._metrics.routed(queue_s=job.times.routed_at - job.times.queued_at, route_s=job.mark_dispatched())
         self._jobs.save(job)
 
     def attempt_advanced(self, job: Job) -> None:
-        """Its worker may have slack now."""
+        """Look at the queue soon: the attempt's worker may have slack now."""
         self.scheduler.schedule_soon(job.spec.model)
 
     def attempt_decided(self, job: Job) -> None:
-        """Later attempts keep to it."""
+        """Save a decision, which later attempts keep to."""
         self._jobs.save(job)
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker is lost, perhaps because of the job."""
+        """Retry or fail a job whose worker is lost, perhaps because of the job."""
         if not job.is_current(number):
             return
         self._metrics.attempts_lost.inc()
@@ -255,7 +271,7 @@ class JobController:
         self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker refused the attempt or returned it: the service that caused that gets nothing for a moment."""
+        """Retry or fail a job that its worker refused or returned, and back off the service that caused that."""
         if not job.is_current(number):
             return
         self._metrics.attempts_returned.inc()
@@ -268,14 +284,14 @@ class JobController:
         self._retry(job, failure_after_return(job, error, workers=workers, by_addon=by_addon))
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """The job cannot be drawn."""
+        """Fail a job that cannot be drawn."""
         if isinstance(error, DeadlinePassed) and not self._deadlines.has_passed(job):
             self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
         elif job.fail(error, number):
             self._finish(job)
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Its tenant is charged for what it used."""
+        """Charge a job's tenant for what an attempt used."""
         self.queue.settle(job, device_s)
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
@@ -291,13 +307,13 @@ class JobController:
     # What the fleet reports (FleetObserver).
 
     def member_joined(self, member: Member) -> None:
-        """A worker that has joined says which attempts it still runs; then it gets jobs."""
+        """Ask a worker that has joined which attempts it still runs, and then give it jobs."""
         if member.is_worker:
             self._dispatcher.add_worker(member)
             self._recovery.add_worker(member)
 
     def member_changed(self, member: Member) -> None:
-        """A worker may have room now, and a server may host what jobs wait for."""
+        """Look at the queues that a member's report concerns: it may have room, or host what jobs wait for."""
         for addon in self._addons:
             addon.member_changed(member)
         self._recovery.stop_stale_attempts(member)
@@ -305,7 +321,7 @@ class JobController:
             self.scheduler.schedule_soon(model)
 
     def member_lost(self, member: Member) -> None:
-        """What it ran is lost."""
+        """Report the attempts of a lost member as lost."""
         self._dispatcher.remove_worker(member)
         for addon in self._addons:
             addon.member_lost(member)
@@ -314,13 +330,13 @@ class JobController:
     # How jobs go on, or end.
 
     def fail(self, job: Job, error: BottegaError) -> None:
-        """Fails a job, wherever it is; one that has ended stays as it is."""
+        """Fail a job, wherever it is; one that has ended stays as it is."""
         if job.fail(error):
             self._dispatcher.cancel_attempt(job)
             self._finish(job)
 
     def _retry(self, job: Job, failure: BottegaError | None) -> None:
-        """Queues a job again, before the others, unless it has failed for good."""
+        """Queue a job again, before the others, unless it has failed for good."""
         if failure is not None:
             self.fail(job, failure)
         else:
@@ -331,7 +347,7 @@ class JobController:
         self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _finish(self, job: Job) -> None:
-        """How the job ends is decided, and no attempt at it runs: the next job may have its place."""
+        """Finish a job whose outcome is decided, and hand its place to the next one."""
         self._finisher.finish(job)
         self.scheduler.schedule(job.bare.model)
 

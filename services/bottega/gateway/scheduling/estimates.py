@@ -1,6 +1,6 @@
-"""Where each pending job is in its queue, when it is expected to complete, and whether its deadline leaves slack.
+"""Estimates of where each pending job is in its queue, when it completes, and whether it can meet its deadline.
 
-A queue and a fleet may be large: the estimates of all jobs are made once a second, beside the event loop.
+A queue and a fleet may be large, so the estimates of all jobs are made once a second, in a thread.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.outcomes import unmeetable
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.scheduling.worker_plan import WorkerPlan
-from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerPlan, WorkerState
 from bottega.v1.image_pb2 import Priority
 
-# Nobody is refused by an older forecast: jobs that have ended since are still in it. A new one costs milliseconds.
+# A job is not refused by an older forecast, because jobs that have ended since are in it. A new one costs milliseconds.
 _FRESH_S = 0.05
-# One that is too late by less than this share gets its chance: so well is it known how long steps take.
+# A job that would be late by less than this share is admitted: step times are not known better than that.
 _TOLERANCE = 0.1
-# Forecasts of one tenant and model, each of another kind of jobs.
+# Forecasts that are kept for a tenant and model, one for each kind of jobs.
 _KINDS = 16
 # A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
-# deadlines allow every job ends at the last moment, and one that takes longer than expected makes all of them late.
+# deadlines allow, every job would end at the last moment, and one that takes longer than expected would make all late.
 _SPARE = 0.3
 
 
 class QueueForecast:
-    """When each pending job would complete if nobody came any more: the least loaded worker takes the next one.
+    """A forecast of when each pending job completes if no more jobs come: the least loaded worker takes the next one.
 
-    For queue positions and deadlines; it assigns nothing.
+    It is for queue positions and deadlines, and assigns nothing.
     """
 
     def __init__(self, workers: Sequence[WorkerState]) -> None:
@@ -45,11 +44,11 @@ class QueueForecast:
 
     @property
     def size(self) -> int:
-        """How many jobs were added."""
+        """Number of jobs that were added."""
         return self._size
 
     def add(self, request: ResourceRequest) -> None:
-        """Adds one job, last."""
+        """Add a job as the last one."""
         if self._plans:
             least = self._least_loaded()
             self._loads_s[least] += self._plans[least].state.alone_s(request)
@@ -58,20 +57,20 @@ class QueueForecast:
         self._size += 1
 
     def next_completion_s(self, request: ResourceRequest) -> float | None:
-        """Expected seconds until a job that came now would complete. None while nothing was measured."""
+        """Return the expected seconds until a job that came now would complete; None while nothing was measured."""
         if not self._plans:
             return None
         plan = self._plans[self._least_loaded()]
         return plan.completions_s(request)[-1] + plan.state.fixed_s
 
     def least_s(self, request: ResourceRequest) -> float | None:
-        """Seconds of a job on the fastest worker and alone. None while that is not measured."""
+        """Return the seconds of a job alone on the fastest worker; None while that is not measured."""
         if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
             return None
         return min(plan.state.alone_s(request) + plan.state.fixed_s for plan in self._plans)
 
     def completions_s(self) -> list[float | None]:
-        """Expected seconds until each of the added jobs completes."""
+        """Return the expected seconds until each added job completes; None while nothing was measured."""
         ends: list[float | None] = [None] * self._size
         for plan, line in zip(self._plans, self._lines, strict=True):
             if not line:
@@ -85,7 +84,7 @@ class QueueForecast:
 
 
 def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
-    """Expected seconds until each of the pending jobs completes; None while nothing was measured."""
+    """Return the expected seconds until each pending job completes; None while nothing was measured."""
     queue = QueueForecast(workers)
     for request in requests:
         queue.add(request)
@@ -97,36 +96,36 @@ _Kind = tuple[ResourceRequest, "Priority.ValueType"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedForecast:
-    """Of the jobs that are served before the next one of a kind."""
+    """A forecast of the jobs that are served before the next one of a kind."""
 
     forecast: QueueForecast
     made_at: float
 
 
 class QueueEstimates:
-    """Call `publish_all` about once a second, and `publish` whenever a job has lined up."""
+    """The estimates of a queue. Call `publish_all` about once a second, and `publish` for each job that was queued."""
 
     def __init__(self, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
         self._queue = queue
         self._snapshot = snapshot
         self._clock = clock
-        # By model and tenant, and by what a job needs and its priority: those that have these in common are served in
-        # the order in which they come.
+        # By model and tenant, and by what a job needs and its priority: jobs that have all of these in common are
+        # served in the order in which they come.
         self._forecasts: dict[tuple[str, str], dict[_Kind, _TimedForecast]] = {}
 
     def publish(self, job: Job) -> None:
-        """Sets the position of a job that has just lined up, by a forecast that is at most a second old."""
+        """Set the position of a job that was just queued, by a forecast that is at most a second old."""
         request = self._snapshot.resource_request(job)
         timed = self._known_forecast(job, request) or self._forecast(job, request)
         estimate_s = timed.forecast.next_completion_s(request)
         job.set_queue_position(self._queue.place(job), estimate_s)
-        # Also to those of kinds that are served before it, which are told a little too much until the next second.
-        # Nobody is refused for it: a forecast that is too late is made anew, see check_deadline.
+        # Forecasts of kinds that are served before it get it too, and are a little too late until the next second. No
+        # job is refused for that, because a forecast that is too late is made anew; see check_deadline.
         for other in self._forecasts[_whose(job)].values():
             other.forecast.add(request)
 
     async def publish_all(self) -> None:
-        """Sets the position of every job in the queue."""
+        """Set the position of every job in the queue."""
         self._forecasts.clear()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
@@ -138,9 +137,9 @@ class QueueEstimates:
                     job.set_queue_position(place, by_job[job.job_id])
 
     def check_deadline(self, job: Job) -> None:
-        """Raises DeadlineUnmeetable for a job that, lined up now, would end after its deadline.
+        """Raise DeadlineUnmeetable for a job that would end after its deadline if it were queued now.
 
-        By what was measured; where nothing was, every job may try.
+        While nothing was measured, every job is admitted.
         """
         if job.deadline is None:
             return
@@ -154,12 +153,12 @@ class QueueEstimates:
         estimate_s = timed.forecast.next_completion_s(request)
         if estimate_s is None or _fits(timed.forecast, request, left_s):
             return
-        # Coming back helps where others are in the way, and does not where its own steps take too long.
+        # A retry helps if other jobs are in the way, and does not if its own steps take too long.
         hopeless = _too_long(timed.forecast.least_s(request), left_s)
         raise unmeetable(estimate_s, left_s, retry_after_s=None if hopeless else self._queue.retry_after_s())
 
     def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
-        """Jobs that wait and would be too late even if they ran now and alone, and why they are dropped."""
+        """Yield the waiting jobs that would be too late even if they ran now and alone, with the error for each."""
         jobs = [job for job in self._queue.line(model) if job.deadline is not None]
         if not jobs:
             return
@@ -175,7 +174,7 @@ class QueueEstimates:
         return self._forecasts.get(_whose(job), {}).get((request, job.request.priority))
 
     def _forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast:
-        """With every job that is served before this one, or before the next one of its kind."""
+        """Make the forecast of the jobs that are served before this one, or before the next one of its kind."""
         forecast = QueueForecast(self._snapshot.workers_of(job.bare.model))
         for other in self._queue.before(job):
             forecast.add(self._snapshot.resource_request(other))
@@ -188,12 +187,12 @@ class QueueEstimates:
 
 
 def _whose(job: Job) -> tuple[str, str]:
-    """Its model and tenant."""
+    """Return the job's model and tenant."""
     return job.bare.model, job.request.tenant
 
 
 def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:
-    """Whether a job that has `left_s` would be done in time, as far as can be known."""
+    """Return whether a job that has `left_s` seconds would be done in time, as far as can be known."""
     estimate_s = forecast.next_completion_s(request)
     allowed_s = left_s * (1 - _SPARE) if forecast.size else left_s * (1 + _TOLERANCE)
     return estimate_s is None or estimate_s <= allowed_s

@@ -1,14 +1,12 @@
-"""The jobs that wait for one model, in the order in which their tenants' shares let them be served.
+"""The queue of one model: its waiting jobs, in the order in which they are served.
 
-Tenants share the workers by seconds of their devices (bottega.fair_order). A tenant is charged what a job is
-expected to take when it begins, and what it took when its attempt has ended: an estimate that is wrong, whoever made it
-so, gains nobody anything.
+Tenants share the workers by seconds of their devices (bottega.fair_order). A tenant is charged what a job is expected
+to take when it begins, and what it took when its attempt has ended, so nobody gains by a wrong estimate.
 
-A tenant's own jobs are served by when they are due: earliest deadline first. A job is due a multiple of what it takes
-alone after it came, so that short ones do not wait for long ones that came shortly before; by its own deadline, if that
-is earlier. One of high priority is served as if it were due a fixed time earlier, one of low priority later. So
-priority changes nothing between tenants, and every job is served in the end: those that come after it was due are due
-later still.
+A tenant's own jobs are served by earliest deadline. A job is due a multiple of what it takes alone after it came, so
+that short ones do not wait for long ones that came shortly before, or by its own deadline if that is earlier. One of
+high priority is served as if it were due a fixed time earlier, one of low priority later. So priority changes nothing
+between tenants, and every job is served in the end: jobs that come after it was due are due later still.
 
 Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", JACM 1973
 (earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et al., OSDI
@@ -27,7 +25,7 @@ from typing import Protocol
 
 from bottega.fair_order import FairOrder
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.scheduling.worker_state import ResourceRequest
+from bottega.gateway.scheduling.worker_plan import UNMEASURED_S, ResourceRequest
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW
 
 Weigh = Callable[[str], float]
@@ -35,73 +33,69 @@ Weigh = Callable[[str], float]
 
 
 def equal_weights(tenant: str) -> float:
-    """A Weigh to which all tenants are the same."""
+    """Return the same weight for every tenant."""
     del tenant
     return 1.0
 
 
 class JobSizes(Protocol):
-    """Says how long jobs are."""
+    """The lengths of jobs."""
 
     def resource_request(self, job: Job) -> ResourceRequest:
-        """What a job is expected to need. Equal ones take equally long."""
+        """Return what a job is expected to need. Jobs with equal requests take equally long."""
         ...
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
-        """Seconds of such a job on a worker that has nothing else; 0 while nothing was measured."""
+        """Return the seconds of such a job on a worker that has nothing else; 0 while nothing was measured."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuePolicy:
-    """When jobs are due, after they came.
-
-    slo_scale: in so many times what they take alone; 0 is first come, first served. head_start_s: by how much earlier
-    one of high priority is served as if it were due, and one of low priority later.
-    """
+    """The rule for when jobs are due."""
 
     slo_scale: float = 0.0
+    """Multiple of what a job takes alone after which it is due; 0 serves jobs first come, first served."""
     head_start_s: float = 0.0
+    """Seconds by which a job of high priority counts as due earlier, and one of low priority as due later."""
 
 
 # Kinds of jobs whose length is remembered.
 _KINDS = 1024
-# Seconds of a row and step while nothing was measured, as scheduling.worker_state has it.
-_UNMEASURED_S = 0.1
-# Seconds of devices, over weight, by which a tenant that was passed over, because no worker could have its jobs, is
-# served first afterwards: not for as long as that lasted.
+# A tenant may be passed over because no worker can have its jobs. Afterwards it is served first, but for no more than
+# these device seconds over its weight, however long that lasted.
 _MOST_BEHIND_S = 60.0
-# How much earlier a job is served, in head starts.
+# By how many head starts a job is served earlier.
 _EARLIER = {PRIORITY_HIGH: 1.0, PRIORITY_LOW: -1.0}
 
-# What orders jobs of several tenants: the tag, and of equal ones the tenant that came first.
 _Place = tuple[float, int]
+"""The order of jobs of several tenants: by tag, and for equal tags by the tenant that came first."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _OfTenant:
+class _TenantJobs:
     """A tenant's jobs in the line."""
 
     number: int
-    """Counts the tenants that came to the line."""
+    """Number of tenants that came to the line before and with this one."""
     jobs: list[Job] = field(default_factory=list)
-    """In their order."""
+    """Jobs in their order."""
     served_by: list[float] = field(default_factory=list)
-    """By what they are ordered; see Line."""
+    """The key by which each job is ordered; see Line._served_by."""
     begins: list[float] = field(default_factory=list)
-    """When each job begins: the sum of what the jobs before it take over the tenant's weight, and of those served."""
+    """Virtual time at which each job begins: the sum of the costs of the jobs before it, over the tenant's weight."""
     end: float = 0.0
-    """When the last one has ended."""
+    """Virtual time at which the last job ends."""
 
     def insert(self, at: int, job: Job, served_by: float, cost: float) -> None:
-        """Insert a job at a place."""
+        """Insert a job at a place in the order."""
         self.jobs.insert(at, job)
         self.served_by.insert(at, served_by)
         self.begins.insert(at, self.begins[at] if at < len(self.begins) else self.end)
         self._shift(at + 1, cost)
 
     def remove(self, at: int) -> None:
-        """Remove the job at a place."""
+        """Remove the job at a place in the order."""
         cost = self._cost(at)
         del self.jobs[at], self.served_by[at], self.begins[at]
         if at:  # else the others begin sooner by being first
@@ -117,23 +111,23 @@ class _OfTenant:
 
 
 class Line:
-    """The jobs that wait for one model. It iterates over them in their order.
+    """The queue of one model. Iterating over it gives its jobs in the order in which they are served.
 
     Args:
-        weigh: Says what tenants weigh.
+        weigh: Returns the weight of a tenant.
         policy: When jobs are due.
-        sizes: How long jobs are; None counts all of them as equally long, and charges rows by steps.
+        sizes: Lengths of jobs; None counts all jobs as equally long, and charges rows times steps.
     """
 
     def __init__(self, weigh: Weigh, policy: DuePolicy, sizes: JobSizes | None = None) -> None:
         self._weigh = weigh
         self._policy = policy
         self._sizes = sizes
-        # Jobs that need the same are equally long while some wait: none passes another because turns take less by now.
+        # The length of a kind of jobs is fixed while some wait: no job passes another because turns got faster.
         self._alone_s: dict[ResourceRequest, float] = {}
         self._order = FairOrder()
         self._lost: list[Job] = []
-        self._tenants: dict[str, _OfTenant] = {}
+        self._tenants: dict[str, _TenantJobs] = {}
         self._waiting: dict[str, Job] = {}
         self._charged: dict[str, _Charge] = {}
         self._came = 0
@@ -153,7 +147,7 @@ class Line:
 
     @property
     def unordered(self) -> Collection[Job]:
-        """The jobs in no particular order. Any thread may ask."""
+        """The jobs in no particular order. Any thread may read it."""
         return self._waiting.values()
 
     @property
@@ -168,7 +162,7 @@ class Line:
         own = self._tenants.get(job.request.tenant)
         if own is None:
             self._came += 1
-            own = self._tenants[job.request.tenant] = _OfTenant(number=self._came)
+            own = self._tenants[job.request.tenant] = _TenantJobs(number=self._came)
         cost = self._cost_s(job) / self._weigh(job.request.tenant)
         own.insert(bisect_right(own.served_by, served_by), job, served_by, cost)
         self._waiting[job.job_id] = job
@@ -193,7 +187,7 @@ class Line:
             self._order.idle()
 
     def begin(self, job: Job) -> None:
-        """Remove a job that is served now, and charge its tenant what it is expected to take. `settle` it."""
+        """Remove a job that is served now, and charge its tenant what it is expected to take until `settle`."""
         tenant = job.request.tenant
         least = min((self._order.next_tag(name) for name in self.tenants), default=0.0)
         self._order.served(max(least, self._order.next_tag(tenant) - _MOST_BEHIND_S))
@@ -206,8 +200,8 @@ class Line:
         """Charge what an attempt took instead of what it was expected to take.
 
         Args:
-            job: One that began, or that another life of the gateway began.
-            device_s: Seconds of the worker's device; None where nobody knows: then the expectation stands.
+            job: A job that began, here or in an earlier life of the gateway.
+            device_s: Seconds of the worker's device; None if unknown, then the expectation stands.
         """
         tenant = job.request.tenant
         charge = self._charged.pop(job.job_id, None) or _Charge(tenant=tenant, weight=self._weigh(tenant), seconds=0.0)
@@ -230,14 +224,14 @@ class Line:
         at = bisect_right(own.served_by, self._served_by(job, self._due_at(job))) if own is not None else 0
         return list(islice(self, self._before(job.request.tenant, at)))
 
-    def _placed(self, name: str, own: _OfTenant) -> Iterator[tuple[float, int, Job]]:
+    def _placed(self, name: str, own: _TenantJobs) -> Iterator[tuple[float, int, Job]]:
         """Yield a tenant's jobs with what orders them."""
         tag, begins = self._order.next_tag(name), tuple(own.begins)
         for begin, job in zip(begins, tuple(own.jobs), strict=True):
             yield tag + (begin - begins[0]), own.number, job
 
     def _before(self, tenant: str, at: int) -> int:
-        """Return how many jobs are before a tenant's job at that place, or before one that came there now."""
+        """Return how many jobs are before a tenant's job at place `at`, or before a job that came there now."""
         own = self._tenants.get(tenant)
         number = self._came + 1 if own is None else own.number
         tag = self._order.next_tag(tenant)
@@ -246,11 +240,11 @@ class Line:
         others = [(name, other) for name, other in self._tenants.items() if other is not own]
         return len(self._lost) + at + sum(self._before_tag(name, other, (tag, number)) for name, other in others)
 
-    def _before_tag(self, name: str, own: _OfTenant, place: _Place) -> int:
+    def _before_tag(self, name: str, own: _TenantJobs, place: _Place) -> int:
         tag, first = self._order.next_tag(name), own.begins[0]
         return bisect_left(own.begins, place, key=lambda begin: (tag + (begin - first), own.number))
 
-    def _index(self, own: _OfTenant, job: Job) -> int:
+    def _index(self, own: _TenantJobs, job: Job) -> int:
         """Return the place of a waiting job among those of its tenant."""
         served_by = self._served_by(job, job.times.due_at)
         at = bisect_left(own.served_by, served_by)
@@ -258,10 +252,10 @@ class Line:
 
     def _cost_s(self, job: Job) -> float:
         """Return the seconds of a device that a job is expected to use."""
-        return self._seconds(job) or _UNMEASURED_S * max(1, job.rows * job.steps.total)
+        return self._seconds(job) or UNMEASURED_S * max(1, job.rows * job.steps.total)
 
     def _due_at(self, job: Job) -> float:
-        """Return when a job is due, on the monotonic clock; endless where its length is unknown or does not count."""
+        """Return when a job is due, on the monotonic clock; infinite if its length is unknown or does not count."""
         wait_s = self._policy.slo_scale * self._seconds(job) if self._policy.slo_scale else 0.0
         if not wait_s:
             return inf
@@ -269,12 +263,12 @@ class Line:
         return due_at if job.deadline is None else min(due_at, job.deadline)
 
     def _served_by(self, job: Job, due_at: float) -> float:
-        """Return by what its tenant's jobs are ordered: when it is due, or came, but for its priority."""
+        """Return the key of a job among its tenant's: the time when it is due, or came, shifted by its priority."""
         earlier_s = self._policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
         return (job.times.created_at if due_at == inf else due_at) - earlier_s
 
     def _seconds(self, job: Job) -> float:
-        """Return what a job takes alone; 0 where that is not known."""
+        """Return the seconds that a job takes alone; 0 if unknown."""
         if self._sizes is None:
             return 0.0
         request = self._sizes.resource_request(job)

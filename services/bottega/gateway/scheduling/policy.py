@@ -1,8 +1,8 @@
-"""The scheduling policy: which worker gets which pending job, and when. Pure functions of what is given to them.
+"""The scheduling policy: which worker gets which pending job, and when. Pure functions of their arguments.
 
 Three rules, in the order of `assign`:
 
-1. The order of the line (`bottega.gateway.scheduling.line`). No job takes what one before it waits for: when no worker
+1. The order of the queue (`bottega.gateway.scheduling.line`). No job takes what one before it waits for: when no worker
    has slack for a job, the round is over. Only a job that few workers may have waits without holding up the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
    after what runs there, what was planned for it in this round, and what the job has to load there before it begins.
@@ -11,88 +11,147 @@ Three rules, in the order of `assign`:
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
    stays in the queue, and the worker's plan counts it in. Where turns become hardly cheaper by it, a job also stays in
-   the queue while beside it one of the group would end after it is due, unless many wait. A job
-   of a tenant that has less than its share of what runs is bound to a worker whose group is full, if few are beyond it,
-   or if none of the tenant's runs: the worker's turns are shared by their seconds.
+   the queue while beside it one of the group would end after it is due, unless many wait. A job of a tenant that has
+   less than its share of what runs is bound to a worker whose group is full, if few are beyond it, or if none of the
+   tenant's jobs runs: the worker's turns are shared by their seconds.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from operator import attrgetter
 
-from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, WorkerPlan, as_typical
-from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, ResourceRequest, WorkerPlan, WorkerState, as_typical
 
-# Pending jobs that are considered in one round; those behind them cannot change who is next. And of these, those that
-# are planned at a worker without a place, because they would be done sooner there than where there is one.
+# Pending jobs that are considered in one round; those behind them cannot change who is next.
 _HORIZON = 32
+# Of these, jobs that are planned at a worker without a place, because they would be done sooner there.
 _MOST_UNBOUND = 2
-# Of many workers those that have least to do are compared; of these, those are looked at closely that would have a job
-# done soonest if nothing shared a turn, and the idlest, where a place is likely.
+# Of many workers, those with least to do are compared. Of these, the ones that would have a job done soonest if no
+# turns were shared are looked at closely, and the idlest ones, where a place is likely.
 _LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A job in the queue.
-
-    avoid: a worker that must not have it, because it was just lost with it. exclusive: it may only run by itself,
-    because a worker may have died of it. within_share: its tenant has at most its share of what runs, with it, while
-    others have jobs too. eligible: the only workers that may have it; None is all of them.
-    load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
-    reduced: what it needs of workers of which it needs less than `request`, by worker; see request_at.
-    due_s: seconds until it is due, see `bottega.gateway.scheduling.line`; endless for one that is not.
-    """
+    """A job in the queue."""
 
     job_id: str
     request: ResourceRequest
     avoid: str = ""
+    """The worker that must not have it, because it was just lost with it."""
     exclusive: bool = False
+    """Whether it may only run by itself, because a worker may have died of it."""
     within_share: bool = False
+    """Whether its tenant has at most its share of what runs, with this job, while others have jobs too."""
     none_runs: bool = False
-    """No job of its tenant runs, and others have jobs."""
+    """Whether no job of its tenant runs while others have jobs."""
     eligible: frozenset[str] | None = None
+    """The only workers that may have it; None means all."""
     load_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that it needs at a worker before its first step, by worker; 0 for one that is not named."""
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
+    """What it needs of the workers of which it needs less than `request`; see request_at."""
     due_s: float = inf
+    """Seconds until it is due, see `bottega.gateway.scheduling.line`; infinite for one that is not."""
 
     def request_at(self, worker: str) -> ResourceRequest:
-        """What it needs of that worker."""
+        """Return what it needs of that worker."""
         return self.reduced.get(worker, self.request)
 
     def may_run_on(self, worker: str) -> bool:
-        """Whether that worker may have it."""
+        """Return whether that worker may have it."""
         return worker != self.avoid and (self.eligible is None or worker in self.eligible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A worker should get a job now. estimate_s: until it completes, loads included; None while nothing was measured.
-
-    exclusive: whether the worker has nothing else.
-    """
+    """A job and the worker that should get it now."""
 
     job_id: str
     worker: str
     estimate_s: float | None
+    """Seconds until it completes, loads included; None while nothing was measured."""
     exclusive: bool = False
+    """Whether the worker has nothing else."""
+
+
+class RunningShares:
+    """Says which tenants have less than their share of the running jobs of a model, in one look at its queue.
+
+    A job of such a tenant need not wait for a place that another tenant has.
+
+    Args:
+        running: Number of attempts by tenant.
+        waiting: Tenants whose jobs wait. Tenants with no running or waiting job get no share.
+        weigh: Returns the weight of a tenant.
+        may_begin: Returns how many more jobs of a tenant may run; None means no bound.
+
+    Attributes:
+        contended: Whether several tenants have jobs.
+    """
+
+    def __init__(
+        self,
+        running: Mapping[str, int],
+        waiting: Collection[str],
+        weigh: Callable[[str], float],
+        may_begin: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
+        self._may_begin = may_begin
+        self._left: dict[str, int | None] = {}
+        tenants = running.keys() | set(waiting)
+        self.contended = len(tenants) > 1
+        self._weights = {tenant: weigh(tenant) for tenant in tenants} if self.contended else {}
+        self._weight = sum(self._weights.values())
+        self._running = Counter(running) if self.contended else Counter[str]()
+
+    def begin(self, tenant: str) -> bool:
+        """Return whether a job of a tenant may run now, and count it if so."""
+        if tenant not in self._left:
+            self._left[tenant] = self._may_begin(tenant)
+        left = self._left[tenant]
+        if left is None:
+            return True
+        self._left[tenant] = left - 1
+        return left > 0
+
+    def has_none(self, tenant: str) -> bool:
+        """Return whether no job of a tenant runs while others have jobs."""
+        return self.contended and not self._running[tenant]
+
+    def claim(self, tenant: str) -> bool:
+        """Return whether a tenant has at most its share with one job more, and count that job if so."""
+        if not self.contended:
+            return False
+        jobs, all_jobs = self._running[tenant] + 1, self._running.total() + 1
+        if jobs * self._weight > all_jobs * self._weights[tenant]:
+            return False
+        self._running[tenant] = jobs
+        return True
 
 
 def assign(
     pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, waiting: int, contended: bool = False
 ) -> list[Assignment]:
-    """Which of the pending jobs, in their order, leave the queue now. Looks at no more of them than it must.
+    """Return which of the pending jobs leave the queue now.
 
-    An exclusive job takes an idle worker, else one is drained for it: never more than one at a time, so that the others
-    go on. waiting: how many wait in all; those that nobody may have now need not be among `pending`.
-    contended: several tenants have jobs: behind one that no worker has a place for there may be one within its
-    tenant's share.
+    An exclusive job takes an idle worker; without one, a worker is drained for it: never more than one at a time, so
+    that the other jobs go on.
+
+    Args:
+        pending: Jobs in their order; no more of them are read than needed. Jobs that no worker may have now can be
+            left out.
+        workers: States of the workers.
+        waiting: How many jobs wait in all.
+        contended: Whether several tenants have jobs. Then a job that no worker has a place for may have one behind it
+            that is within its tenant's share.
     """
     if not workers:
         return []
@@ -127,7 +186,7 @@ def assign(
 
 
 def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
-    """Those of the workers that are looked at closely."""
+    """Return the workers that are looked at closely."""
     plans = [plan for plan in candidates if not plan.closed]
     if len(plans) <= _NEAREST + _IDLEST:
         return plans
@@ -150,7 +209,7 @@ _COMPLETES_S = attrgetter("completes_s")
 
 
 def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
-    """Where an exclusive job may go now. Where that is nowhere, closes the worker that will be idle first."""
+    """Return the idle workers for an exclusive job. If there is none, close the worker that will be idle first."""
     idle = [plan for plan in candidates if plan.empty]
     if not idle and candidates and not any(plan.closed for plan in plans):
         min(candidates, key=lambda plan: plan.load_s).closed = True
@@ -158,10 +217,7 @@ def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) 
 
 
 class _Option:
-    """A job at a worker. behind: as many jobs wait behind it.
-
-    request: what it needs there. has_slack: whether the worker has a place for it now.
-    """
+    """A job at one worker, with what it needs there and whether there is a place for it now."""
 
     __slots__ = ("_behind", "_load_s", "has_slack", "job", "plan", "request")
 
@@ -174,11 +230,11 @@ class _Option:
 
     @property
     def completes_s(self) -> float:
-        """When it would complete."""
+        """Seconds until it would complete."""
         return self.plan.completes_s(self.request, self._behind) + self._load_s
 
     def assignment(self) -> Assignment:
-        """It is the one."""
+        """Return the assignment that chooses this option."""
         state = self.plan.state
         return Assignment(
             job_id=self.job.job_id,

@@ -1,4 +1,4 @@
-"""The jobs that wait for a worker: a line for each model, shared fairly by tenants, within bounds over all models."""
+"""The jobs that wait for a worker: a line for each model that tenants share fairly, and bounds over all models."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bottega.fair_order import fair_room
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line, Weigh, equal_weights
 
-# Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
-# where a picture takes minutes.
+# The rate is measured over the completed jobs of this window, at most so many. The newest few count whatever their age,
+# because a picture may take minutes.
 _RATE_JOBS, _LEAST_RATE_JOBS = 32, 4
 _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
-# A caller that comes back after this share of the queue has gone finds room beside the others who wait.
+# A caller that returns after this share of the queue was served finds room beside the others that wait.
 _RETRY_SHARE = 0.1
-# Longest time until a retry, over the shortest.
+# Longest suggested time until a retry, over the shortest.
 _SPREAD = 1.5
-# Of the queue, what a tenant may have alone while no other has anything in it.
+# Share of the queue that a tenant may have while no other tenant has anything in it.
 _TENANT_SHARE = 0.75
 
 
@@ -66,17 +66,17 @@ class JobQueue:
         return len(self._bytes)
 
     def held(self, tenant: str) -> int:
-        """Jobs of a tenant that wait, or have room reserved."""
+        """Return the number of a tenant's jobs that wait or have room reserved."""
         return self._held[tenant]
 
     def held_by_tenant(self) -> Mapping[str, int]:
-        """The same of all tenants that have any. Any thread may ask."""
+        """Return `held` for all tenants that have any. Any thread may call it."""
         return dict(self._held)
 
     def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
         """Raise QueueFull, with the time after which to retry, if no job of that size fits.
 
-        A named tenant gets no more places and no more bytes than leave room for others; see `fair_room`.
+        A named tenant gets only so many places and bytes that others find room; see `fair_room`.
         """
         free, free_bytes = self._max_jobs - len(self) - len(self._reserved), self._budget_bytes - self._size_bytes
         if free < 1 or size_bytes > free_bytes:
@@ -92,13 +92,13 @@ class JobQueue:
             )
 
     def reserve(self, job: Job) -> None:
-        """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
+        """Reserve room for a job until it is added or removed. Raises QueueFull."""
         self.check_room(job.request.size_bytes, tenant=job.request.tenant)
         self._reserved[job.job_id] = job.request.size_bytes
         self._hold(job)
 
     def add(self, job: Job, *, first: bool = False) -> None:
-        """Lines a job up. first: before the others, for one that had its turn and was lost."""
+        """Add a job: `first` puts it before the others, because it had its turn and was lost."""
         self._release(job)
         if not self._bytes:
             self._skip_idleness()
@@ -111,22 +111,22 @@ class JobQueue:
         self._hold(job)
 
     def remove(self, job: Job) -> None:
-        """Takes a job out, if it is in, and gives up the room that was reserved for it."""
+        """Remove a job, if it is in the queue, and release the room that was reserved for it."""
         self._release(job)
         size = self._bytes.pop(job.job_id, None)
         if size is None:
             return
-        self._let_go(job.request.tenant, size)
+        self._unhold(job.request.tenant, size)
         self._lines[job.bare.model].remove(job)
         self._drop_if_idle(job.bare.model)
 
     def begin(self, job: Job) -> None:
-        """Take out a job that is served now, and charge its tenant what it is expected to take. `settle` it."""
+        """Remove a job that is served now, and charge its tenant what it is expected to take until `settle`."""
         self._lines[job.bare.model].begin(job)
         self.remove(job)
 
     def settle(self, job: Job, device_s: float | None) -> None:
-        """Charge a job's tenant what an attempt took of its worker's device; None where nobody knows."""
+        """Charge a job's tenant the seconds of the device that an attempt took; None if unknown."""
         self._line_of(job.bare.model).settle(job, device_s)
         self._drop_if_idle(job.bare.model)
 
@@ -135,48 +135,48 @@ class JobQueue:
         return [model for model, line in self._lines.items() if line]
 
     def waiting(self, model: str) -> int:
-        """Jobs that wait for a model."""
+        """Return the number of jobs that wait for a model."""
         line = self._lines.get(model)
         return 0 if line is None else len(line)
 
     def line(self, model: str) -> Iterator[Job]:
         """Iterate over the jobs that wait for a model, in the order in which they should be served.
 
-        Jobs may come and go meanwhile; what has begun to be looked at stays as it was.
+        Jobs may come and go meanwhile; the iteration does not see that.
         """
         return iter(self._lines.get(model, ()))
 
     def tenants(self, model: str) -> Collection[str]:
-        """Those whose jobs wait for a model."""
+        """Return the tenants whose jobs wait for a model."""
         line = self._lines.get(model)
         return () if line is None else line.tenants
 
     def place(self, job: Job) -> int:
-        """Jobs of its model that are before one that waits."""
+        """Return how many jobs of its model are before a waiting job."""
         return self._lines[job.bare.model].place(job)
 
     def before(self, job: Job) -> Sequence[Job]:
-        """Jobs of its model that are served before one, or would be if it lined up now."""
+        """Return the jobs of its model that are served before a job, or would be if it were added now."""
         line = self._lines.get(job.bare.model)
         return () if line is None else line.before(job)
 
     def longest_wait_s(self) -> float:
-        """Seconds that the job which has waited longest waits; 0 where none does. Of one that was lost, since then.
+        """Return the seconds that the longest-waiting job has waited; 0 if none waits. Any thread may call it.
 
-        Any thread may ask.
+        A job whose attempt was lost waits since then.
         """
         queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line.unordered))
         now = self._clock.monotonic()
         return now - min(queued_at, default=now)
 
     def count_completed(self) -> None:
-        """Counts a job that was drawn, for the measured rate."""
+        """Count a completed job for the measured rate."""
         self._completed_at.append(self._clock.monotonic())
 
     def retry_after_s(self) -> float:
-        """Seconds until about a tenth of the queue will have been drawn, by the measured rate.
+        """Return the seconds until about a tenth of the queue will have been served, by the measured rate.
 
-        A little more for some than for others, so that callers that were refused together do not come back together.
+        The time varies at random, so that callers that were refused together do not return together.
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
@@ -191,10 +191,10 @@ class JobQueue:
             del self._lines[model]
 
     def _release(self, job: Job) -> None:
-        """Gives up the room that was reserved for a job, if any was."""
+        """Release the room that was reserved for a job, if any was."""
         size = self._reserved.pop(job.job_id, None)
         if size is not None:
-            self._let_go(job.request.tenant, size)
+            self._unhold(job.request.tenant, size)
 
     def _hold(self, job: Job) -> None:
         tenant, size_bytes = job.request.tenant, job.request.size_bytes
@@ -202,7 +202,7 @@ class JobQueue:
         self._held_bytes[tenant] += size_bytes
         self._size_bytes += size_bytes
 
-    def _let_go(self, tenant: str, size_bytes: int) -> None:
+    def _unhold(self, tenant: str, size_bytes: int) -> None:
         self._size_bytes -= size_bytes
         self._held[tenant] -= 1
         self._held_bytes[tenant] -= size_bytes
@@ -210,7 +210,7 @@ class JobQueue:
             del self._held[tenant], self._held_bytes[tenant]
 
     def _skip_idleness(self) -> None:
-        """Jobs wait again: a long time in which none did does not count for the rate."""
+        """Shift the times of completed jobs, so that a long idle period does not lower the rate."""
         now = self._waited_for_since = self._clock.monotonic()
         idle_s = now - self._completed_at[-1] if self._completed_at else 0.0
         if idle_s > _RATE_WINDOW_S:
@@ -222,11 +222,11 @@ class JobQueue:
         return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _rate(self) -> float:
-        """Jobs drawn a second: as they came, and no more than there would be if the next one came now."""
+        """Return the completed jobs per second, and no more than if the next one completed now."""
         now = self._clock.monotonic()
         recent = sum(at > now - _RATE_WINDOW_S for at in self._completed_at)
         ends = list(self._completed_at)[-max(recent, _LEAST_RATE_JOBS) :]
         took_s = ends[-1] - ends[0]
-        # That nothing came while nobody waited says nothing.
+        # Idle periods do not count.
         silent_s = now - max(ends[-1], self._waited_for_since)
         return min((len(ends) - 1) / max(took_s, 1e-3), len(ends) / max(took_s + silent_s, 1e-3))

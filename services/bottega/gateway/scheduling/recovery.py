@@ -1,8 +1,8 @@
-"""After a restart of the gateway: jobs that were running go on at the workers that still have their attempts.
+"""Recovery after a restart of the gateway: jobs that ran go on at the workers that still have their attempts.
 
 Such a job is held for a moment, so that its worker can come back. The attempts of every worker that joins are listed:
-those that count go on, the others are stopped. A job that nobody claimed in time is queued again, before the others; a
-worker that comes later still brings its attempt along, unless another one was started.
+those that count go on, the others are stopped. A job that no worker claims in time is queued again, before the others.
+If its worker comes later, its attempt still goes on unless another one was started.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.v1 import worker_pb2
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
-# Later than this, the hold was over while this process was stopped itself, and no worker could come.
+# A timer that is later than this expired while this process was stopped itself, when no worker could come.
 _LATE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
 
 class AttemptRecovery:
-    """hold_s: how long a job waits for its worker."""
+    """The recovery of the jobs that were running in an earlier life of the gateway.
+
+    Args:
+        hold_s: How long a job waits for its worker, in seconds.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, scheduler: Scheduler, queue: JobQueue, jobs: JobRepository, *, hold_s: float
@@ -46,11 +50,11 @@ class AttemptRecovery:
         self._listing = BackgroundTasks("lists of the attempts of workers")
 
     def restore(self, jobs: Sequence[Job]) -> None:
-        """Jobs of an earlier life, the oldest first: they wait in that order, and those that were running are held."""
+        """Queue the jobs of an earlier life, the oldest first, and hold those that were running."""
         for job in jobs:
             if job.state == JOB_STATE_QUEUED:
                 self._queue.add(job)
-                # Its watchers see its place at once; the estimates of all follow within a second.
+                # Its watchers see its place at once, and estimates within a second.
                 job.set_queue_position(self._queue.place(job))
             else:
                 self._held[job.job_id] = job
@@ -58,13 +62,13 @@ class AttemptRecovery:
             self._expire_later()
 
     def is_held(self, job: Job) -> bool:
-        """Whether the job waits for its worker."""
+        """Return whether the job waits for its worker."""
         return job.open and job.job_id in self._held
 
     def add_worker(self, member: Member) -> None:
-        """A worker has joined: lists its attempts.
+        """List the attempts of a worker that has joined.
 
-        It gets jobs at once, or after its answer while held jobs may still be there.
+        It gets jobs at once, or after its answer if it may have held jobs.
         """
         self._unclaimed = {job: number for job, number in self._unclaimed.items() if self._is_unclaimed(job)}
         hold_back = bool(self._unclaimed) or any(map(self.is_held, self._held.values()))
@@ -75,19 +79,19 @@ class AttemptRecovery:
         self._listing.start(self._list_attempts(member, held_back=hold_back))
 
     def stop_stale_attempts(self, member: Member) -> None:
-        """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
+        """Stop a worker's attempts that no longer count, such as after it was frozen for a while."""
         connection = self._dispatcher.connections.get(member)
         for running in member.load.running if connection else ():
             job = self._jobs.find_live(running.attempt.job_id)
             if job is not None:
-                stale = running.attempt.number < job.number  # one that is later than ours may have to be claimed
+                stale = running.attempt.number < job.number  # a later one may have to be claimed
             else:
                 stale = self._jobs.restored and not self._dispatcher.has_completed(running.attempt)
             if stale and connection:
                 connection.stop_stale_attempt(running.attempt)
 
     async def close(self) -> None:
-        """Holds no job, and lists no attempts any more."""
+        """Release all jobs, and stop listing attempts."""
         self._held.clear()
         self._unclaimed.clear()
         if self._expiry is not None:
@@ -96,7 +100,7 @@ class AttemptRecovery:
 
     async def _list_attempts(self, member: Member, *, held_back: bool) -> None:
         if not self._jobs.restored:
-            return  # all workers are listed when they are
+            return  # all workers are listed when jobs are restored
         try:
             await self._claim_all(member)
         finally:
@@ -113,7 +117,9 @@ class AttemptRecovery:
                 if self._dispatcher.connections.get(member) is connection:  # it may be lost by now
                     self._claim(connection, summary.attempt)
         except BottegaError as error:
-            _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
+            _log.warning(
+                "the attempts of a worker could not be listed", extra={"member": member.name, "text": error.message}
+            )
 
     def _claim(self, connection: WorkerConnection, attempt: worker_pb2.AttemptId) -> None:
         job, worker = self._jobs.find_live(attempt.job_id), connection.member.name
@@ -127,13 +133,13 @@ class AttemptRecovery:
             connection.stop_attempt(attempt)
 
     def _counts(self, job: Job, number: int) -> bool:
-        """Whether an attempt is current. A higher number than ours began before that could be stored."""
+        """Return whether an attempt is current. One with a higher number than ours began before that was stored."""
         if self.is_held(job):
             return True
         return job.state == JOB_STATE_QUEUED and (number > job.number or self._is_unclaimed(job))
 
     def _is_unclaimed(self, job: Job) -> bool:
-        """Whether the job was held and queued again, and no attempt at it has started since."""
+        """Return whether the job was held and queued again, and no attempt at it has started since."""
         return job.open and job.state == JOB_STATE_QUEUED and self._unclaimed.get(job) == job.number
 
     def _expire_later(self) -> None:

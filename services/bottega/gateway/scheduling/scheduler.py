@@ -1,7 +1,7 @@
-"""The scheduler: looks at the queue of a model whenever something changes, and hands its jobs to workers.
+"""The scheduler, which looks at the queue of a model whenever something changes and hands its jobs to workers.
 
-At once after what frees a worker or brings a job; a moment later after what comes by the hundred, such as progress.
-Which job goes where is decided by the policy.
+It looks at once after events that free a worker or bring a job, and a moment later after frequent ones, such as
+progress. The policy decides which job goes where.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.scheduling.outcomes import JobFinisher, unmeetable
-from bottega.gateway.scheduling.policy import assign
+from bottega.gateway.scheduling.policy import RunningShares, assign
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import MAX_BACKLOG
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
-# Between two looks for the sake of progress: a fraction of a turn, which is all that it can change.
-# Every worker reports progress up to ten times a second, and a look costs in proportion to the number of workers.
+# Time between two looks because of progress: a fraction of a turn, within which nothing changes. Every worker reports
+# progress up to ten times a second, and the cost of a look grows with the number of workers.
 _PAUSE_S = 0.015
-# Jobs that join a group later delay those in it, by about this factor on what those were expected to take.
+# Jobs that join a group later lengthen those in it by about this factor.
 _HELD_UP = 1.2
 
 
 class Scheduler:
     """Hands out the jobs of a queue.
 
-    Nothing is handed out while the disk cannot be written, because it could not be stored afterwards, nor while
-    `draining`.
+    It hands out nothing while the disk cannot be written, because results could not be stored, nor while `draining`.
     """
 
     def __init__(
@@ -69,7 +67,12 @@ class Scheduler:
         self.draining = False
 
     def schedule(self, model: str, *, free_at: float | None = None) -> None:
-        """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
+        """Hand out what should run now.
+
+        Args:
+            model: Model whose queue is looked at.
+            free_at: Since when the jobs could run, on the monotonic clock; None means now.
+        """
         due = self._due.pop(model, None)
         if due is not None:
             due.cancel()
@@ -78,18 +81,18 @@ class Scheduler:
         if self._queue.waiting(model) and self._storage.trouble is None and not self.draining:
             self._looked_at[model] = now
             while self._hand_out(model, free_at):
-                free_at = now  # of the places of those who were dropped
+                free_at = now  # jobs that were dropped left places
         else:
             self._looked_at.pop(model, None)
         self._report_backlog(model)
 
     def schedule_all(self) -> None:
-        """The same for every model that jobs wait for."""
+        """Hand out what should run now of every model."""
         for model in self._queue.models():
             self.schedule(model)
 
     def schedule_soon(self, model: str) -> None:
-        """The same within some milliseconds, together with other changes of that time."""
+        """Hand out what should run within some milliseconds, together with other changes of that time."""
         if model in self._due or not self._queue.waiting(model):
             return
         now = self._clock.monotonic()
@@ -101,7 +104,7 @@ class Scheduler:
         self._due[model] = asyncio.get_running_loop().call_later(pause_s, self.schedule, model)
 
     def requeue(self, job: Job) -> None:
-        """A job whose attempt came to nothing waits again, before the others; after too many it fails."""
+        """Queue a job whose attempt failed again, before the others; after too many attempts fail it."""
         if job.fail_if_exhausted():
             self._finisher.finish(job)
             self.schedule(job.bare.model)
@@ -113,22 +116,22 @@ class Scheduler:
             job.set_queue_position(0)
 
     def hold_back(self, member: Member) -> None:
-        """The worker gets nothing until `add_worker`, or `stop_holding_back`."""
+        """Give a worker nothing until `add_worker` or `stop_holding_back`."""
         self._held_back.add(member)
 
     def stop_holding_back(self, member: Member) -> None:
-        """The worker may get jobs, from the next look at the queue."""
+        """Let a worker get jobs from the next look at the queue on."""
         self._held_back.discard(member)
 
     def add_worker(self, member: Member) -> None:
-        """A worker has joined: hands it what waited for it."""
+        """Hand a worker that has joined what waited for it."""
         self._held_back.discard(member)
         for model in member.models:
             self.schedule(model.name)
         self._report_backlog_to(member)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stop looking at queues."""
         for due in self._due.values():
             due.cancel()
         self._due.clear()
@@ -159,12 +162,12 @@ class Scheduler:
         return bool(late)
 
     def _may_begin(self, tenant: str) -> int | None:
-        """How many jobs more of a tenant may run, of all models; None is without bound."""
+        """Return how many more jobs of a tenant may run, of all models; None means no bound."""
         most = self._terms.quotas(tenant).concurrent
         return most - self._dispatcher.running_of(tenant) if most else None
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:
-        """Whether to begin it would be in vain, while others wait to whom the time may be worth something."""
+        """Return whether a job would end too late if it began, while other jobs could use the time."""
         return self._queue.waiting(job.bare.model) > 1 and estimate_s * _HELD_UP > left_s
 
     def _report_backlog(self, model: str) -> None:
@@ -185,5 +188,5 @@ class Scheduler:
         member.report_backlog(self._backlog_of(member))
 
     def _backlog_of(self, member: Member) -> int:
-        """Jobs that wait for one of its models, as far as their number matters: each report wakes a stream."""
+        """Return how many jobs wait for a member's models, as far as it matters: each report wakes a stream."""
         return min(sum(self._queue.waiting(model) for model in member.served), MAX_BACKLOG)

@@ -1,7 +1,7 @@
-"""Workers and jobs as the scheduling policy sees them: what still denoises where, and what pending jobs need.
+"""Makes workers and jobs what the scheduling policy sees: what still denoises where, and what pending jobs need.
 
 The state of a worker is made anew only when it has changed: the queue is looked at after every step of every job, and
-from one look to the next most workers have not moved.
+most workers do not move between two looks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.scheduling.policy import PendingJob
-from bottega.gateway.scheduling.shares import RunningShares
-from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
+from bottega.gateway.scheduling.policy import PendingJob, RunningShares
+from bottega.gateway.scheduling.worker_plan import Findings, ResourceRequest, WorkerState
 from bottega.planning import Shape, rounded_share
 from bottega.v1 import fleet_pb2
 from bottega.v1.generation_pb2 import Provenance
 
-# A worker that was lost with a job gets it again only if it reported this long afterwards.
+# A worker that was lost with a job gets it again only if it reported at least this long afterwards.
 _TRUST_AFTER_S = 0.25
-# Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
+# Rows of an attempt that another gateway gave to a worker: they are unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
-# Most jobs need the same as others: a queue is gone through every second, and these need not be made again. Of edits
-# that is so because their shares are rounded.
+# Cached resource requests. A queue is read every second, and most jobs need the same as others; edits do because their
+# shares are rounded.
 _REQUESTS = 1024
 # Kinds of jobs whose add-ons' costs are remembered; of more, the one that was measured longest ago is forgotten.
 _MOST_KINDS = 4096
@@ -41,25 +40,26 @@ _AVERAGED_TURNS = 250.0
 _MOST_SLOWDOWN = 32.0
 # Slowdowns are rounded to a quarter of a doubling, so that jobs of a kind have equal resource requests.
 _STEPS_A_DOUBLING = 4
-# Workers that are asked how long a job is: most fleets are of one kind of machine.
+# Workers by which the length of a job is estimated: most fleets are of one kind of machine.
 _COMPARED = 8
-# States of a worker after which the widths of its groups are found out anew though the same jobs run, as its engine
-# does: step times drift.
+# After so many states of a worker the widths of its groups are computed anew though the same jobs run, because step
+# times drift. Its engine does the same.
 _KEPT_WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedState:
-    """The state of a worker, with the report and the revision of its attempts that it was made of.
-
-    jobs: that run in it. age: states before it that had the same, and from which it has its widths.
-    """
+    """The state of a worker, with what it was made of."""
 
     state: WorkerState
     load: fleet_pb2.Load
+    """The worker's report."""
     revision: int
+    """Revision of the worker's attempts."""
     jobs: tuple[str, ...]
+    """IDs of the jobs that run in it."""
     age: int
+    """Number of earlier states with the same jobs, whose widths it has."""
 
 
 class AddOnCosts:
@@ -131,13 +131,13 @@ class FleetSnapshot:
         self._cache: dict[Member, _CachedState] = {}
 
     def workers_of(self, model: str) -> list[WorkerState]:
-        """All workers that take new jobs of a model."""
+        """Return the states of all workers that take new jobs of a model."""
         return self.workers(self._fleet.workers(model))
 
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
-        """These workers, by what they run."""
+        """Return the states of these workers."""
         states, known, connected = [], self._cache.get, self._dispatcher.connections.get
-        for member in members:  # of hundreds of workers, most have not changed
+        for member in members:  # there may be hundreds, most of which have not changed
             cached, connection = known(member), connected(member)
             revision = connection.revision if connection else -1
             if cached is None or cached.load is not member.load or cached.revision != revision:
@@ -146,15 +146,20 @@ class FleetSnapshot:
         return states
 
     def forget(self, member: Member) -> None:
-        """The worker is lost."""
+        """Forget the state of a worker that is lost."""
         self._cache.pop(member, None)
 
     def pending(
         self, line: Iterable[Job], members: Mapping[str, Member], shares: RunningShares
     ) -> Iterator[PendingJob]:
-        """The jobs of a model's queue that some worker may have now, made one by one as they are needed.
+        """Yield the jobs of a model's queue that some worker may have now, one by one as they are needed.
 
-        Others wait for an add-on that is away, and do not hold up those behind them. shares: of the model's tenants.
+        Jobs that wait for an add-on that is away are left out, so that they do not hold up those behind them.
+
+        Args:
+            line: The jobs in their order.
+            members: Workers that may get jobs, by name.
+            shares: Shares of the model's tenants.
         """
         known: dict[tuple[AddOn, Hashable], WorkerCosts] = {}
         for job in line:
@@ -181,7 +186,7 @@ class FleetSnapshot:
     def note_device_s(self, job: Job, provenance: Provenance) -> None:
         """Learn what a job's add-ons add, from what a finished attempt used of its worker's device."""
         if job.attempts > 1 or job.steps.repeated or provenance.cached_starts:
-            return  # that attempt made other steps than the job has
+            return  # the attempt made other steps than the job has
         request = _request_for(job, job.steps.total, self._expected_share(job), 1.0)
         plain_s = self.alone_s(job.bare.model, request)
         self._addon_costs.note(job, plain_s=plain_s, device_s=provenance.device_s)
@@ -190,13 +195,13 @@ class FleetSnapshot:
         return _request_for(job, steps_left, share, self._addon_costs.slowdown(job))
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
-        """Seconds of such a job on an idle worker: the fastest of some. 0 while none of them has measured a step."""
+        """Return the seconds of such a job on the fastest idle worker of some; 0 while none has measured a step."""
         workers = self.workers(islice(self._fleet.serving(model), _COMPARED))
         measured = [worker for worker in workers if not worker.unmeasured]
         return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
 
     def _steps_left(self, job: Job) -> float:
-        """Of a pending job. A checkpoint saves it steps, and so may an add-on."""
+        """Return the steps that a pending job has to make. A checkpoint saves it steps, and so may an add-on."""
         if job.checkpoint is not None:
             return job.steps.total - job.checkpoint.steps_done
         return job.steps.total - sum(addon.expected_skipped_steps(job) for addon in self._addons)
@@ -215,7 +220,7 @@ class FleetSnapshot:
     def _costs(
         self, job: Job, members: Mapping[str, Member], known: dict[tuple[AddOn, Hashable], WorkerCosts]
     ) -> WorkerCosts:
-        """known: of jobs before this one, by add-on and key."""
+        """Return what a job costs at workers. known: Costs of jobs before this one, by add-on and key."""
         total = NO_COSTS
         for addon in self._addons:
             key = addon.cost_key(job)
@@ -229,7 +234,14 @@ class FleetSnapshot:
         return total
 
     def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job], revision: int) -> _CachedState:
-        """Of a worker that has changed, or is new. cached: before. ours: what this gateway has given to it."""
+        """Make the state of a worker that has changed or is new.
+
+        Args:
+            member: The worker.
+            cached: Its state before, if there was one.
+            ours: Jobs that this gateway has given to it.
+            revision: Revision of its attempts.
+        """
         jobs = tuple(job.job_id for job in ours)
         same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
         findings = Findings()
@@ -252,7 +264,7 @@ class FleetSnapshot:
             worker=member.name,
             running=running,
             due_s=due_s,
-            # What it reports counts until it reports otherwise: an attempt that was stopped may be in its last turn.
+            # A reported attempt counts until the next report: one that was stopped may be in its last turn.
             finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
             exclusive=any(job.quarantined for job in ours),
             times=member.times,
@@ -291,7 +303,7 @@ def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
     return WorkerCosts(
         load_s=load_s,
         eligible=frozenset.intersection(*limits) if limits else None,
-        # Only one kind of add-on leaves tokens out.
+        # Only one kind of add-on has jobs compute fewer tokens.
         shares={**one.shares, **other.shares},
         share=min(one.share, other.share),
     )
@@ -308,8 +320,10 @@ def _request_for(job: Job, steps_left: float, share: float, slowdown: float) -> 
     """Return the policy's view of a job.
 
     Args:
+        job: The job.
         steps_left: Sum over all images, which run side by side.
         share: Share of the tokens that is computed.
+        slowdown: How many times as long its turns take because of its add-ons.
     """
     steps = math.ceil(max(0, steps_left) / job.num_images)
     return _cached_request(job.rows, steps, job.request.shape, rounded_share(share), slowdown)

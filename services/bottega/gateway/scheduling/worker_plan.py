@@ -1,36 +1,151 @@
-"""What a worker would do with the jobs that it has, those that a round gives it, and one more."""
+"""Workers as the scheduling policy sees them: what each runs, and what it would do with one more job."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, inf
+from typing import NamedTuple
 
-from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
-from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial
+from bottega.planning import (
+    RemainingWork,
+    RowFractions,
+    Shape,
+    StepTimes,
+    best_width,
+    completion_times,
+    most_on_trial,
+)
 
-# Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
+# Seconds of one row and turn while nothing was measured. They are proportional to rows, so that sharing gains nothing.
+UNMEASURED_S = 0.1
+# Pending jobs like the next one that are imagined behind it when the width of a group is chosen.
 LOOK_AHEAD = 4
-# The lead time of a job: to encode a prompt and to cross the wire, or one and a half turns, as progress is only known
-# at the end of a turn.
+# Numbers of rows of one shape whose turn times are remembered until a worker reports again.
+_TURNS = 1024
+# The lead time of a job is the longer of two: the time to encode a prompt and cross the wire, and one and a half turns,
+# because progress is known only at the end of a turn.
 _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
-# ago has some, and a worker serves so many turn by turn.
+# ago has some, and a worker serves that many turn by turn.
 _BEYOND = 4
-# Of what a job's turns take alone, what they add at most to those of others where it pays to run them together. On a
-# CPU, where a row costs nearly as much as the one before, it is .9; but what turns of few rows take is measured at
-# other times than that of many, so that it can seem to be less.
+# Upper bound on what a job adds to the turns of others, as a share of its own turns alone, where running them together
+# pays. On a CPU, where each row costs nearly as much as the one before, it is .9. Turns of few rows are measured at
+# other times than turns of many, so it can seem to be less.
 _GAINING = 0.5
-# Kinds of edits, by what they compute, of which it is found out how many should run together.
+# Kinds of edits, by their computed share, for which widths are chosen.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
 
 
-class WorkerPlan:
-    """A worker with what it runs, what it was given in this round, and what was planned for it.
+class ResourceRequest(NamedTuple):
+    """The resources that a job needs of a worker. It is a tuple because it is a key of caches in the hot path."""
 
-    load_s: seconds that what is here takes, one after the other. closed: whether it gets nothing more.
+    rows: int
+    """Rows in each turn."""
+    steps: int
+    """Turns that are left."""
+    shape: Shape
+    """Height and width of its latent; (0, 0) is unknown."""
+    share: float = 1.0
+    """Share of the tokens of its rows that is computed; below 1 for an edit whose activations are at hand."""
+    slowdown: float = 1.0
+    """How many times as long its turns take because of its ControlNets and LoRAs."""
+
+
+Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
+"""What was added since the state was made, the job in question, and how many are behind it or may run together."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was already computed from a worker's state, by question, for later rounds."""
+
+    widths: dict[Question, int] = field(default_factory=dict)
+    """Widths of groups. They outlive the state while the same jobs run: a step or two changes none of them."""
+    slack: dict[Question, bool] = field(default_factory=dict)
+    ends_s: dict[Question, float] = field(default_factory=dict)
+    alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
+    """Rows of one job in plain rows, and the seconds of its turn alone, by rows, shape and share, until a report."""
+    turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
+    """Seconds of a turn by its rows, by shape, until a report."""
+    load_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """A worker at the start of a round."""
+
+    worker: str
+    """Name of the worker."""
+    running: tuple[ResourceRequest, ...]
+    """What still denoises there, first come first."""
+    times: StepTimes
+    fixed_s: float
+    """Seconds that a job takes beside its turns."""
+    max_rows: int
+    """Upper bound on the rows of a turn; 0 means no bound."""
+    due_s: tuple[float, ...] = ()
+    """Seconds until each running job is due when the state was made, infinite for one that is not; empty if none is."""
+    finishing: int = 0
+    """Number of attempts there that no longer denoise."""
+    exclusive: bool = False
+    """Whether a job there must be left alone."""
+    fractions: RowFractions = field(default_factory=RowFractions, compare=False)
+    """Costs of rows that are computed in part."""
+    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
+    """Findings of this state; a worker that has moved or reported gets new ones."""
+
+    @property
+    def most_rows(self) -> int:
+        """Upper bound on the rows of a turn."""
+        return self.max_rows or 1 << 30
+
+    def turn_seconds(self, shape: Shape) -> Callable[[float], float]:
+        """Return the seconds of a turn of that shape as a function of its rows."""
+        seconds = self.findings.turns.get(shape)
+        if seconds is None:
+            seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
+        return seconds
+
+    def work(self, request: ResourceRequest, shape: Shape) -> RemainingWork:
+        """Return a job as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
+        rows = self.alone(request)[0]
+        if request.shape != shape:
+            rows *= _area_ratio(request.shape, shape)
+        # As more turns, not as more rows: others wait no longer in each.
+        return RemainingWork(ceil(request.steps * request.slowdown), rows)
+
+    def alone(self, request: ResourceRequest) -> tuple[float, float]:
+        """Return a job's rows in plain rows, and the seconds of its turn alone and without add-ons."""
+        rows, shape, share = request.rows, request.shape, request.share
+        known = self.findings.alone
+        found = known.get((rows, shape, share))
+        if found is None:
+            plain = float(rows)
+            if share < 1.0:
+                plain *= self.fractions.fraction(shape, share)
+            found = known[rows, shape, share] = plain, self.turn_seconds(shape)(plain)
+        return found
+
+    def alone_s(self, request: ResourceRequest) -> float:
+        """Return the seconds of a job's turns alone."""
+        return self.alone(request)[1] * request.steps * request.slowdown
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it has measured no step yet."""
+        return next(iter(self.times.entries()), None) is None
+
+
+class WorkerPlan:
+    """The plan of a worker in one round: what it runs, what it was given and what was planned for it.
+
+    Attributes:
+        load_s: Seconds that all of this takes, one after the other.
+        closed: Whether it gets nothing more.
     """
 
     __slots__ = ("_added", "_added_due_s", "_has_unbound", "closed", "load_s", "state")
@@ -48,19 +163,19 @@ class WorkerPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing runs here, nor is planned."""
+        """Whether nothing runs or is planned here."""
         return not self.state.running and not self._added and not self.state.finishing
 
     def has_slack(
         self, request: ResourceRequest, behind: int, *, within_share: bool = False, none_runs: bool = False
     ) -> bool:
-        """Return whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
+        """Return whether a job may begin here now. It may not overtake one that is planned here and not bound yet.
 
         Args:
             request: What it needs.
             behind: How many jobs wait behind it.
             within_share: Whether its tenant has at most its share of what runs.
-            none_runs: Whether none of its tenant's jobs runs. It may be beyond any number of those of others.
+            none_runs: Whether none of its tenant's jobs runs. Then it may join any number of other tenants' jobs.
         """
         if within_share and none_runs:
             return True
@@ -76,7 +191,7 @@ class WorkerPlan:
         return known[question]
 
     def completes_s(self, request: ResourceRequest, behind: int) -> float:
-        """Seconds until a job would complete here, what it has to load aside."""
+        """Return the seconds until a job would complete here, without what it has to load."""
         width = self._free_width(request, behind)
         question, known = (self._added, request, width), self.state.findings.ends_s
         if question not in known:
@@ -86,18 +201,24 @@ class WorkerPlan:
         return known[question] + self.state.fixed_s
 
     def add(self, request: ResourceRequest, *, bound: bool, due_s: float = inf) -> None:
-        """Counts a job in. bound: whether the worker gets it now. due_s: seconds until it is due."""
+        """Add a job to the plan.
+
+        Args:
+            request: What it needs.
+            bound: Whether the worker gets it now.
+            due_s: Seconds until it is due.
+        """
         self._added = (*self._added, request)
         self._added_due_s = (*self._added_due_s, due_s)
         self.load_s += self.state.alone_s(request)
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
-        """Whether nothing is known of turns of that shape."""
+        """Return whether nothing is known of turns of the request's shape."""
         return self.state.times.seconds(request.shape, request.rows) is None
 
     def completions_s(self, *more: ResourceRequest) -> list[float]:
-        """When each of the jobs here ends, first come first, and then each of `more`, if they came as well."""
+        """Return when each job here ends, in order of arrival, and then each of `more` if they came now."""
         planned = [*self._planned, *more]
         if not planned:
             return []
@@ -115,9 +236,9 @@ class WorkerPlan:
         return [*self.state.running, *self._added]
 
     def _free_width(self, request: ResourceRequest, behind: int) -> int:
-        """How many may run together here: no more than there are, while one more would make one of these late.
+        """Return how many jobs may run together here: no more than now while one more would make one of them late.
 
-        Where many wait that would be in vain: what turns share, however little, counts for all of them.
+        Where many jobs wait, holding back helps nobody: what turns share counts for all of them, however little it is.
         """
         width, here = self._width(as_typical(request), behind), len(self._planned)
         return here if here < width and behind < LOOK_AHEAD and self._makes_late(request) else width
@@ -127,7 +248,7 @@ class WorkerPlan:
         return _makes_late(self.state, self._planned, due_s, request)
 
     def _width(self, request: ResourceRequest, behind: int) -> int:
-        """How many should run together here, a typical job and some like it behind it among them."""
+        """Return how many jobs should run together here, a typical job and some like it behind it among them."""
         question, known = (self._added, request, behind), self.state.findings.widths
         if question not in known:
             works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
@@ -138,16 +259,22 @@ class WorkerPlan:
 
 @lru_cache(_TYPICAL)
 def as_typical(request: ResourceRequest) -> ResourceRequest:
-    """A request like this one, of few kinds: how many should run together depends but little on what they compute."""
+    """Return a request like this one with a rounded share: widths depend little on what edits compute."""
     return request._replace(share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
 
 
 def _makes_late(
     state: WorkerState, here: Sequence[ResourceRequest], due_s: Sequence[float], request: ResourceRequest
 ) -> bool:
-    """Whether beside a job one of those that are here, each due in so many seconds, would end after it is due.
+    """Return whether one of the jobs that are here would end after it is due if another one began beside them.
 
-    Never where it adds much less to a turn than it takes alone: what turns share, all gain.
+    A job that adds much less to a turn than it takes alone makes none late: all gain by sharing the turn.
+
+    Args:
+        state: State of the worker.
+        here: Jobs that are here.
+        due_s: Seconds until each of them is due.
+        request: What the other job needs.
     """
     if min(due_s, default=inf) == inf:
         return False
@@ -160,7 +287,7 @@ def _makes_late(
 
 
 def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
-    """Whether a group of that width has a place for a job, will have one within the lead time, or should be tried."""
+    """Return whether a group of that width has a place, will have one within the lead time, or should be tried."""
     if len(planned) < width:
         return True
     seconds = state.turn_seconds(request.shape)
@@ -170,10 +297,10 @@ def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: 
 
 
 def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], width: int) -> bool:
-    """Whether the worker should have all of `requests`, to measure anew what a turn of them takes.
+    """Return whether the worker should have all of `requests` to measure a turn of them anew.
 
-    Of one shape, as others share no turn, and computed in full: only such rows measure anything. When each of them ends
-    is still estimated by what was measured last.
+    Requests of different shapes share no turn, and only rows that are computed in full measure anything. Estimates of
+    when each ends still use what was measured last.
     """
     if len(requests) > most_on_trial(width) or len({(request.shape, request.share) for request in requests}) > 1:
         return False
@@ -191,7 +318,7 @@ def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -
 
 
 def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
-    """Seconds until fewer than `width` of `ahead`, which run together, are left."""
+    """Return the seconds until fewer than `width` of the jobs in `ahead`, which run together, are left."""
     clock, turn = 0.0, 0
     rows = sum(work.rows for work in ahead)
     for steps, ended_rows in sorted(ahead)[: len(ahead) - width + 1]:
@@ -200,3 +327,20 @@ def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], flo
             turn = steps
         rows -= ended_rows
     return clock
+
+
+def _area_ratio(shape: Shape, other: Shape) -> float:
+    """Return the ratio of two latents' areas; 1 if one is unknown."""
+    area, other_area = shape[0] * shape[1], other[0] * other[1]
+    return area / other_area if area and other_area else 1.0
+
+
+def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
+    """Return a cached function from rows to seconds: choosing one width asks for the same rows many times."""
+
+    @lru_cache(_TURNS)
+    def seconds(rows: float) -> float:
+        measured = times.seconds(shape, rows)
+        return rows * UNMEASURED_S if measured is None else measured
+
+    return seconds

@@ -1,1 +1,1 @@
-"""What of jobs took how long, in all services."""
+"""Traces: how long each part of a job took, in all services."""

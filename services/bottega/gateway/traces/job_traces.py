@@ -1,23 +1,25 @@
-"""The traces of the jobs that ran last: the gateway's own spans, and what workers say of attempts, on one clock."""
+"""The traces of the jobs that ran last: the gateway's own spans and those of workers, on one clock."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.traces.export import export_attempt
-from bottega.v1.trace_pb2 import Trace
+from bottega.rpc import telemetry
+from bottega.v1.trace_pb2 import Span, Trace
 
-# Of one job, whose attempts may be many: what is more is dropped, and counted.
+# Upper bound on the spans of a job, whose attempts may be many; more are dropped and counted.
 _MOST_SPANS = 4000
-# Of a worker's trace, for which it answers alone.
+# Upper bound on the trace that a worker sends of an attempt.
 _MOST_ATTEMPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTimes:
-    """Of one attempt, on the gateway's monotonic clock. trace: of the worker, since it was sent."""
+    """The times of one attempt, on the gateway's monotonic clock."""
 
     number: int
     worker: str
@@ -25,12 +27,14 @@ class AttemptTimes:
     sent_at: float
     ended_at: float
     trace: Trace
+    """The worker's trace, counted from when the attempt was sent."""
 
 
 class JobTraces:
-    """In memory alone: a restarted gateway has none.
+    """The traces of jobs, in memory: a restarted gateway has none.
 
-    budget_bytes: beyond it those go that were added to longest ago.
+    Args:
+        budget_bytes: Upper bound; beyond it the traces that were added to longest ago are forgotten.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -39,24 +43,24 @@ class JobTraces:
         self._traces: OrderedDict[str, Trace] = OrderedDict()
 
     def find(self, job_id: str) -> Trace | None:
-        """By beginnings; None where there is none."""
+        """Return the trace of a job, its spans by their beginnings; None if there is none."""
         return self._traces.get(job_id)
 
     def remove(self, job_id: str) -> None:
-        """Forget the trace of a job, where there is one."""
+        """Forget the trace of a job, if there is one."""
         trace = self._traces.pop(job_id, None)
         if trace is not None:
             self.size_bytes -= trace.ByteSize()
 
     def add_attempt(self, job: Job, attempt: AttemptTimes) -> None:
-        """An attempt at a job is over."""
-        said = f"attempt {attempt.number}"
+        """Add an attempt at a job that is over."""
+        name = f"attempt {attempt.number}"
         made = Trace()
         _add(made, job, name="queue", track="jobs", begin_at=attempt.queued_at, end_at=attempt.sent_at)
         facts = {"worker": attempt.worker}
-        _add(made, job, name=said, track="attempts", begin_at=attempt.sent_at, end_at=attempt.ended_at, facts=facts)
+        _add(made, job, name=name, track="attempts", begin_at=attempt.sent_at, end_at=attempt.ended_at, facts=facts)
         _take(made, attempt, since_ns=_ns(attempt.sent_at - job.times.created_at))
-        export_attempt(job, said, made.spans)
+        _export_attempt(job, name, made.spans)
         before = self._traces.pop(job.job_id, None)
         if before is not None:
             self.size_bytes -= before.ByteSize()
@@ -94,7 +98,7 @@ def _add(
     end_at: float,
     facts: dict[str, str] | None = None,
 ) -> None:
-    """One of the gateway's own."""
+    """Add one of the gateway's own spans."""
     trace.spans.add(
         name=name,
         track=track,
@@ -105,13 +109,13 @@ def _add(
 
 
 def _take(trace: Trace, attempt: AttemptTimes, *, since_ns: int) -> None:
-    """The worker's, which has no say in what is the gateway's. since_ns: when it got the attempt."""
-    said = attempt.trace
-    if said.ByteSize() > _MOST_ATTEMPT_BYTES:
-        trace.dropped += len(said.spans)
+    """Add the worker's spans, which cannot claim to be the gateway's. since_ns: When the worker got the attempt."""
+    reported = attempt.trace
+    if reported.ByteSize() > _MOST_ATTEMPT_BYTES:
+        trace.dropped += len(reported.spans)
         return
-    trace.dropped += max(0, said.dropped)
-    for span in said.spans:
+    trace.dropped += max(0, reported.dropped)
+    for span in reported.spans:
         taken = trace.spans.add()
         taken.CopyFrom(span)
         taken.DiscardUnknownFields()
@@ -121,3 +125,37 @@ def _take(trace: Trace, attempt: AttemptTimes, *, since_ns: int) -> None:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def _export_attempt(job: Job, name: str, spans: Iterable[Span]) -> None:
+    """Hand the spans of an attempt to OpenTelemetry as one trace, if that is turned on.
+
+    Args:
+        job: The job.
+        name: Name of the attempt.
+        spans: Spans of the attempt, counted from the job's acceptance.
+    """
+    tracer = telemetry.tracer()
+    if tracer is None:
+        return
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+
+    accepted_ns = time.time_ns() - round((job.clock.monotonic() - job.times.created_at) * 1e9)
+    every = sorted(spans, key=lambda span: span.begin_ns)
+    begin_ns = every[0].begin_ns if every else 0
+    end_ns = max((span.begin_ns + span.duration_ns for span in every), default=0)
+    about = {"bottega.job_id": job.job_id, "bottega.request_id": job.request.request_id}
+    # A root of its own: the current context may be that of another job, whose end freed the place of this one.
+    root = tracer.start_span(f"job, {name}", context=Context(), attributes=about, start_time=accepted_ns + begin_ns)
+    inside = set_span_in_context(root)
+    for span in every:
+        facts = {f"bottega.{key}": value for key, value in span.facts.items()}
+        child = tracer.start_span(
+            span.name,
+            context=inside,
+            attributes={"bottega.service": span.service or "gateway", "bottega.track": span.track, **facts},
+            start_time=accepted_ns + span.begin_ns,
+        )
+        child.end(end_time=accepted_ns + span.begin_ns + span.duration_ns)
+    root.end(end_time=accepted_ns + end_ns)

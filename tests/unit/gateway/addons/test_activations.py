@@ -18,7 +18,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.line import equal_weights
-from bottega.gateway.scheduling.shares import RunningShares
+from bottega.gateway.scheduling.policy import RunningShares
 from bottega.gateway.tenants.access import ANYTHING
 from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (

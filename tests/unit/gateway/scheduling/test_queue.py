@@ -14,7 +14,7 @@ from bottega.errors import QueueFull
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.worker_state import ResourceRequest
+from bottega.gateway.scheduling.worker_plan import ResourceRequest
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bottega.gateway.scheduling.snapshot import AddOnCosts
-from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
 from bottega.planning import StepTimes
 from tests.samples.jobs import sample_job
 
