@@ -10,12 +10,12 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
 from bottega.rpc.boot import ServiceHooks, boot
 
-# Later than any start whose disk can be used: until then, whoever waits for the gateway waits for one that serves.
+# Longer than any start whose disk can be used: until then, callers that wait for the gateway wait for one that serves.
 _ANSWERS_AFTER_S = 5.0
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run a gateway and return the exit status, see `boot`."""
     return boot("gateway", GatewayConfig, _lifespan, description="Bottega's gateway")
 
 

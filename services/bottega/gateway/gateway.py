@@ -1,8 +1,8 @@
-"""One gateway: makes its parts, starts them, drains them and stops them.
+"""One gateway, which makes its parts, starts them, drains them and stops them.
 
     starting   the store is open                                serving
     serving    SIGTERM                                          draining: nothing new, what runs may end in the grace
-    draining   the rest has ended, or the grace is over         stopped; what is left is in the store
+    draining   all jobs have ended, or the grace is over        stopped; the other jobs are in the store
     dead       started again                                    starting; live jobs are queued again, and those that ran
                                                                 are held a moment for the worker that still has them
                                                                 (scheduling/recovery.py), and go on there even if it
@@ -13,7 +13,7 @@
                                                                 images are kept, and written when it is back
                                                                 (jobs/storage.py)
 
-A check of the leases that is late renews all of them: a gateway that was itself late declares nobody dead.
+A check of the leases that is late renews all of them: a gateway that was itself late declares no service dead.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 
-# How often health is set anew, beside whenever it changes.
+# How often health is checked, beside whenever the disk's trouble begins or ends.
 _HEALTH_S = 1.0
-# For an input image to be looked at: so long one that hangs its codec may hold up the others.
+# How long an input image may wait for a codec process: one that hangs its codec may hold up the others that long.
 _INSPECTION_WAIT_S = 20.0
 
 _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway. Made in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
+    """One gateway. Make it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
@@ -126,7 +126,7 @@ class Gateway:
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
-        # It refuses, and says where to go: without it gRPC may end a Join that is being written with INTERNAL.
+        # It refuses and names the right port. Without it, gRPC may end a Join that is being written with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(
@@ -136,10 +136,10 @@ class Gateway:
         self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
 
     async def warm_up(self) -> None:
-        """Starts what the gateway needs; its health says SERVING afterwards, whether or not workers are here.
+        """Start what the gateway needs. Its health is SERVING afterwards, whether or not workers are here.
 
-        Does not return while the disk is unusable; reads are served as far as possible, other calls are
-        refused with the reason.
+        It does not return while the disk is unusable: reads are served as far as possible, and other calls are refused
+        with the reason.
         """
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
@@ -155,12 +155,12 @@ class Gateway:
         self._health.start(self._keep_health())
 
     async def finish(self) -> None:
-        """Takes no new jobs, waits for those that run, sends the fleet away."""
+        """Take no new jobs, wait for those that run, and end the streams of the fleet."""
         await self._health.cancel()
         await self._controller.drain()
 
     async def shut_down(self) -> None:
-        """Ends whatever is left."""
+        """End everything that is left."""
         await self._health.cancel()
         await self._periodic.stop()
         await self._controller.stop()
@@ -174,9 +174,9 @@ class Gateway:
         self._periodic.start_grace()
 
     async def _keep_health(self) -> None:
-        """The gateway serves while it can take jobs, and fleet and queue are checked.
+        """Keep health SERVING while the gateway can take jobs and checks fleet and queue.
 
-        Jobs that may or may not have been stored are looked for when it can again.
+        Jobs that may or may not have been stored are looked for when the disk can be written again.
         """
         while True:
             writable = self._storage.trouble is None
@@ -202,7 +202,7 @@ class Gateway:
 
 
 def _addons(context: AddOnContext) -> tuple[AddOn, ...]:
-    """Those of the services in the manifest, in its order. Raises ConfigError."""
+    """Return the add-ons of the services in the manifest, in its order. Raises ConfigError."""
     return tuple(load_object(service.add_on)(context) for service in read_services() if service.add_on)
 
 

@@ -1,4 +1,4 @@
-"""What the gateway counts and measures, beside its calls."""
+"""The metrics of the gateway, beside those of its calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bottega.manifest import read_services
 from bottega.rpc.operation.counted import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
 
-# From a picture of the embedded model to the longest that anybody waits for.
+# From a picture of the embedded model to the longest that callers wait for.
 _JOB_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Routing shall take at most .6 ms.
+# Routing has to take at most .6 ms.
 _ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
 _TENANT_BUCKETS = (0.5, 1, 2.5, 5, 10, 30, 60, 300)
-# From a disk that lies to one that turns.
+# From a disk that caches writes to one that turns.
 _COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 
 OTHERS = "(others)"
@@ -38,7 +38,7 @@ class GatewayMetrics:
         self._jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
         self._aborted = Counter(
             "bottega_jobs_aborted",
-            "Jobs that ended and did not complete, by the reason of their error; job_cancelled: somebody wanted it so.",
+            "Jobs that ended and did not complete, by the reason of their error; job_cancelled: a caller cancelled it.",
             ("reason",),
             registry=registry,
         )
@@ -55,7 +55,7 @@ class GatewayMetrics:
         )
         self._queue_s = Histogram(
             "bottega_queue_seconds",
-            "Seconds from accepted, or given back, to a worker being free.",
+            "Seconds from accepted, or returned, to a worker being free.",
             buckets=_QUEUE_BUCKETS,
             registry=registry,
         )
@@ -124,9 +124,13 @@ class GatewayMetrics:
         self._registry = registry
 
     def job_ended(self, outcome: str, *, seconds: float, reason: str, tenant: str) -> None:
-        """Takes in how a job ended.
+        """Count a job that ended.
 
-        outcome: completed, failed or cancelled. seconds: since its acceptance. reason: of its error; empty without one.
+        Args:
+            outcome: completed, failed or cancelled.
+            seconds: Seconds since its acceptance.
+            reason: Reason of its error; empty without one.
+            tenant: Its tenant.
         """
         if self._tenants is not None:
             self._tenants.job_ended(tenant, outcome, seconds=seconds)
@@ -137,12 +141,12 @@ class GatewayMetrics:
             self._job_s.observe(seconds)
 
     def routed(self, *, queue_s: float, route_s: float) -> None:
-        """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""
+        """Observe how long a job waited for a worker, and how long it took from then to the call of the worker."""
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 
     def activity(self) -> Activity:
-        """What those who look at the fleet are told of it."""
+        """Return what the list of the fleet says that the gateway has done."""
         ended = totals(self._jobs_ended)
         routed, waited_s = count_and_sum(self._queue_s)
         return Activity(
@@ -167,14 +171,14 @@ class GatewayMetrics:
 
 
 class _Members(Collector):
-    """The number of members by kind: those of the suite, and others while they are here."""
+    """The number of members by kind: kinds of the suite, and others while they are here."""
 
     def __init__(self, kinds: Callable[[], Iterable[str]]) -> None:
         self._kinds = kinds
         self._own_kinds = [service.kind for service in read_services()]
 
     def collect(self) -> Iterator[Metric]:
-        """The gauge, as it is when somebody looks."""
+        """Yield the gauge with its values of now."""
         gauge = GaugeMetricFamily("bottega_members", "Services that have joined, by kind.", labels=("kind",))
         counts = dict.fromkeys(self._own_kinds, 0)
         for kind in self._kinds():

@@ -1,4 +1,4 @@
-"""The gateway, as the manifest lists it."""
+"""The gateway's entry in the manifest."""
 
 from __future__ import annotations
 

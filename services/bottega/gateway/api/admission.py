@@ -1,15 +1,16 @@
-"""Admission: checks a request, fills in the rest, and makes it a job; or attaches it to the job of its request_id.
+"""Admission: checks a request, fills in the rest, and makes it a job or attaches it to the job of its request_id.
 
-Nothing is acknowledged before every check has passed, the pixels of input images included, and the job is durable. A
-request that is identical to one that was drawn is a job of its own, completed by that one's stored result: it never
-waits, whether or not there is room in the queue or a worker is here, and images that were drawn from are not decoded
-again. Of identical requests that come while the first is drawn all are drawn.
+Nothing is acknowledged before every check has passed, including the pixels of input images, and the job is durable. A
+request that is identical to one that was drawn becomes a job of its own that has that one's stored result. It never
+waits, whether or not there is room in the queue or a worker is here, and its images are not decoded again. Identical
+requests that come while the first one is drawn are all drawn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,13 @@ from bottega.errors import (
     ModelNotFound,
     RequestIdReused,
     Unavailable,
+    Violation,
 )
 from bottega.fair_order import Share
 from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
-from bottega.gateway.api.identical import IdenticalResult, IdenticalResults
-from bottega.gateway.api.image_sources import ImageSource, ImageSources, SeenImages
-from bottega.gateway.api.validation import ImageInspector
+from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSources
+from bottega.gateway.api.validation import ImageInspector, SeenImages
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -47,68 +48,47 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# Failures after which the same request is drawn as a new job: they ask for a retry.
+# Failures after which the same request becomes a new job, because a retry may help.
 _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCommand:
-    """What a caller asks for.
-
-    spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
-    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
-    access: whose it is, and what may be named. preview: whether previews are wanted. priority: as it came. log_id: what
-    the log calls the request where it has no request_id.
-    """
+    """A request to draw pictures, as the caller sent it."""
 
     spec: GenerationSpec
     request_id: str = ""
     deadline_s: float | None = None
+    """Seconds after which nobody wants the pictures; None means no bound."""
     caller_s: float | None = None
+    """Seconds until the caller leaves, and the job ends with it; None for a job that goes on without its caller."""
     peer: str = ""
+    """Host of the caller."""
     access: Access
+    """The caller's tenant, and what it may name."""
     preview: bool = False
     priority: Priority.ValueType = PRIORITY_NORMAL
     log_id: str = ""
+    """What the log calls a request that has no request_id."""
+    received_at: float = 0.0
+    """When it came, on the monotonic clock."""
 
     def deadline(self, now: float) -> float | None:
-        """The moment after which nobody wants it, on the clock that says `now`."""
+        """Return the time after which nobody wants the pictures, for a clock that says `now`."""
         return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The job of a request, and whether it is new: a known request_id attaches to its first run."""
+    """The job of a request."""
 
     job: Job
     new: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Received:
-    """A command with what was found out when it came. fingerprint, size_bytes: of its spec. at: monotonic."""
-
-    command: GenerateCommand
-    fingerprint: str
-    size_bytes: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checked:
-    """What a request without faults is about: its model, what its add-ons name, and what answers it already.
-
-    images: what was seen of its images, where they were decoded.
-    """
-
-    model: Model
-    resolutions: Sequence[Resolution]
-    identical: IdenticalResult | None
-    images: SeenImages
+    """Whether it is new: a known request_id attaches to its first job."""
 
 
 class Admission:
-    """The only way in for jobs."""
+    """The admission of requests, which is the only way in for jobs."""
 
     def __init__(
         self,
@@ -142,12 +122,12 @@ class Admission:
         """Return the job of a request; a new one is durable.
 
         Raises:
-            QuotaExceeded: Not of a known request_id.
+            QuotaExceeded: If the tenant may have no new job now. A known request_id is never refused for that.
             BottegaError: RequestIdReused, InvalidRequest, FieldNotServed or BadImage, Draining, ModelNotFound or
                 NoWorker, ControlNetNotFound, ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable,
-                StorageUnavailable, in this order. LoraNotFound, LoraUnusable, NoLora and RecordingNotKept come before
-                what is wrong because of the model. Without room no image is decoded, and a request_id cannot be looked
-                for where the disk cannot be read.
+                StorageUnavailable, checked in this order. LoraNotFound, LoraUnusable, NoLora and RecordingNotKept come
+                before what is wrong because of the model. StorageUnavailable comes first if a request_id cannot be
+                looked up.
         """
         try:
             return await self._admit(command)
@@ -156,100 +136,154 @@ class Admission:
             raise
 
     async def _admit(self, command: GenerateCommand) -> Admitted:
-        at = self._controller.clock.monotonic()
         packed = await _packed(command.spec)
-        received = _Received(command=command, fingerprint=await digest(packed), size_bytes=len(packed), at=at)
+        request = JobRequest(
+            fingerprint=await digest(packed),
+            size_bytes=len(packed),
+            request_id=command.request_id,
+            log_id=command.log_id,
+            tenant=command.access.tenant,
+            peer=command.access.tenant or command.peer,
+            ends_with_caller=command.caller_s is not None,
+            priority=command.priority or PRIORITY_NORMAL,
+        )
         del packed
         while True:
-            before = await self._before(command)
-            if before is not None and self._attach(received, before):
+            before = await self._before(request)
+            if before is not None and self._attach(command, request, before):
                 return Admitted(job=before, new=False)
-            async with self._controller.quotas.admitting(command.access.tenant) as place:
-                job = await self._new_job(received, before)
+            async with self._controller.quotas.admitting(request.tenant) as place:
+                job = await self._new_job(command, request, before)
                 if await self._store_though_cancelled(job, place, replaces=before.job_id if before else ""):
                     return Admitted(job=job, new=True)
             # The same request came twice at once and the other one is stored now, or its answer has gone meanwhile.
 
-    async def _before(self, command: GenerateCommand) -> Job | None:
-        """The job that has the request_id of a command."""
-        if not command.request_id:
+    async def _before(self, request: JobRequest) -> Job | None:
+        """Return the job that has the request_id of a request."""
+        if not request.request_id:
             return None
-        return await self._jobs.of_request(command.request_id, tenant=command.access.tenant)
+        return await self._jobs.of_request(request.request_id, tenant=request.tenant)
 
-    def _attach(self, received: _Received, job: Job) -> bool:
-        """Whether a request is served by the job that has its request_id. Raises RequestIdReused."""
-        command = received.command
-        if job.request.fingerprint != received.fingerprint:
+    def _attach(self, command: GenerateCommand, request: JobRequest, job: Job) -> bool:
+        """Return whether a request is served by the job that has its request_id. Raises RequestIdReused."""
+        if job.request.fingerprint != request.fingerprint:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
             return False
         if not all(self._storage.images.holds(image.digest) for image in job.images):
-            return False  # Its images have expired before it has: that it was completed helps nobody.
+            return False  # its images have expired before it has: that it was completed helps nobody
         rules.refuse(list(validation.check_deadline(command.deadline_s)))
         self._controller.extend(job, command.deadline(self._controller.clock.monotonic()))
         if command.preview:
             self._controller.enable_previews(job)
         return True
 
-    async def _new_job(self, received: _Received, before: Job | None) -> Job:
-        """before: the job of the same request that it replaces; a repeated request gets the same image."""
-        checked = await self._check(received, before)
-        if checked.identical is not None:
-            return self._answered_job(received, checked.identical, checked.model)
-        full = self._complete(received.command.spec, before, checked.model, checked.resolutions)
-        source = await self._sources.find(full, checked.model, checked.images, tenant=received.command.access.tenant)
-        self._refuse_if_draining()  # which may have begun meanwhile
-        decisions = None if before is None else self._decisions_of(before)
-        return self._job(received, full, checked.model, source, decisions=decisions)
+    async def _new_job(self, command: GenerateCommand, request: JobRequest, before: Job | None) -> Job:
+        """Check every rule, find all violations at once, and return a new job.
 
-    def _answered_job(self, received: _Received, identical: IdenticalResult, model: Model) -> Job:
-        """A job that has its result already."""
+        Args:
+            command: What the caller asks for.
+            request: What is kept of it.
+            before: The job of the same request that the new one replaces. A repeated request gets the same images, with
+                the same model.
+        """
+        spec, access = command.spec, command.access
+        violations = self._violations(command)
+        meant = before.bare if before else spec
+        # The stores know what names stand for. They are asked only if nothing is wrong with the request itself.
+        likely = self._model_of(meant, [], access)
+        wrong = violations or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
+        resolutions = [] if wrong else await self._resolve(meant, access)
+        model = self._model_of(meant, resolutions, access)
+        identical: IdenticalResult | None = None
+        if isinstance(model, Model):
+            violations += validation.check_model(spec, model, self._addons)
+            if not violations:
+                validation.check_served(spec, model)
+                identical = await self._find_identical(command, before, model, resolutions)
+        elif model is not None:
+            violations += model.violations
+        seen = SeenImages()
+        if has_images(spec) and identical is None:
+            seen = await self._inspect(spec, violations, model if isinstance(model, Model) else None, request)
+        rules.refuse(violations)
+        self._refuse_if_draining()
+        if not isinstance(model, Model):
+            assert model is not None
+            raise model
+        for resolution in resolutions:
+            resolution.check_model(model)
+        if identical is not None:
+            return self._answered_job(command, request, identical, model)
+        full = self._complete(spec, before, model, resolutions)
+        request = await self._sources.describe(request, full, model, seen)
+        self._refuse_if_draining()  # a drain may have begun meanwhile
+        return self._job(command, request, full, model, decisions=self._decisions_of(before) if before else None)
+
+    def _violations(self, command: GenerateCommand) -> list[Violation]:
+        """Return what is wrong with a request, whatever model draws it."""
+        return [
+            *validation.check_request_id(command.request_id),
+            *validation.check_deadline(command.deadline_s),
+            *validation.check_priority(command.priority),
+            *validation.check_spec(command.spec, self._addons, max_image_bytes=self._config.max_image_bytes),
+        ]
+
+    async def _inspect(
+        self, spec: GenerationSpec, violations: list[Violation], model: Model | None, request: JobRequest
+    ) -> SeenImages:
+        """Decode the images of a request, and raise what is wrong with it. Without room no image is decoded."""
+        if not violations:
+            self._refuse_if_draining()
+            self._controller.queue.check_room(request.size_bytes, tenant=request.tenant)
+        return await validation.check_images(
+            spec,
+            violations,
+            self._inspector,
+            max_pixels=self._config.max_image_pixels,
+            model=model,
+            share=Share(tenant=request.tenant, weight=self._terms.weight(request.tenant)),
+            tokens=self._fleet.mask_tokens(model.name) if model is not None else None,
+        )
+
+    def _answered_job(
+        self, command: GenerateCommand, request: JobRequest, identical: IdenticalResult, model: Model
+    ) -> Job:
+        """Return a job that has its result already."""
         source = identical.source
-        job = self._job(received, identical.spec, model, ImageSource.of(source.request))
+        request = dataclasses.replace(
+            request,
+            image_digest=source.request.image_digest,
+            mask_digest=source.request.mask_digest,
+            result_size=source.request.result_size,
+        )
+        job = self._job(command, request, identical.spec, model)
         job.answer(source.images, answered_provenance(job, source))
         return job
 
     def _job(
         self,
-        received: _Received,
+        command: GenerateCommand,
+        request: JobRequest,
         full: GenerationSpec,
         model: Model,
-        source: ImageSource,
         *,
         decisions: AttemptDecisions | None = None,
     ) -> Job:
-        command = received.command
-        request = JobRequest(
-            fingerprint=received.fingerprint,
-            shape=latent_shape(full, model),
-            request_id=command.request_id,
-            log_id=command.log_id,
-            image_digest=source.image_digest,
-            mask_digest=source.mask_digest,
-            kept_latents=source.kept_latents,
-            result_size=source.result_size,
-            template=source.template,
-            computed_share=source.computed_share,
-            size_bytes=received.size_bytes,
-            tenant=command.access.tenant,
-            peer=command.access.tenant or command.peer,
-            ends_with_caller=command.caller_s is not None,
-            priority=command.priority or PRIORITY_NORMAL,
-        )
         return Job(
             clock=self._controller.clock,
-            request=request,
+            request=dataclasses.replace(request, shape=latent_shape(full, model)),
             spec=full,
             bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,
-            deadline=command.deadline(received.at),
+            deadline=command.deadline(command.received_at),
             decisions=decisions or AttemptDecisions(),
             preview=command.preview,
-            times=JobTimes(validate_s=self._controller.clock.monotonic() - received.at),
+            times=JobTimes(validate_s=self._controller.clock.monotonic() - command.received_at),
         )
 
     def _decisions_of(self, before: Job) -> AttemptDecisions:
-        """What timing decided when the same request was drawn, and the new job keeps to as a later attempt would."""
+        """Return what timing decided when the same request was drawn, which the new job keeps to."""
         decisions = AttemptDecisions()
         decisions.CopyFrom(before.decisions)
         for addon in self._addons:
@@ -257,7 +291,7 @@ class Admission:
         return decisions
 
     async def _store_though_cancelled(self, job: Job, place: Admittance, *, replaces: str) -> bool:
-        """Stores the job even if the caller leaves; then abandons it if it has no request_id."""
+        """Store the job even if the caller leaves; in that case abandon it if it has no request_id."""
 
         def abandon(stored: bool) -> None:
             if stored and not job.request.request_id:
@@ -266,9 +300,9 @@ class Admission:
         return await self._storing.run_shielded(self._store_counted(job, place, replaces), on_abandoned=abandon)
 
     def _store_counted(self, job: Job, place: Admittance, replaces: str) -> Coroutine[Any, Any, bool]:
-        """Return what stores a job and counts it for its tenant's quotas, whether or not its caller is still there.
+        """Return the coroutine that stores a job and counts it for its tenant's quotas, even if its caller leaves.
 
-        It holds the place from now on, which is before it begins to run.
+        The place is held from this call on, not only when the coroutine runs.
         """
         held = contextlib.ExitStack()
         held.enter_context(place.held())
@@ -287,7 +321,7 @@ class Admission:
 
         Return False if another job with its request_id was stored before, or if the pictures that answer it are gone.
         """
-        waits = job.open  # else it has its result
+        waits = job.open  # otherwise it has its result
         if waits:
             self._controller.queue.reserve(job)
         try:
@@ -305,10 +339,10 @@ class Admission:
             return True
         finally:
             if job.sequence == 0:
-                self._controller.queue.remove(job)  # only the room that was reserved
+                self._controller.queue.remove(job)  # it has only reserved room
 
     def _check_deadline(self, job: Job) -> None:
-        """Raises DeadlineUnmeetable."""
+        """Raise DeadlineUnmeetable if a job would end too late."""
         try:
             self._controller.estimates.check_deadline(job)
         except DeadlineUnmeetable:
@@ -316,59 +350,12 @@ class Admission:
                 addon.job_refused(job)
             raise
 
-    async def _check(self, received: _Received, before: Job | None) -> _Checked:
-        """Every rule, with all violations at once. The model is that of the job before, where there was one."""
-        command, spec = received.command, received.command.spec
-        found = [
-            *validation.check_request_id(command.request_id),
-            *validation.check_deadline(command.deadline_s),
-            *validation.check_priority(command.priority),
-            *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
-        ]
-        meant = before.bare if before else spec
-        # What is wrong with a request comes before what the stores know: they are asked when nothing is.
-        likely = self._model_of(meant, [], command.access)
-        wrong = found or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
-        resolutions = [] if wrong else await self._resolve(meant, command.access)
-        model = self._model_of(meant, resolutions, command.access)
-        identical: IdenticalResult | None = None
-        images = SeenImages()
-        if isinstance(model, Model):
-            found += validation.check_model(spec, model, self._addons)
-            if not found:
-                validation.check_served(spec, model)
-            identical = None if found else await self._find_identical(command, before, model, resolutions)
-        elif model is not None:
-            found += model.violations
-        if has_images(spec) and identical is None:
-            tenant = command.access.tenant
-            if not found:
-                self._refuse_if_draining()
-                self._controller.queue.check_room(received.size_bytes, tenant=tenant)
-            images = await validation.check_images(
-                spec,
-                found,
-                self._inspector,
-                max_pixels=self._config.max_image_pixels,
-                model=model if isinstance(model, Model) else None,
-                share=Share(tenant=tenant, weight=self._terms.weight(tenant)),
-                tokens=self._fleet.mask_tokens(model.name) if isinstance(model, Model) else None,
-            )
-        rules.refuse(found)
-        self._refuse_if_draining()
-        if not isinstance(model, Model):
-            assert model is not None
-            raise model
-        for resolution in resolutions:
-            resolution.check_model(model)
-        return _Checked(model=model, resolutions=resolutions, identical=identical, images=images)
-
     async def _find_identical(
         self, command: GenerateCommand, before: Job | None, model: Model, resolutions: Sequence[Resolution]
     ) -> IdenticalResult | None:
-        """What answers a request that nothing is wrong with, its images aside."""
+        """Return what answers a request that is valid, its images aside."""
         if before is not None and before.images:
-            return None  # they have gone, and those of another job need not be the same where they are not exact
+            return None  # they have gone, and those of another job may differ unless they are exact
         return await self._identical.find(
             command.spec,
             model,
@@ -394,9 +381,9 @@ class Admission:
     def _model_of(
         self, spec: GenerationSpec, resolutions: Sequence[Resolution], access: Access
     ) -> Model | BottegaError | None:
-        """The model, or why there is none: that which is named, else that which an add-on requires, else the only one.
+        """Return the model that is named, else that which an add-on requires, else the only one; or why there is none.
 
-        None where an add-on that is not resolved may require one.
+        Return None if an add-on that is not resolved yet may require one.
         """
         if spec.HasField("model"):
             return self._found_model(spec.model, None, access)
@@ -413,8 +400,7 @@ class Admission:
         except ModelNotFound as error:
             return _not_served(required, error) if required else error.with_traceback(None)
         except BottegaError as error:
-            # A caller that keeps the error must not keep these frames with it: they hold the request, of many MiB
-            # perhaps.
+            # A caller that keeps the error must not keep these frames: they hold the request, which may be large.
             return error.with_traceback(None)
 
     def _refuse_if_draining(self) -> None:
@@ -429,7 +415,7 @@ def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
 
 
 async def _packed(spec: GenerationSpec) -> bytes:
-    """The spec as bytes, the same for equal ones. Asking for its size would pack it as well: so it is done once."""
+    """Return a spec as bytes, which are the same for equal specs. Its size is taken from them, to pack it only once."""
     if has_images(spec):
         return await asyncio.to_thread(spec.SerializeToString, deterministic=True)
     return spec.SerializeToString(deterministic=True)

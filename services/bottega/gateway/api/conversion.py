@@ -12,14 +12,14 @@ from bottega.gateway.jobs.values import QueuePosition
 from bottega.rpc.status import to_job_error
 from bottega.v1 import image_pb2
 
-# Larger results are fetched by GetImage (contract: Image.data).
+# Larger results do not come with events; callers fetch them by GetImage (contract: Image.data).
 MAX_INLINE_BYTES = 2 << 20
-# At most, of the event that a job is completed, without the images themselves: most of it is the provenance.
+# Upper bound on the event of a completed job without its images: most of it is the provenance.
 _COMPLETED_BYTES = 64 << 10
 
 
 def job_to_wire(job: Job) -> image_pb2.Job:
-    """The job as it stands, without the bytes of its images."""
+    """Return the message of a job as it stands, without the bytes of its images."""
     return image_pb2.Job(
         job_id=job.job_id,
         request_id=job.request.request_id,
@@ -38,7 +38,7 @@ def job_to_wire(job: Job) -> image_pb2.Job:
 
 
 def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
-    """One finished image."""
+    """Return the message of a finished image."""
     picture = job.images[index]
     width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
     return image_pb2.Image(
@@ -54,7 +54,7 @@ def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
 
 
 def event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
-    """What happened to a job. data: bytes of its images, where they are sent along."""
+    """Return the message of an event of a job. data: The bytes of its images if they are sent along."""
     if isinstance(event, QueuePosition):
         return image_pb2.JobEvent(
             job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
@@ -69,12 +69,12 @@ def event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> im
 
 
 def travels_inline(job: Job) -> bool:
-    """Whether the images of a completed job are sent along with the event."""
+    """Return whether the images of a completed job may be sent along with the event."""
     return _size_bytes(job) < MAX_INLINE_BYTES
 
 
 def inline_bytes(job: Job) -> int:
-    """Size of the event with them."""
+    """Return the size of the event of a completed job with its images."""
     return _size_bytes(job) + _COMPLETED_BYTES
 
 

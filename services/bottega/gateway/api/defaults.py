@@ -1,4 +1,4 @@
-"""Fills in what a request left open, so that its spec says all of what is drawn."""
+"""Defaults: fills in what a request left open, so that its spec says all of what is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
-# Diffusers' own, of its pipelines for image-to-image, the same with ControlNets, and inpainting with and without.
+# The defaults of Diffusers' pipelines for image-to-image, image-to-image with ControlNets, and inpainting.
 _STRENGTH = 0.3
 _CONTROLLED_STRENGTH = 0.8
 _MASKED_STRENGTH = 0.9999
@@ -21,12 +21,15 @@ _QUALITY = 90
 
 
 def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence[Resolution] = ()) -> GenerationSpec:
-    """A copy of `spec` with every default filled in and the seed drawn. `spec` has passed validation.
+    """Return a copy of a valid spec with every default filled in and a seed drawn.
 
-    resolutions: of its add-ons.
+    Args:
+        spec: The spec.
+        model: The model that draws it.
+        resolutions: What the names of its add-ons stand for.
     """
     full = _copied(spec)
-    # Only a caller who gave a seed wants to see the same picture again.
+    # Only a caller that gave a seed wants to see the same picture again.
     exact = spec.HasField("seed") and not _asks_for_masked_blocks(spec)
     full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
     if not spec.HasField("seed"):
@@ -49,9 +52,12 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
 
 
 def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddOn]) -> GenerationSpec:
-    """A copy of `spec`, completed as it was when it was drawn first: the same seed, and the defaults of then.
+    """Return a copy of a spec, completed as it was when it was drawn first: with the same seed and defaults.
 
-    drawn: what came of the same spec at that time, its input images removed.
+    Args:
+        spec: The spec.
+        drawn: The complete spec of that time, without input images.
+        addons: Add-ons of the gateway.
     """
     full = _copied(spec)
     for field, value in drawn.ListFields():
@@ -76,19 +82,19 @@ def _copied(spec: GenerationSpec) -> GenerationSpec:
 
 
 def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.SamplerChoice | None:
-    """Return what a spec is drawn with; None where the model's worker does not say what there is to choose from."""
+    """Return the sampler that a spec is drawn with; None if the model's workers do not list their samplers."""
     sampler = spec.sampler or model.default_sampler
     for choice in model.sampler_choices:
-        said = choice.is_default
+        matches = choice.is_default
         if spec.HasField("use_karras_sigmas") and takes_karras_sigmas(sampler):
-            said = choice.use_karras_sigmas == spec.use_karras_sigmas
-        if choice.sampler == sampler and said:
+            matches = choice.use_karras_sigmas == spec.use_karras_sigmas
+        if choice.sampler == sampler and matches:
             return choice
     return None
 
 
 def strength_of(spec: GenerationSpec) -> float | None:
-    """Return how much of the image of a spec is redrawn, the default where it does not say; None without an image."""
+    """Return how much of a spec's image is redrawn, with the default; None without an image."""
     if not spec.HasField("image"):
         return None
     if spec.HasField("strength"):
@@ -99,7 +105,10 @@ def strength_of(spec: GenerationSpec) -> float | None:
 
 
 def _asks_for_masked_blocks(spec: GenerationSpec) -> bool:
-    """By name; an EXACT that only the seed stands for gives way to it. Without a mask it counts for nothing."""
+    """Return whether a spec asks for masked blocks by name, which rules out that a seed alone implies EXACT.
+
+    Without a mask that counts for nothing.
+    """
     return spec.techniques.masked_blocks and spec.HasField("mask_image")
 
 

@@ -24,17 +24,19 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
-# Services of a kind that a member is given; a fleet has one, or a few.
+# Services of a kind that a member is told about; a fleet has one or a few.
 _MOST_SERVICES = 8
-# Between two words to a member on how many wait for it: a fraction of a turn, which is all that they can move. Under a
-# flood of submissions the number is another one each time.
+# Time between two messages to a member on how many jobs wait for it: a fraction of a turn. Under a flood of submissions
+# the number changes all the time.
 _PAUSE_S = 0.015
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """How services find each other.
+    """The service by which services join the fleet and find each other.
 
-    this: the gateway itself; its address is known once it listens. activity: what it has counted.
+    Args:
+        this: Registration of the gateway itself; its address is known once it listens.
+        activity: Returns what the gateway has counted.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._pending = PendingJoins()
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        """The stream of a service: its registration, then its load; back comes what it has to know."""
+        """Serve the stream of a service: it sends its registration and then its load, and gets what it has to know."""
         peer = context.peer()
         with self._pending.slot(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)
@@ -72,7 +74,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
             if member.stream == stream:
-                await listening  # it has said its last word, which may be an error
+                await listening  # it has ended, perhaps with an error
         finally:
             self._fleet.leave(member, stream)
             listening.cancel()
@@ -81,7 +83,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
-        """The gateway itself first."""
+        """List the members, the gateway itself first."""
         now = self._clock.monotonic()
         memory_bytes = await asyncio.to_thread(_memory_bytes)
         load = fleet_pb2.Load(memory_bytes=memory_bytes, activity=self._activity())
@@ -102,7 +104,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         ]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
-        """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
+        """Return the first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
         reading = asyncio.ensure_future(anext(aiter(requests), None))
         closing = asyncio.create_task(self._fleet.closed.wait())
         try:
@@ -124,7 +126,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
 
     async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
-        """Takes in what the member says until it stops or another stream speaks for it."""
+        """Take in a member's reports until its stream ends or another stream replaces it."""
         wake = member.wake
         try:
             async for request in requests:
@@ -138,16 +140,16 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
 
 class FleetNotServedHere(fleet_pb2_grpc.FleetServiceServicer):
-    """What the public port says to a service, or a client, that looks for the fleet there."""
+    """The service that refuses those who look for the fleet on the public port."""
 
     def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        """Refused."""
+        """Refuse a join."""
         raise _elsewhere()
 
     async def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
-        """Refused."""
+        """Refuse a list."""
         raise _elsewhere()
 
 
@@ -160,7 +162,7 @@ def _elsewhere() -> MethodNotServed:
 
 
 def _check_name(registration: fleet_pb2.Registration, known: Caller) -> None:
-    """Raises Forbidden where a certificate is another's than the one that joins."""
+    """Raise Forbidden if a certificate belongs to another service than the one that joins."""
     if known.role is Role.LOCAL or (registration.kind, registration.name) == (known.role, known.name):
         return
     joins, shown = f"{registration.kind}/{registration.name}", f"{known.role}/{known.name}"

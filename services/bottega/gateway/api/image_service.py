@@ -1,4 +1,4 @@
-"""ImageService: translates its calls, and follows the jobs of those that wait."""
+"""ImageService: converts its calls, and follows the jobs of callers that wait."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from bottega.rpc.security.caller import caller
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
-# Every call has room for a small one (rpc.answers); images go twice as fast in large ones.
+# Sizes of the chunks of images. Every call has room for a small one (rpc.answers); large ones are twice as fast.
 _CHUNK_BYTES = 256 << 10
 _SMALL_CHUNK_BYTES = 64 << 10
-# Of a chunk's answer, that says what image it is of as well.
+# Upper bound on what the answer with a chunk has beside it.
 _ABOUT_CHUNK_BYTES = 4 << 10
 _DEFAULT_PAGE = 20
-# A page of ListJobs ends before it has more bytes: gRPC's own bound on what a client takes is 4 MiB. It is read from
-# the store in parts of so many jobs.
+# A page of ListJobs ends before it has more bytes, because clients take 4 MiB by default. It is read from the store in
+# parts of so many jobs.
 _PAGE_BYTES = 2 << 20
 _PART_OF_PAGE = 5
 # A caller that pages through adapters gets all pages from one list, unless it pauses for longer than this.
@@ -62,9 +62,10 @@ class _AdapterListing:
 
 
 class ImageService(image_pb2_grpc.ImageServiceServicer):
-    """What product backends call.
+    """The service that product backends call.
 
-    default_deadline_s: of Generate calls that end with their caller, where that caller set no deadline.
+    Args:
+        default_deadline_s: Deadline of Generate calls that end with their caller, if the caller set none.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
-        """Draws a request and streams its events. With a request_id the job does not end with its caller."""
+        """Draw a request and stream its events. With a request_id the job does not end with its caller."""
         command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
@@ -103,11 +104,12 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             preview=request.preview,
             priority=request.priority,
             log_id=_log_id(request.request_id),
+            received_at=self._controller.clock.monotonic(),
         )
         goes_on, preview = bool(request.request_id), request.preview
         admitted = await self._admission.admit(command)
         job = admitted.job
-        del command, request  # the job has what it needs of them; they are large where there are images
+        del command, request  # the job has what it needs of them; with images they are large
         _bind(job)
         try:
             watch = JobWatch(job, preview=preview, announce=admitted.new)
@@ -123,7 +125,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
-        """Streams a finished image."""
+        """Stream a finished image."""
         job = await self._job(request.job_id)
         async with await self._reader(job, request.index) as reader:
             image: image_pb2.Image | None = image_to_wire(job, request.index)
@@ -134,7 +136,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 image, begin = None, begin + size_bytes
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
-        """Accepts a request. The call's own deadline bounds the call, not the job."""
+        """Accept a request. The call's own deadline bounds the call, not the job."""
         command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
@@ -143,17 +145,18 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             access=Access.of(caller()),
             priority=request.priority,
             log_id=_log_id(request.request_id),
+            received_at=self._controller.clock.monotonic(),
         )
         job = (await self._admission.admit(command)).job
         _bind(job)
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
-        """The job as it is now."""
+        """Return a job as it is now."""
         return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
-        """Jobs by state and time, newest first."""
+        """List jobs by state and time, newest first."""
         rules.refuse(list(validation.check_page(request)))
         wanted = JobFilter(
             tenant=caller().tenant,
@@ -178,7 +181,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncIterator[image_pb2.WatchJobResponse]:
-        """Streams the events of a job from now on."""
+        """Stream the events of a job from now on."""
         job = await self._job(request.job_id)
         if request.preview:
             self._controller.enable_previews(job)
@@ -187,7 +190,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
 
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
-        """Cancels a job; returns when that is durable."""
+        """Cancel a job, and return when that is durable."""
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
@@ -203,7 +206,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetJobTrace(
         self, request: image_pb2.GetJobTraceRequest, context: _Context
     ) -> image_pb2.GetJobTraceResponse:
-        """What of the job took how long."""
+        """Return how long each part of a job took."""
         job = await self._job(request.job_id)
         trace = self._traces.find(job.job_id)
         if trace is None:
@@ -213,7 +216,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return image_pb2.GetJobTraceResponse(trace=trace)
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
-        """Models that are served now."""
+        """List the models that are served now."""
         return image_pb2.ListModelsResponse(models=self._fleet.models(Access.of(caller())))
 
     async def ListAdapters(
@@ -260,13 +263,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return job
 
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
-        """Images do not travel along where as much waits for its readers as may: these are small answers."""
+        """Convert an event. Images are left out while as many bytes as allowed wait for callers to read them."""
         inline = isinstance(event, EndedEvent) and travels_inline(job) and response_flow.reserve(inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
         return event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
-        """One that cannot be read is sent without its bytes, as a large one is; GetImage says why they do not come."""
+        """Return the bytes of a picture, or none if it cannot be read: GetImage says why."""
         try:
             return await self._images.get(picture.digest) or b""
         except BottegaError:
@@ -293,7 +296,7 @@ def _chunk_bytes() -> int:
 
 
 def _log_id(request_id: str) -> str:
-    """What the log calls the request: its request_id, which no rule has seen yet, else that of the call's metadata."""
+    """Return what the log calls a request: its request_id, which is not checked yet, or that of the call's metadata."""
     if found := logs.request_id_from(request_id):
         logs.bind(request_id=found)
     return logs.bound().get("request_id", "")

@@ -1,10 +1,11 @@
-"""Which requests are refused: the rules of the contract. All violations of a request are found at once."""
+"""The rules by which requests are refused. All violations of a request are found at once."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidReques
 from bottega.fair_order import Share
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import choice_of, strength_of
-from bottega.gateway.api.image_sources import SeenImages
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
     MAX_ADAPTERS,
@@ -37,13 +37,13 @@ from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Priority
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Of ListAdapters: a kind, a name and a hash.
+# Upper bound on a page token of ListAdapters, which has a kind, a name and a hash.
 _MAX_TOKEN_CHARACTERS = 512
-# Of one ListJobs.
+# Upper bound on the states of one ListJobs.
 _MAX_STATES = 16
-# Fields without which it is not known at which size a mask is read.
+# Fields that must be valid for the size at which a mask is read to be known.
 _OF_DRAWN_SIZE = frozenset({"spec.width", "spec.height", "spec.padding_mask_crop"})
-# What a Timestamp may say, by its own definition.
+# The range of a Timestamp, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # image, mask_image and as many ControlNets as a request may have.
@@ -51,19 +51,19 @@ _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
-    """What is wrong with an idempotency key; an empty one is none."""
+    """Yield what is wrong with an idempotency key; an empty one is allowed."""
     if request_id and not _REQUEST_ID.fullmatch(request_id):
         yield _violation("request_id", "must be at most 128 characters of [A-Za-z0-9._:-]", spec=False)
 
 
 def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
-    """What is wrong with a deadline that the caller gave."""
+    """Yield what is wrong with a deadline that the caller gave."""
     if deadline_s is not None and not 0 < deadline_s < math.inf:
         yield _violation("deadline_s", "must be a number of seconds above 0", spec=False)
 
 
 def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
-    """What is wrong with a priority."""
+    """Yield what is wrong with a priority."""
     if priority not in Priority.values():
         yield _violation("priority", "must be PRIORITY_LOW, PRIORITY_NORMAL or PRIORITY_HIGH", spec=False)
 
@@ -122,8 +122,8 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> I
         if steps in choice.refused_steps:
             yield _violation("num_inference_steps", choice.refused_steps[steps])
         return
-    others = [each for each in model.sampler_choices if each.sampler == choice.sampler and not each.refused_because]
-    # Where the sampler draws without what the request says of Karras' sigmas, that is what it has to change.
+    others = [other for other in model.sampler_choices if other.sampler == choice.sampler and not other.refused_because]
+    # If the sampler works with the other choice of Karras' sigmas, that is what the request has to change.
     name = "use_karras_sigmas" if others and spec.HasField("use_karras_sigmas") else "sampler"
     yield _violation(name, f"is refused by this model's scheduler configuration: {choice.refused_because}")
 
@@ -149,14 +149,24 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
         yield _violation("page_token", "must be the next_page_token of an earlier answer", spec=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImages:
+    """What was seen of the images of a request."""
+
+    size: ImageSize | None = None
+    """Size of `image`; None without one."""
+    mask: MaskUse = field(default_factory=MaskUse)
+    """What the mask redraws."""
+
+
 class ImageInspector(Protocol):
-    """Decodes images, in another process."""
+    """Decodes images in another process. It is the codec pool, or a test's."""
 
     async def inspect(self, image: bytes, *, share: Share) -> ImageSize:
-        """Decode it completely and return its size. Raises BadImage."""
+        """Decode an image completely and return its size. Raises BadImage."""
 
     async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share) -> MaskUse:
-        """Decode the mask of an edit and return what it redraws. Raises BadImage, for one that redraws nothing too."""
+        """Decode the mask of an edit and return what it redraws. Raises BadImage, also for one that redraws nothing."""
 
 
 async def check_images(
@@ -169,35 +179,38 @@ async def check_images(
     share: Share,
     tokens: MaskTokens | None = None,
 ) -> SeenImages:
-    """Decode every input image that can be one. Raise what is wrong with them beside `found`.
+    """Decode every input image, and raise what is wrong with them together with `found`.
 
     Args:
-        spec: Of the request.
+        spec: Spec of the request.
         found: What is wrong with the request, its images aside.
         inspector: Decodes the images.
-        max_pixels: Of one image.
-        model: The one that draws, where it is known: else it is not known at which size a mask would be empty.
-        share: Of the tenant that asks.
-        tokens: How masks become tokens in its network; None where masked blocks are not computed.
+        max_pixels: Upper bound on the pixels of one image.
+        model: The model that draws, or None if unknown: then masks are not read at its size.
+        share: Share of the tenant that asks.
+        tokens: How masks become tokens in the model's network; None if it does not compute masked blocks.
     """
     known = {violation.field for violation in found}
-    looked = _Looked(inspector, max_pixels, share)
+    inspection = _Inspection(inspector, max_pixels, share)
     try:
         for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
             if path not in known:
-                order = _mask_order(spec, known, looked, model, tokens) if path == "spec.mask_image" else None
-                await looked.look_at(path, image, order)
+                order = _mask_order(spec, known, inspection, model, tokens) if path == "spec.mask_image" else None
+                await inspection.look_at(path, image, order)
     except BottegaError:
         rules.refuse(found)
         raise
-    rules.refuse([*found, *looked.bad], kind=InvalidRequest if found else BadImage)
-    return SeenImages(size=looked.sizes.get("spec.image"), mask=looked.mask)
+    rules.refuse([*found, *inspection.bad], kind=InvalidRequest if found else BadImage)
+    return SeenImages(size=inspection.sizes.get("spec.image"), mask=inspection.mask)
 
 
-class _Looked:
-    """What was seen of the images of a request. sizes: of the good ones, by the path of their field. bad: of others.
+class _Inspection:
+    """The inspection of the images of one request.
 
-    mask: what the mask redraws.
+    Attributes:
+        sizes: Sizes of the good images, by the path of their field.
+        mask: What the mask redraws.
+        bad: Violations of the others.
     """
 
     def __init__(self, inspector: ImageInspector, max_pixels: int, share: Share) -> None:
@@ -209,7 +222,7 @@ class _Looked:
         self.bad: list[Violation] = []
 
     async def look_at(self, path: str, image: bytes, order: MaskOrder | None) -> None:
-        """Decodes one. order: of a mask, where it is known how it is read. Raises BottegaError where it cannot."""
+        """Decode one image. order: How a mask is read, if known. Raises BottegaError if the codec cannot work."""
         try:
             if order is None:
                 size = await self._inspector.inspect(image, share=self._share)
@@ -229,12 +242,12 @@ class _Looked:
 def _mask_order(
     spec: GenerationSpec,
     known: Set[str],
-    looked: _Looked,
+    inspection: _Inspection,
     model: image_pb2.Model | None,
     tokens: MaskTokens | None,
 ) -> MaskOrder | None:
-    """How the mask of a spec is read; None where that is not known for what is wrong with the rest."""
-    image_size = looked.sizes.get("spec.image")
+    """Return how the mask of a spec is read; None if that is unknown because of what is wrong with the rest."""
+    image_size = inspection.sizes.get("spec.image")
     cropped = spec.HasField("padding_mask_crop")
     if model is None or known & _OF_DRAWN_SIZE or (cropped and image_size is None):
         return None
@@ -259,7 +272,7 @@ def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
 
 def _check_encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
     if not image:
-        yield Violation(field=path, description="is empty; a PNG, JPEG or WebP is wanted")
+        yield Violation(field=path, description="is empty; send a PNG, JPEG or WebP")
     elif len(image) > max_bytes:
         yield Violation(field=path, description=f"is {len(image)} bytes; at most {max_bytes}")
 

@@ -1,7 +1,7 @@
-"""How a caller follows a job: the next event, whenever the caller is ready for one.
+"""Watches, by which callers follow jobs: each yields the next event when its caller is ready for one.
 
-A watch has no queue of events: it looks at the job and yields what has changed since, so a slow caller costs no memory
-and holds up nobody.
+A watch has no queue of events. It looks at the job and yields what has changed, so a slow caller costs no memory and
+holds up no other.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ _PROGRESS_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningEvent:
-    """The job runs. previews: JPEGs by image, only those that are new."""
+    """The progress of a running job."""
 
     steps_done: int
     steps_total: int
     previews: Mapping[int, bytes]
+    """New previews as JPEGs, by image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEvent:
-    """The job has ended; it says how."""
+    """The end of a job, which says how it ended."""
 
 
 WatchEvent = QueuePosition | RunningEvent | EndedEvent
 
 
 class JobWatch:
-    """Follows one job.
+    """A watch of one job.
 
-    preview: with previews. announce: begin with the job's first place in the queue even if it runs already.
+    Args:
+        job: The job.
+        preview: Whether events have previews.
+        announce: Whether to begin with the job's first place in the queue even if it runs already.
     """
 
     def __init__(self, job: Job, *, preview: bool = False, announce: bool = False) -> None:
@@ -49,7 +53,7 @@ class JobWatch:
         self._seen_version = 0
 
     async def events(self) -> AsyncGenerator[WatchEvent, None]:
-        """The current state, then what changes; ends after EndedEvent. Raises why it is followed no further."""
+        """Yield the current state and then each change, up to EndedEvent. Raises the reason if the job is detached."""
         self._job.listeners.add(self._wake.set)
         try:
             if self._announce and self._job.queue_position is not None:
@@ -91,7 +95,7 @@ class JobWatch:
         return {i: preview.jpeg for i, preview in sorted(new.items())}
 
     async def _let_gather(self) -> None:
-        """Lets progress gather; the end is not kept waiting."""
+        """Wait for progress to gather, but no longer than until the job ends."""
         try:
             await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)
         except TimeoutError:

@@ -1,6 +1,6 @@
-"""One worker as the dispatcher sees it: the attempts that it was given, its checkpoints, and small calls to it.
+"""The connection to one worker: the attempts that it was given, its checkpoints, and small calls to it.
 
-No outcome of a job depends on these calls: one that fails is logged, and nobody waits for it.
+No outcome of a job depends on these calls: a call that fails is logged, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
 _LIST_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
-# Calls to one worker, at once; it runs some tens of attempts, and may report thousands.
+# Calls that stop stale attempts of a worker at once. It runs some tens of attempts, and may report thousands.
 MOST_STALE = 64
 
 _log = logging.getLogger(__name__)
@@ -36,71 +36,72 @@ AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 
 def is_death(error: BottegaError) -> bool:
-    """Whether an attempt ended with its worker's death, or its engine's: then it may have been the job's doing."""
+    """Return whether an attempt ended with the death of its worker or engine, which the job may have caused."""
     return isinstance(error, WorkerLost) and "died" in error.metadata
 
 
 def died_alone(error: BottegaError) -> bool:
-    """Whether nothing else is known to have died with the attempt."""
+    """Return whether no other attempt is known to have died with this one."""
     return error.metadata.get("held_together", "1") == "1"
 
 
 class WorkerClient(Protocol):
-    """Calls to one worker. Every failure is a BottegaError.
+    """The calls to one worker. Every failure is a BottegaError.
 
-    WorkerLost is a connection that broke, as at the worker's death (see is_death), or an attempt that it gave up;
-    another Unavailable, or QueueFull, a worker that did not take the attempt.
+    WorkerLost means that the connection broke, as at the worker's death (see is_death), or that the worker gave the
+    attempt up. Other Unavailable errors and QueueFull mean that the worker did not take the attempt.
     """
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
-        """Starts an attempt before it returns, and streams its events."""
+        """Start an attempt before returning, and stream its events."""
 
     def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        """Streams the newest checkpoint of every attempt."""
+        """Stream the newest checkpoint of every attempt."""
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stops an attempt and forgets it."""
+        """Stop an attempt and forget it."""
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
-        """What it runs, and what is finished and was not forgotten yet."""
+        """List the attempts that run, and those that are finished and not forgotten yet."""
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Asks for previews of an attempt from now on."""
+        """Ask for previews of an attempt from now on."""
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End every call."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """An attempt that is followed, and what it has brought so far.
-
-    images: encoded, as far as they came. latents: what is kept of them, as far as it came.
-    trace: what the worker says of it, at its end. queued_at, sent_at: on the monotonic clock.
-    """
+    """An attempt that is followed, and what it has brought so far."""
 
     job: Job
     number: int
     connection: WorkerConnection
     task: asyncio.Task[None] | None = None
     images: dict[int, bytearray] = field(default_factory=dict)
+    """Bytes of the encoded images that have come, by index."""
     latents: dict[int, bytearray] = field(default_factory=dict)
+    """Bytes that have come of what is kept of the images, by index."""
     size_bytes: int = 0
     provenance: Provenance | None = None
     trace: Trace = field(default_factory=Trace)
+    """The worker's trace, which comes at the end."""
     queued_at: float = 0.0
+    """When the job was queued, on the monotonic clock."""
     sent_at: float = 0.0
+    """When the attempt was sent, on the monotonic clock."""
     reported_at: float = 0.0
     """When the worker last said how far it is, or was sent the attempt, on the monotonic clock."""
     traced: bool = False
     started: bool = False
     previewed: bool = False
     device_s: float | None = None
-    """Seconds of the worker's device that it has used, as far as the worker has said; None where it has not."""
+    """Seconds of the worker's device that it has used; None if the worker has not reported them."""
 
     @property
     def id(self) -> worker_pb2.AttemptId:
-        """As the worker knows it."""
+        """The attempt's name in messages."""
         return worker_pb2.AttemptId(job_id=self.job.job_id, number=self.number)
 
     @property
@@ -127,7 +128,7 @@ class DispatchedAttempt:
             self.device_s = device_s
 
     def append_chunk(self, chunk: worker_pb2.AttemptImageChunk, *, max_bytes: int) -> None:
-        """Bytes of an image came. Raises TooLarge when there are more than max_bytes in all."""
+        """Append bytes of an image. Raises TooLarge if there are more than max_bytes in all."""
         self.size_bytes += len(chunk.chunk)
         if self.size_bytes > max_bytes:
             limit = str(max_bytes)
@@ -135,16 +136,17 @@ class DispatchedAttempt:
         self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
 
     def append_latents(self, chunk: worker_pb2.AttemptLatentsChunk) -> None:
-        """Bytes of what is kept of an image came. Of one that is unknown, or has too many, nothing is kept."""
+        """Append bytes of what is kept of an image. They are dropped if the image is unknown or has too many."""
         if 0 <= chunk.index < self.job.num_images:
             latents = self.latents.setdefault(chunk.index, bytearray())
             if len(latents) <= MAX_KEPT_LATENTS_BYTES:
                 latents.extend(chunk.chunk)
 
     def kept_latents(self, *, max_bytes: int) -> list[bytes]:
-        """What is kept of each image; empty of one of which nothing is, and of those for which there is no room.
+        """Return what is kept of each image; empty for images of which nothing is kept or for which there is no room.
 
-        max_bytes: of them together.
+        Args:
+            max_bytes: Upper bound on all of it together.
         """
         kept = []
         for index in range(self.job.num_images):
@@ -158,16 +160,22 @@ class DispatchedAttempt:
         return kept
 
     def encoded_images(self) -> list[bytes]:
-        """All images. Raises WorkerLost where some did not come."""
+        """Return all images. Raises WorkerLost if some did not come."""
         if sorted(self.images) != list(range(self.job.num_images)):
             raise WorkerLost("the worker did not send every image")
         return [bytes(self.images[index]) for index in range(self.job.num_images)]
 
 
 class WorkerConnection:
-    """calls: where calls to the worker run. on_checkpoint: called with the worker and each checkpoint of its attempts.
+    """The connection to one worker.
 
-    attempts: by job. revision: counts the changes of these and of their steps.
+    Args:
+        calls: Runs the calls to the worker.
+        on_checkpoint: Called with the worker and each checkpoint of its attempts.
+
+    Attributes:
+        attempts: The worker's attempts, by job.
+        revision: Number of changes of the attempts and of their steps.
     """
 
     def __init__(
@@ -188,44 +196,44 @@ class WorkerConnection:
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs whose attempt is with the worker, first come first."""
+        """Jobs whose attempt is with the worker, in order of arrival."""
         return [attempt.job for attempt in self.attempts.values()]
 
     def add(self, attempt: DispatchedAttempt) -> None:
-        """The worker gets it."""
+        """Add an attempt that the worker gets."""
         self.attempts[attempt.job.job_id] = attempt
         self.revision += 1
 
     def remove(self, attempt: DispatchedAttempt) -> None:
-        """It is over."""
+        """Remove an attempt that is over."""
         del self.attempts[attempt.job.job_id]
         self.revision += 1
 
     def watch_checkpoints(self) -> None:
-        """Watches anew, and so gets the newest checkpoint of every attempt once more."""
+        """Watch anew, which brings the newest checkpoint of every attempt once more."""
         self._checkpoints.cancel()
         self._checkpoints = self._calls.start(self._watch_checkpoints())
 
     async def list_attempts(self) -> Sequence[worker_pb2.AttemptSummary]:
-        """The attempts that the worker has, of earlier lives of the gateway too. Raises BottegaError."""
+        """List the attempts that the worker has, also those of earlier lives of the gateway. Raises BottegaError."""
         return await self.client.list_attempts(deadline_s=_LIST_DEADLINE_S)
 
     def stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
-        """Has the worker stop an attempt that nobody waits for."""
+        """Have the worker stop an attempt that nobody waits for."""
         self._calls.start(self._stop_attempt(attempt))
 
     def stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
-        """The same for one that the worker reports; more than MOST_STALE wait until it reports them again."""
+        """Have the worker stop an attempt that it reports. Beyond MOST_STALE calls, it waits for the next report."""
         if self._stale < MOST_STALE:
             self._stale += 1
             self._calls.start(self._stop_stale_attempt(attempt))
 
     def enable_previews(self, attempt: DispatchedAttempt) -> None:
-        """Has the worker send previews."""
+        """Have the worker send previews."""
         self._calls.start(self._enable_previews(attempt))
 
     def close(self) -> None:
-        """Ends every call to the worker."""
+        """End every call to the worker."""
         self._checkpoints.cancel()
         self._calls.start(self.client.close())
 
@@ -258,5 +266,5 @@ class WorkerConnection:
         try:
             await self.client.preview_attempt(attempt.id, deadline_s=_PREVIEW_DEADLINE_S)
         except BottegaError as error:
-            # It goes on without previews, unless it is lost; then the next attempt has them.
+            # The attempt goes on without previews. If it is lost, the next attempt has them.
             _log.warning("no previews", extra={**log_lines.job_fields(attempt.job), "text": error.message})

@@ -1,6 +1,6 @@
-"""Runs attempts on workers: sends the job, follows its events, gathers its images and checkpoints.
+"""The dispatcher, which runs attempts on workers: sends jobs, follows their events, gathers images and checkpoints.
 
-Which worker gets a job is decided by the scheduler, and what follows from a loss by the observer of the attempts.
+The scheduler decides which worker gets a job, and the observer of the attempts what follows from a loss.
 """
 
 from __future__ import annotations
@@ -27,58 +27,64 @@ from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
-# Attempts that have just completed, which reports on their way may still name.
+# Attempts that have just completed and that reports on their way may still name.
 _JUST_COMPLETED = 256
-# Ample: one of a picture is under 1 MiB.
+# Upper bound on a checkpoint; that of a picture is below 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
-# What a worker takes, less what a deadline and the like add.
+# Upper bound on a request to a worker: the message limit, less what a deadline and the like add.
 _MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
-# They are stored with the job: each is some numbers.
+# Upper bound on decisions, which are stored with the job; each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
-# The four prompts said again, what was cut of them, and some numbers of each LoRA and ControlNet.
+# Upper bound on a provenance: the four prompts, what was cut off them, and some numbers of each LoRA and ControlNet.
 _MAX_PROVENANCE_BYTES = 512 << 10
 
 _log = logging.getLogger(__name__)
 
 
 class AttemptObserver(Protocol):
-    """Observes how attempts go and end. Called in the event loop; must not block."""
+    """An observer of how attempts go and end. It is called in the event loop and must not block."""
 
     def attempt_sent(self, job: Job) -> None:
-        """The worker is called now."""
+        """Note that the worker is called now."""
 
     def attempt_advanced(self, job: Job) -> None:
-        """Denoising went on."""
+        """Note that denoising made progress."""
 
     def attempt_decided(self, job: Job) -> None:
-        """It has decided something that later attempts keep to."""
+        """Note that the attempt has decided something that later attempts keep to."""
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker, or the way to it, is lost; the job is not, though it may have been its doing."""
+        """Note that the worker or the connection to it is lost; the job may have caused that."""
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker did not take the attempt, or stops and gives it back: not the job's doing."""
+        """Note that the worker did not take the attempt, or stops and returns it; the job did not cause that."""
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker says that the job cannot be drawn."""
+        """Note that the worker says that the job cannot be drawn."""
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
         """Note that an attempt ended, in whatever way.
 
         Args:
-            device_s: Seconds of the worker's device that it used; None if unknown."""
+            job: The job.
+            device_s: Seconds of the worker's device that the attempt used; None if unknown.
+        """
 
     def attempt_completed(
         self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
     ) -> None:
-        """All images are on the disk."""
+        """Note that all images of an attempt are on the disk."""
 
 
 class Dispatcher:
-    """All attempts that run.
+    """The dispatcher of a gateway, with all attempts that run.
 
-    connect: makes the client of a worker. observer: of how attempts go, and how they end.
-    traces: get what each attempt says of its times. weigh: says what a tenant weighs, by its name.
+    Args:
+        connect: Makes the client of a worker.
+        observer: Observes how attempts go and end.
+        traces: Get the times of each attempt.
+        max_result_bytes: Upper bound on the images of a job together.
+        weigh: Returns the weight of a tenant.
     """
 
     def __init__(
@@ -108,25 +114,25 @@ class Dispatcher:
 
     @property
     def attempts(self) -> int:
-        """How many run. Any thread may ask."""
+        """Number of attempts that run. Any thread may read it."""
         return len(self._attempts)
 
     def running(self, model: str) -> Mapping[str, int]:
-        """Attempts at jobs of a model, by tenant; none that has none."""
+        """Return the number of attempts at jobs of a model, by tenant."""
         return self._by_tenant.get(model, {})
 
     def running_of(self, tenant: str) -> int:
-        """Attempts at jobs of a tenant."""
+        """Return the number of attempts at jobs of a tenant."""
         return sum(by_tenant[tenant] for by_tenant in self._by_tenant.values())
 
     def add_worker(self, member: Member) -> None:
-        """Prepares to call a worker. Harmless when that is done already."""
+        """Prepare to call a worker. Harmless if that was done already."""
         if member not in self._connections:
             client = self._connect(member.target)
             self._connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
 
     def remove_worker(self, member: Member) -> None:
-        """A worker is lost, and all its attempts with it."""
+        """Remove a worker that is lost, and all its attempts with it."""
         connection = self._connections.pop(member, None)
         if connection is None:
             return
@@ -137,17 +143,21 @@ class Dispatcher:
 
     @property
     def connections(self) -> Mapping[Member, WorkerConnection]:
-        """Those of workers, from their joining until they are lost."""
+        """Connections to workers, from when they join until they are lost."""
         return self._connections
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Whether it has just brought all images, so that its worker may still report that it runs."""
+        """Return whether an attempt has just brought all images, so that its worker may still report it as running."""
         return (attempt.job_id, attempt.number) in self._completed
 
     def start_attempt(self, job: Job, member: Member, *, free_at: float, exclusive: bool = False) -> None:
-        """Starts an attempt at a queued job: the worker is called before this returns.
+        """Start an attempt at a queued job; the worker is called before this returns.
 
-        free_at: when the worker could take it, on the monotonic clock. exclusive: whether the worker has nothing else.
+        Args:
+            job: The job.
+            member: The worker.
+            free_at: When the worker could take it, on the monotonic clock.
+            exclusive: Whether the worker has nothing else.
         """
         connection = self._connections[member]
         for other in connection.attempts.values():
@@ -157,20 +167,20 @@ class Dispatcher:
         self._observer.attempt_sent(job)
 
     def adopt_attempt(self, job: Job, connection: WorkerConnection) -> None:
-        """Follows the attempt that a worker still has from before, which the job counts as its current one."""
+        """Follow an attempt that a worker still has from an earlier life, and which is the job's current one."""
         self._call(job, connection)
-        # Its newest checkpoint came when nobody knew of the attempt; whoever watches anew gets it again.
+        # Its newest checkpoint came before the attempt was known here; a new watch brings it again.
         connection.watch_checkpoints()
 
     def enable_previews(self, job: Job) -> None:
-        """Previews of the job are wanted from now on, of an attempt that runs as well."""
+        """Request previews of the job from now on, also from an attempt that runs."""
         job.preview = True
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
             self._request_previews(attempt)
 
     def cancel_attempt(self, job: Job) -> None:
-        """Stops the attempt at a job that has ended some other way, at its worker too."""
+        """Stop the attempt at a job that has ended in another way, at its worker too."""
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
             self._abandon(attempt, used_s=attempt.used_until_now_s)
@@ -178,13 +188,13 @@ class Dispatcher:
             attempt.connection.stop_attempt(attempt.id)
 
     def detach(self) -> None:
-        """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
+        """Stop following attempts without stopping them: a later life of the gateway goes on with them."""
         for attempt in list(self._attempts.values()):
             self._abandon(attempt, used_s=attempt.used_s)
         self._running.cancel_soon()
 
     async def close(self) -> None:
-        """Follows nothing and ends every call."""
+        """Stop following attempts, and end every call."""
         self.detach()
         for member in list(self._connections):
             self.remove_worker(member)
@@ -214,14 +224,14 @@ class Dispatcher:
     async def _run_with_latents(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """The events of an edit that may use what is kept of its image; without that it is an edit like any other.
+        """Yield the events of an edit that may use what is kept of its image; without that it is a plain edit.
 
-        What an attempt with it has begun nobody could go on with without it: then it is drawn from the beginning.
+        A checkpoint of an attempt that used it is of no use without it: then the picture is drawn from the beginning.
         """
         kept = await self._storage.kept_latents(job.request.kept_latents)
         checkpoint, request.checkpoint = request.checkpoint, b""
         room_bytes = _MAX_REQUEST_BYTES - request.ByteSize() - len(kept)
-        if room_bytes < 0:  # the attempts before have done without it, too
+        if room_bytes < 0:  # earlier attempts did without it, too
             _log.warning("the request has no room for the latents of its image", extra=log_lines.job_fields(job))
             request.checkpoint = checkpoint
         else:
@@ -244,7 +254,7 @@ class Dispatcher:
         )
         for addon in self._addons:
             addon.prepare_attempt(job, attempt.connection.member, request)
-        if job.checkpoint is not None:  # which an add-on may have dropped: it may be of no use with what is there now
+        if job.checkpoint is not None:  # an add-on may have dropped it, because it no longer fits
             request.checkpoint = job.checkpoint.data
         if job.deadline is not None:
             request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())
@@ -257,7 +267,7 @@ class Dispatcher:
         except BottegaError as error:
             self._remove_if_current(attempt)
             self._note_trace(attempt)
-            # ModelNotFound is the last of a worker that has another model by now.
+            # ModelNotFound means that the worker has another model by now.
             elsewhere = isinstance(error, (Unavailable, QueueFull, ModelNotFound))
             if elsewhere and not any(addon.is_final(error) for addon in self._addons):
                 self._report_loss(attempt, error)
@@ -289,7 +299,7 @@ class Dispatcher:
             case "progress":
                 self._apply_progress(attempt, event.progress)
             case "decided":
-                event.decided.DiscardUnknownFields()  # it is stored with the job, and has to have a bound
+                event.decided.DiscardUnknownFields()  # it is stored with the job, so it needs a bound
                 if event.decided.ByteSize() > _MAX_DECISIONS_BYTES:
                     raise InternalError(f"the worker has decided more than {_MAX_DECISIONS_BYTES} bytes")
                 if job.set_decisions(number, event.decided):
@@ -319,7 +329,7 @@ class Dispatcher:
         assert provenance is not None
         encoded = attempt.encoded_images()
         latents = attempt.kept_latents(max_bytes=self._max_result_bytes - attempt.size_bytes)
-        # The worker has done its part: what becomes of it does not matter from here on.
+        # The worker has done its part: whatever happens to it does not matter from here on.
         self._remove_if_current(attempt)
         images = await self._storage.store_images(encoded, latents, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
@@ -340,13 +350,13 @@ class Dispatcher:
             attempt.job.set_checkpoint(news.attempt.number, checkpoint)
 
     def _request_previews(self, attempt: DispatchedAttempt) -> None:
-        """Requests previews from the worker once, if they are wanted and the attempt has started."""
+        """Request previews from the worker once, if they are wanted and the attempt has started."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
             attempt.connection.enable_previews(attempt)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
-        """Once, when it is over."""
+        """Keep the trace of an attempt that is over, once."""
         if attempt.traced:
             return
         attempt.traced = True
@@ -368,7 +378,7 @@ class Dispatcher:
             self._observer.attempt_returned(attempt.job, attempt.number, error)
 
     def _remove_if_current(self, attempt: DispatchedAttempt) -> None:
-        """Removes an attempt whose own task has found it over."""
+        """Remove an attempt whose own task has found it over."""
         if self._attempts.get(attempt.job.job_id) is attempt:
             self._remove(attempt, used_s=attempt.used_s)
 
@@ -377,7 +387,7 @@ class Dispatcher:
         self._remove(attempt, used_s=used_s)
         if attempt.task is not None:
             attempt.task.cancel()
-            attempt.task = None  # it keeps how it was cancelled, which leads here: a cycle that holds the job's request
+            attempt.task = None  # a cancelled task refers back to here: a cycle that would keep the job's request
 
     def _remove(self, attempt: DispatchedAttempt, *, used_s: float | None) -> None:
         job = attempt.job

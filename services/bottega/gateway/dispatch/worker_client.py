@@ -1,4 +1,4 @@
-"""Calls to one worker over gRPC; every failure comes out as a BottegaError."""
+"""The client of one worker over gRPC; every failure is a BottegaError."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
-# Failures of a call that say nothing about the job, and so do those that gRPC made: another worker may well draw it.
+# Failures of a call that say nothing about the job, as failures that gRPC made do: another worker may draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt)
 
-# After them the worker ends the call by itself, at once. Were it cancelled first, the worker would count a cancelled
-# call, and keep the images for somebody who still wants them.
-_LAST_WORDS = ("completed", "failed")
+# After these events the worker ends the call by itself, at once. If the call were cancelled first, the worker would
+# count a cancelled call, and keep the images for another caller.
+_FINAL_EVENTS = ("completed", "failed")
 _END_S = 2.0
-# In which a worker that lives can be reached again: sooner than its lease ends.
+# Time within which a worker that lives can be reached again: shorter than its lease.
 _ALIVE_S = 1.0
 
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
 
 
 class GrpcWorkerClient:
-    """The WorkerClient of the dispatcher. Connects by itself and reconnects."""
+    """The WorkerClient of the dispatcher. It connects and reconnects by itself."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
-        """Starts an attempt before it returns, and streams its events."""
+        """Start an attempt before returning, and stream its events."""
         return self._events(self._worker.RunAttempt(request), request.attempt)
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        """Streams the newest checkpoint of every attempt."""
+        """Stream the newest checkpoint of every attempt."""
         call = self._worker.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest())
         try:
             with _typed_failures():
@@ -58,22 +58,22 @@ class GrpcWorkerClient:
             call.cancel()
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stops an attempt and forgets it."""
+        """Stop an attempt and forget it."""
         with _typed_failures():
             await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
-        """What it runs, and what is finished and was not forgotten yet."""
+        """List the attempts that run, and those that are finished and not forgotten yet."""
         with _typed_failures():
             return (await self._worker.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=deadline_s)).attempts
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Asks for previews of an attempt from now on."""
+        """Ask for previews of an attempt from now on."""
         with _typed_failures():
             await self._worker.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=attempt), timeout=deadline_s)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End every call."""
         await self._channel.close()
 
     async def _events(self, call: _AttemptCall, attempt: worker_pb2.AttemptId) -> AttemptEvents:
@@ -81,7 +81,7 @@ class GrpcWorkerClient:
         try:
             async for event in call:
                 answered = True
-                if event.WhichOneof("event") in _LAST_WORDS:
+                if event.WhichOneof("event") in _FINAL_EVENTS:
                     await _ended(call)
                 yield event
         except grpc.aio.AioRpcError as error:
@@ -95,9 +95,9 @@ class GrpcWorkerClient:
             call.cancel()
 
     async def _still_has(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Whether the worker has an attempt whose call broke: then the way to it broke, and nobody died.
+        """Return whether the worker still has an attempt whose call broke: then only the connection broke.
 
-        One that was started again meanwhile does not know the attempt.
+        A worker that was started again meanwhile does not know the attempt.
         """
         try:
             held = await self.list_attempts(deadline_s=_ALIVE_S)
@@ -107,7 +107,7 @@ class GrpcWorkerClient:
 
 
 async def _ended(call: _AttemptCall) -> None:
-    """Waits until the worker has ended a call, for a while; how does not matter any more."""
+    """Wait for a while until the worker has ended a call, in whatever way."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
 
@@ -121,10 +121,10 @@ def _typed_failures() -> Iterator[None]:
 
 
 def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:
-    """answered: whether the worker had begun to answer."""
+    """Return the error of a failed call. answered: Whether the worker had begun to answer."""
     error = from_rpc_error(failure)
     if type(error) is Unavailable:
-        # A broken connection is how the death of a process shows. Before its first word it may have been dead.
+        # The death of a process shows as a broken connection. Before its first answer it may have been dead already.
         return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if answered else None)
     if isinstance(error, _OF_THE_WORKER) or not was_answered(failure):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")

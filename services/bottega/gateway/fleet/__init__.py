@@ -1,3 +1,5 @@
-"""The services that have joined the gateway: the registry of members with their leases, the rules for what a service
-may report, which service hosts what, and how often services may join.
+"""The fleet: the services that have joined the gateway.
+
+The registry has the members with their leases; other modules say what a service may report and how often services may
+join.
 """

@@ -1,7 +1,7 @@
-"""How often services may join, and how many of one host, so that joins of an unknown service leave room for others'.
+"""Limits on how often services may join, and how many of one host, so that unknown services leave room for others.
 
-An instance that was a member is known for a while: it may join as often as it likes, also where the fleet is full, and
-beyond what one host may have while a part of the fleet is free.
+An instance that was a member is known for a while. It may join as often as it likes, even if the fleet is full, and
+beyond the limit of one host while a part of the fleet is free.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from bottega.clocks import Clock
 from bottega.errors import FleetFull, QueueFull
 
 MAX_NAMELESS = 48
-"""Joins that have not said yet who joins; the requests of so many are taken in at once."""
+"""Upper bound on joins that have not sent their registration yet."""
 
-# Services that start together; more than that in their time come too often.
+# The time over which the allowed rate may come at once, as when services start together.
 _BURST_S = 8.0
-# Hosts, connections and names whose joins are counted. Those that have not joined for a while are forgotten first.
+# Hosts, connections and names whose joins are counted; the ones that joined longest ago are forgotten first.
 _MAX_COUNTED = 4096
-# Of the fleet, that services of one host may have in all, those that were members before included.
+# Share of the fleet that services of one host may have in all, including those that were members before.
 _PART_OF_ONE_HOST = 0.75
-# For which an instance is known that was a member, as long as there is room.
+# How long an instance that was a member is known, as long as there is room.
 _KNOWN_S = 3600.0
-# When to retry where members have to go first: nobody knows when that is.
+# When to retry if members have to leave first, which may happen at any time.
 _FULL_RETRY_S = 5.0
 
 MemberKey = tuple[str, str]
-"""Kind and name."""
+"""Kind and name of a member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinBounds:
-    """The bounds of FleetConfig and GatewayConfig on who joins."""
+    """The bounds of FleetConfig and GatewayConfig on joins."""
 
     max_members: int
     max_members_per_peer: int
@@ -45,7 +45,7 @@ class JoinBounds:
 
 
 class JoinLimits:
-    """Counts joins. Ask `check_rate` of every newcomer that is not `known`, then `check_room`."""
+    """The limits on joins. Call `check_rate` for every newcomer that is not `known`, and then `check_room`."""
 
     def __init__(self, bounds: JoinBounds, clock: Clock) -> None:
         self._bounds = bounds
@@ -56,10 +56,15 @@ class JoinLimits:
         self._known = _PastInstances(bounds.max_members, clock)
 
     def check_rate(self, *, peer: str, host: str, name: str) -> None:
-        """A service that is no member joins: peer is its connection. Raises QueueFull with the time to come again.
+        """Raise QueueFull, with the time to retry, if services that are no members join too often.
 
-        Too many joins over one connection do not count against other connections of its host, nor joins of a host
-        against the same name at another host.
+        Joins over one connection do not count against other connections of its host, nor joins of a host against the
+        same name at another host.
+
+        Args:
+            peer: Connection of the service.
+            host: Its host.
+            name: Its name.
         """
         buckets = (
             (self._connections, peer, "over one connection"),
@@ -71,7 +76,7 @@ class JoinLimits:
             if wait_s:
                 limit = "joins_per_s" if rates is self._hosts else "joins_per_s_by_name"
                 raise QueueFull(
-                    f"services join too often {what}; come again in {wait_s:.1f} s",
+                    f"services join too often {what}; retry in {wait_s:.1f} s",
                     metadata={"limit": f"fleet.{limit}"},
                     retry_after_s=wait_s,
                 )
@@ -79,34 +84,39 @@ class JoinLimits:
             rates.consume(key)
 
     def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
-        """hosts: of the members, one each. known: whether it was a member before. Raises FleetFull with the time to
-        come again."""
+        """Raise FleetFull, with the time to retry, if there is no room for another member.
+
+        Args:
+            host: Host of the newcomer.
+            hosts: The host of each member.
+            known: Whether the newcomer was a member before.
+        """
         members, most = Counter(hosts), self._bounds.max_members
         if not known and members.total() >= most:
             raise _full("max_members", most, "the fleet")
-        # Unknown services of its own host keep no known one out, nor do both together fill the fleet.
+        # Unknown services of a host do not keep known ones out, and both together do not fill the fleet.
         over = members[host] >= self._bounds.max_members_per_peer
         if over and not (known and members.total() < _PART_OF_ONE_HOST * most):
             raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
 
     def known(self, key: MemberKey, instance: str) -> bool:
-        """Whether this very instance was a member not long ago."""
+        """Return whether this very instance was a member not long ago."""
         return self._known.has(key, instance)
 
     def remember(self, key: MemberKey, instance: str, *, stayed_s: float) -> None:
-        """A member is lost that had been here for so long."""
+        """Remember the instance of a member that is lost. stayed_s: How long it was here."""
         self._known.add(key, instance, stayed_s)
 
 
 class PendingJoins:
-    """Joins that have not said yet who joins. They are bounded, so that those who say it at once always have room."""
+    """The joins that have not sent their registration yet. They are bounded, so that those who send it have room."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     @contextlib.contextmanager
     def slot(self, host: str) -> Iterator[asyncio.Future[None]]:
-        """One of them, in the block. What it gives is done when it must make room: the oldest of the busiest host."""
+        """Count a join in the block. The future is done when it must make room: the oldest of the busiest host."""
         if len(self._waiting) >= MAX_NAMELESS:
             self._evict_one()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,21 +135,21 @@ class PendingJoins:
 
 
 class _TokenBuckets:
-    """Token buckets, by key: `rate` in a second, `burst` at once."""
+    """Token buckets by key: each gets `rate` tokens a second and holds up to `burst`."""
 
     def __init__(self, rate: float, burst: float, clock: Clock) -> None:
         self._rate = rate
         self._burst = max(1.0, burst)
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # and when that was
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
 
     def wait_s(self, key: str) -> float:
-        """Seconds until there is one; 0 where there is."""
+        """Return the seconds until there is a token; 0 if there is one."""
         left = self._now(key)
         return 0.0 if left >= 1 else (1 - left) / self._rate
 
     def consume(self, key: str) -> None:
-        """Removes one that there is."""
+        """Remove a token."""
         left = self._now(key) - 1
         self._left.pop(key, None)  # so that it is the newest
         self._left[key] = (left, self._clock.monotonic())
@@ -160,7 +170,7 @@ class _PastInstance:
 
 
 class _PastInstances:
-    """Instances that were members: as many as may be members, those that stayed longest."""
+    """The instances that were members: as many as may be members, and those that stayed longest."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -177,7 +187,7 @@ class _PastInstances:
         now = self._clock.monotonic()
         older = self._past.get(key)
         if older is not None and older.instance != instance and older.stayed_s > stayed_s and older.at > now - _KNOWN_S:
-            return  # one that took the name for a moment is not the one to remember
+            return  # an instance that had the name for a moment does not replace one that stayed longer
         self._past[key] = _PastInstance(instance=instance, stayed_s=stayed_s, at=now)
         if len(self._past) > self._most:
             self._past = {key: past for key, past in self._past.items() if past.at > now - _KNOWN_S}

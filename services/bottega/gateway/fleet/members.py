@@ -1,4 +1,4 @@
-"""A service that has joined the fleet, with what it last reported, and the interface of those who follow the fleet."""
+"""Members of the fleet, each with its last report, and the interface of the fleet's observers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedKind:
-    """What a service hosts of one kind.
-
-    items: what it has; digests: of these. applied: digest and scale of what is in use for all that it computes,
-    sorted. switch_s: seconds that it takes to apply other ones.
-    """
+    """What a service hosts of one kind."""
 
     items: tuple[Hosted, ...] = ()
     digests: frozenset[str] = frozenset()
+    """Digests of the items."""
     applied: tuple[tuple[str, float], ...] = ()
+    """Digest and scale of each item that is in use for all that the service computes, sorted."""
     switch_s: float = 0.0
+    """Seconds that it takes to apply other items."""
 
 
 _NOTHING_HOSTED = HostedKind()
@@ -34,41 +33,43 @@ _NOTHING_HOSTED = HostedKind()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """A service that has joined.
-
-    load, steps_left, shares, times, fractions, planned, hosted: as it last reported; steps_left is of the attempts that
-    it runs, by job; shares are of the tokens that these compute, where that is known; planned is of turns that load
-    what masked rows do not compute; hosted is what it hosts, by kind.
-    name: unique among those of its kind. is_worker: it draws pictures.
-    instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
-    stream: counts its Join streams; only the newest one speaks for it.
-    backed_off_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
-    wake: set when that stream has something to say or shall end; every stream has one of its own.
-    """
+    """A service that has joined, with its last report."""
 
     registration: fleet_pb2.Registration
     joined_at: float
     heard_at: float
     instance: str = ""
+    """A secret of its process, which the gateway never shows."""
     host: str = ""
+    """Host of its newest stream."""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     has_reported: bool = False
     """Whether `load` is a report of its own."""
     steps_left: dict[str, int] = field(default_factory=dict)
+    """Steps that are left of the attempts that it runs, by job."""
     shares: dict[str, float] = field(default_factory=dict)
+    """Shares of the tokens that these attempts compute, by job, as far as known."""
     times: StepTimes = field(default_factory=StepTimes)
     fractions: RowFractions = field(default_factory=RowFractions)
     planned: StepTable = field(default_factory=StepTable)
+    """Seconds of turns that load what masked rows do not compute."""
     hosted: Mapping[str, HostedKind] = field(default_factory=dict)
+    """What it hosts, by kind."""
     connected: bool = True
     stream: int = 1
+    """Number of its Join streams; only the newest one speaks for it."""
     backlog: int = 0
+    """Number of jobs that wait for it, as its stream was told."""
     backed_off_until: float = 0.0
+    """Until when it gets no new jobs or ControlNet sessions, on the monotonic clock."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its newest stream has something to send or has to end; every stream has an event of its own."""
     # The scheduler reads these of every member in every round, where reading a message would be too slow.
     name: str = field(init=False)
+    """Its name, which is unique among members of its kind."""
     kind: str = field(init=False)
     is_worker: bool = field(init=False)
+    """Whether it draws pictures."""
     _served: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,12 +79,12 @@ class Member:
 
     @property
     def target(self) -> Target:
-        """Where it is called, and who must be there."""
+        """Its address, and the identity that it must have."""
         return Target(address=self.registration.address, role=self.kind, name=self.name)
 
     @property
     def models(self) -> Sequence[image_pb2.Model]:
-        """Models that it draws with; what other kinds of services list is none of them."""
+        """Models that it draws with; other kinds of services have none."""
         return self.registration.models if self.is_worker else ()
 
     @property
@@ -93,30 +94,30 @@ class Member:
 
     @property
     def is_starting(self) -> bool:
-        """Whether it is a worker whose engine is not ready: it serves nothing."""
+        """Whether it is a worker whose engine is not ready, so that it serves no model."""
         return self.is_worker and not self._served
 
     def hosts(self, kind: str) -> HostedKind:
-        """What it hosts of a kind."""
+        """Return what it hosts of a kind."""
         return self.hosted.get(kind, _NOTHING_HOSTED)
 
     def serves(self, model: str) -> bool:
-        """Whether it is a worker of that model."""
+        """Return whether it is a worker of that model."""
         return model in self._served
 
     def is_instance(self, instance: str) -> bool:
-        """Whether it is this very process."""
+        """Return whether it is the process with that secret."""
         return hmac.compare_digest(self.instance.encode(), instance.encode())
 
     def report_backlog(self, backlog: int) -> None:
-        """Has its stream report how many jobs wait for it, if that has changed."""
+        """Have its stream report how many jobs wait for it, if that has changed."""
         if backlog != self.backlog:
             self.backlog = backlog
             self.wake.set()
 
 
 def hosted_by_kind(load: fleet_pb2.Load) -> Mapping[str, HostedKind]:
-    """What a report says of what is hosted."""
+    """Return what a report says that its service hosts, by kind."""
     switch_s = {time.kind: time.seconds for time in load.switch_times}
     items: dict[str, list[Hosted]] = {kind: [] for kind in switch_s}
     for item in load.hosted:
@@ -138,13 +139,13 @@ def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:
 
 
 class FleetObserver(Protocol):
-    """Observes members that come, change and go. Called in the event loop; must not block."""
+    """An observer of members that come, change and go. It is called in the event loop and must not block."""
 
     def member_joined(self, member: Member) -> None:
-        """A member has joined, or is back within its lease."""
+        """Note that a member has joined, or is back within its lease."""
 
     def member_changed(self, member: Member) -> None:
-        """A member reported its load, or has left for now."""
+        """Note that a member reported its load, or has left for now."""
 
     def member_lost(self, member: Member) -> None:
-        """A member will not come back: what it ran is lost."""
+        """Note that a member will not come back, so that what it ran is lost."""

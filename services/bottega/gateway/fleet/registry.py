@@ -1,6 +1,6 @@
-"""The services that have joined, how busy they are, and which models are served because of them.
+"""The registry of the services that have joined, how busy they are, and which models they serve.
 
-A member whose stream ends gets no new work at once; it is lost when it has not come back within the lease.
+A member whose stream ends gets no new work. It is lost if it has not come back within its lease.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from bottega.v1 import fleet_pb2, image_pb2
 
 # A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
-# Between two jobs, or sessions, that a service does not take: one report of its load.
+# Pause after a service has not taken a job or session: the time between two reports of its load.
 _BACK_OFF_S = 0.5
-# After a lease, when a service that waits for its name should join again.
+# Time after the end of a lease at which a service that waits for its name should join again.
 _AFTER_LEASE_S = 0.05
 
-# Of workers that cannot serve their model: time to look for what has become of one, and a bound.
+# How long, and how many, workers that cannot serve their model are listed, so that operators can see why.
 _REFUSED_KEPT_S = 600.0
 _MOST_REFUSED = 64
 
@@ -37,10 +37,17 @@ _log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """The registry.
+    """The registry of a gateway's fleet.
 
-    lease_s: silence after which a member is lost. model_grace_s: how long a model is expected back, and all else that
-    jobs need, at least; what is slow to start is for longer (`SeenModels`). closed: set when nobody may join any more.
+    Args:
+        lease_s: Seconds of silence after which a member is lost.
+        model_grace_s: How long a model, and everything else that jobs need, is expected back at least. What is slow to
+            start is expected for longer (`SeenModels`).
+        bounds: Bounds on joins.
+        clock: Clock of the gateway.
+
+    Attributes:
+        closed: Set when no service may join any more.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
@@ -49,61 +56,66 @@ class Fleet:
         self._clock = clock
         self._members: dict[MemberKey, Member] = {}
         self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
-        self._merged_models: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
+        self._merged_models: dict[str, image_pb2.Model] = {}  # cleared when a member comes or goes
         self._refused: dict[MemberKey, Member] = {}
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
     def subscribe(self, observer: FleetObserver) -> None:
-        """Tells an observer of every change from now on."""
+        """Notify an observer of every change from now on."""
         self._observers.append(observer)
 
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
-        """Take in a newcomer, or a member whose process has connected again: its stream takes over and nothing is lost.
+        """Add a newcomer, or let the new stream of a member's process take over, so that nothing is lost.
 
         A worker that joined while its engine was starting joins once more with its model.
 
         Args:
-            registration: What it says of itself.
+            registration: What the service says of itself.
             peer: Its connection, as gRPC names it.
 
-        Raises InvalidRequest, also when the name is in use; Unavailable when
-        its last member may still come back; FleetFull and QueueFull with a time to come again; ModelMismatch; Draining.
+        Raises:
+            InvalidRequest: If the registration is invalid or the name is in use.
+            Unavailable: If the last member of that name may still come back.
+            FleetFull: With the time to retry.
+            QueueFull: If services join too often; with the time to retry.
+            ModelMismatch: If another worker serves the model with other weights or in another precision.
+            Draining: If the gateway stops.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
             raise Draining("the gateway is stopping")
         now, host, instance = self._clock.monotonic(), host_of(peer), registration.instance
-        key, said = (registration.kind, registration.name), _without_instance(registration)
+        key, public = (registration.kind, registration.name), _without_instance(registration)
         member = self._members.get(key)
         is_same = member is not None and member.is_instance(instance)
-        if member is not None and is_same and (member.registration == said or not member.is_starting):
-            self._reconnect(member, said, host, now)
+        if member is not None and is_same and (member.registration == public or not member.is_starting):
+            self._reconnect(member, public, host, now)
         else:
             known = self._limits.known(key, instance)
             if not (known or is_same):
-                self._limits.check_rate(peer=peer, host=host, name=said.name)
+                self._limits.check_rate(peer=peer, host=host, name=public.name)
             if member is not None and not is_same:
                 self._check_name(member, now)
             others = [other for other in self._members.values() if other is not member]
             self._limits.check_room(host, (other.host for other in others), known=known or is_same)
-            self._check_models(said, others)
+            self._check_models(public, others)
             if member is not None:
                 self._remove(member)
             member = self._members[key] = Member(
-                registration=said, joined_at=now, heard_at=now, instance=instance, host=host
+                registration=public, joined_at=now, heard_at=now, instance=instance, host=host
             )
         self._note_presence(member, now)
         self._refused.pop(key, None)
-        _log.info("member joined", extra={"member": member.name, "address": said.address})
+        _log.info("member joined", extra={"member": member.name, "address": public.address})
         for observer in self._observers:
             observer.member_joined(member)
         return member
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
-        """A member says how busy it is. Raises InvalidRequest."""
+        """Take a member's report of its load. Raises InvalidRequest."""
         rules.refuse(list(check_load(load)))
-        has_started = load.start_s != member.load.start_s  # of each instance once
+        has_started = load.start_s != member.load.start_s  # once for each instance
         member.heard_at = self._clock.monotonic()
         member.load, member.has_reported = load, True
         if has_started:
@@ -139,7 +151,7 @@ class Fleet:
             observer.member_changed(member)
 
     def leave(self, member: Member, stream: int) -> None:
-        """The member's stream has ended; one that was replaced changes nothing."""
+        """Note that a member's stream has ended; a stream that was replaced changes nothing."""
         if not member.connected or member.stream != stream:
             return
         member.connected = False
@@ -150,7 +162,7 @@ class Fleet:
             observer.member_changed(member)
 
     def expire(self) -> None:
-        """Loses every member that was silent for the lease. Call it several times a lease."""
+        """Remove every member whose lease is over."""
         oldest = self._clock.monotonic() - self.lease_s
         for member in [member for member in self._members.values() if member.heard_at <= oldest]:
             _log.warning("member lost", extra={"member": member.name})
@@ -162,18 +174,18 @@ class Fleet:
         return now - min((member.heard_at for member in self._members.values()), default=now)
 
     def renew_leases(self) -> None:
-        """Renews every lease: for when this process itself was late to listen."""
+        """Renew every lease, because this process itself was late to listen."""
         for member in self._members.values():
             member.heard_at = self._clock.monotonic()
 
     def close(self) -> None:
-        """Ends every member's stream, and lets nobody in again."""
+        """End every member's stream, and refuse joins from now on."""
         self.closed.set()
         for member in list(self._members.values()):
             self._remove(member)
 
     def members(self) -> list[Member]:
-        """Who is here, by kind and name. Any thread may ask."""
+        """Return the members that are here, by kind and name. Any thread may call it."""
         connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
 
@@ -184,35 +196,41 @@ class Fleet:
         return [self._refused[key] for key in sorted(self._refused)]
 
     def services(self, kind: str) -> list[Member]:
-        """Services of a kind that are here, by name. Those that use the kind are woken when others are."""
+        """Return the services of a kind that are here, by name. Members that use the kind are woken at changes."""
         here = (member for member in self._members.values() if member.connected and member.kind == kind)
         return sorted(here, key=lambda member: member.name)
 
     def serving(self, model: str) -> list[Member]:
-        """Workers of a model that are here."""
+        """Return the workers of a model that are here."""
         return [member for member in self._members.values() if member.connected and member.serves(model)]
 
     def workers(self, model: str) -> list[Member]:
-        """Workers that take new jobs of a model."""
+        """Return the workers that take new jobs of a model."""
         now = self._clock.monotonic()
         return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
+        """Give nothing to a service for a moment, because it has not taken what it was given."""
         member = self._members.get((kind, name))
         if member is not None:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
 
     def models(self, access: Access = ANYTHING) -> list[image_pb2.Model]:
-        """Models that are served now, by name, with the number of their workers. access: of who is told."""
+        """Return the models that are served now and that a caller may name, by name, with the number of workers."""
         names = {model.name for member in self.members() for model in member.models}
         return [self._merged_model(name) for name in sorted(names) if access.has_model(name)]
 
     def resolve(self, name: str | None, access: Access = ANYTHING) -> image_pb2.Model:
-        """The model of that name; without a name the only one served. Not to be changed. access: of who names it, for
-        whom there are no others.
+        """Return the model of that name, or without a name the only one served. Do not change it.
 
-        Raises ModelNotFound, NoWorker (none now, nor within the grace), InvalidRequest (which of them?).
+        Args:
+            name: Name of the model.
+            access: What the caller may name; other models do not exist for it.
+
+        Raises:
+            ModelNotFound: If there is no such model.
+            NoWorker: If no worker serves it now or did so within the grace.
+            InvalidRequest: If several models are served and none is named.
         """
         seen = [model for model in self._seen if access.has_model(model)]
         served = sorted(model for model in seen if self.expected(model))
@@ -229,24 +247,24 @@ class Fleet:
         raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})
 
     def mask_tokens(self, model: str) -> fleet_pb2.MaskTokens | None:
-        """How masks become tokens in a model's network, as its workers say; None where none of them says so."""
-        said = (member.load.mask_tokens for member in self.serving(model))
-        return next((tokens for tokens in said if tokens.token_elements), None)
+        """Return how masks become tokens in a model's network, as its workers report; None if none does."""
+        reported = (member.load.mask_tokens for member in self.serving(model))
+        return next((tokens for tokens in reported if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
-        """Whether a worker of the model is here, or was within the model's grace."""
+        """Return whether a worker of the model is here, or was within the model's grace."""
         return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
 
     def grace_s(self, member: Member) -> float:
-        """Seconds for which what a member hosts is expected back, once it has left, or does not host it any more."""
+        """Return for how many seconds what a member hosted is expected back, after it has left or dropped it."""
         return self._seen.grace_s(member)
 
     def last_seen(self, model: str) -> image_pb2.Model:
-        """The model as it was last registered; an empty one where it never was. Not to be changed."""
+        """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
         return self._seen.get(model) or image_pb2.Model()
 
-    def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
-        if member.registration != said:
+    def _reconnect(self, member: Member, registration: fleet_pb2.Registration, host: str, now: float) -> None:
+        if member.registration != registration:
             rule = "an instance that has joined must say the same when it connects again"
             raise InvalidRequest(
                 f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
@@ -257,9 +275,10 @@ class Fleet:
         member.wake = asyncio.Event()
 
     def _check_name(self, member: Member, now: float) -> None:
-        """A service that joins under the name of another process waits until that one is known to be dead.
+        """Raise an error if a service joins under the name of another process that may be alive.
 
-        Else two services of one name would push each other out for ever, and anybody could end a member's attempts.
+        Otherwise two services of one name would push each other out for ever, and any service could end a member's
+        attempts.
         """
         left_s = member.heard_at + self.lease_s - now
         if left_s <= 0:
@@ -278,7 +297,7 @@ class Fleet:
         )
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
-        """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""
+        """Raise ModelMismatch if workers of a model serve different ones: a job may move between them."""
         if registration.kind != kinds.WORKER:
             return
         served = {model.name: (model, other) for other in others for model in other.models}
@@ -294,7 +313,7 @@ class Fleet:
                 )
 
     def _merged_model(self, name: str) -> image_pb2.Model:
-        """The model of all its workers that are here, or as it was when the last one was."""
+        """Return the model that all its workers serve together, or as it was when the last one left."""
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
@@ -322,7 +341,7 @@ class Fleet:
             del self._refused[key]
 
     def _note_presence(self, member: Member, now: float) -> None:
-        """A member comes or goes."""
+        """Note that a member comes or goes."""
         self._merged_models.clear()
         self._seen.note_presence(member, now)
         for user in self._members.values():
@@ -331,10 +350,10 @@ class Fleet:
 
 
 def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
-    said = fleet_pb2.Registration()
-    said.CopyFrom(registration)
-    said.ClearField("instance")
-    return said
+    public = fleet_pb2.Registration()
+    public.CopyFrom(registration)
+    public.ClearField("instance")
+    return public
 
 
 def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
@@ -345,11 +364,11 @@ def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
     whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
     whole.edits_refused_because = next(filter(None, (model.edits_refused_because for model in models)), "")
     for choice in whole.sampler_choices:
-        same = [each for model in models for each in model.sampler_choices if _named(each) == _named(choice)]
+        same = [other for model in models for other in model.sampler_choices if _named(other) == _named(choice)]
         # A library may be missing, or of another version, at one worker alone.
-        choice.refused_because = next((each.refused_because for each in same if each.refused_because), "")
-        for each in same:
-            choice.refused_steps.update(each.refused_steps)
+        choice.refused_because = next((other.refused_because for other in same if other.refused_because), "")
+        for other in same:
+            choice.refused_steps.update(other.refused_steps)
     return whole
 
 
@@ -358,5 +377,5 @@ def _named(choice: image_pb2.SamplerChoice) -> tuple[int, bool]:
 
 
 def _identity(model: image_pb2.Model) -> str:
-    """What must be the same wherever a job is drawn or resumed."""
+    """Return what must be the same wherever a job is drawn or resumed."""
     return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"

@@ -1,6 +1,6 @@
-"""Where Prometheus finds the metrics of every service that has joined, as its HTTP service discovery reads it.
+"""The scrape targets of the fleet, for Prometheus' HTTP service discovery.
 
-Services but the gateway have their metrics on a port that the system picks: nobody writes their addresses down.
+Services other than the gateway have their metrics on a port that the system picks, so they cannot be configured.
 Format: https://prometheus.io/docs/prometheus/latest/http_sd/
 """
 
@@ -13,19 +13,22 @@ from bottega.rpc.address import split
 from bottega.v1.fleet_pb2 import Registration
 
 TARGETS_PATH = "/targets"
-"""Beside the gateway's own /metrics."""
+"""Path of the targets, beside the gateway's own /metrics."""
 
-# Where a service listens at every address of its machine: it is found where its calls go.
+# Hosts that mean every address of the machine; such a service is scraped at the host of its calls.
 _EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 def scrape_targets(registrations: Iterable[Registration]) -> str:
-    """JSON: a group of one target for each service that has metrics, with its kind as `service` and its name as
-    `instance`, which stay the same when it is started again and listens elsewhere."""
+    """Return the targets as JSON: a group of one target for each service that has metrics.
+
+    Its labels are its kind as `service` and its name as `instance`, which stay the same when it is started again and
+    listens elsewhere.
+    """
     groups = [
-        {"targets": [_reachable(each)], "labels": {"service": each.kind, "instance": each.name}}
-        for each in registrations
-        if each.metrics_address
+        {"targets": [_reachable(service)], "labels": {"service": service.kind, "instance": service.name}}
+        for service in registrations
+        if service.metrics_address
     ]
     return json.dumps(groups)
 

@@ -1,8 +1,8 @@
-"""The models that workers serve or have served, and how long each is expected back when its last worker has gone.
+"""The models that workers serve or have served, and how long each is expected back after its last worker left.
 
 A worker that is started again needs as long as its model takes to load: seconds for a small one, minutes for a large
-one on a cold disk. So jobs wait for twice the longest of what its workers took lately. This module does not know who is
-here now.
+one on a cold disk. So jobs wait for twice the longest time that its workers took lately. This module does not know
+which workers are here now.
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ from bottega.gateway.fleet.validation import MAX_MODELS
 from bottega.v1 import image_pb2
 
 MAX_START_GRACE_S = 600.0
-"""For a service that is slow to start; a model_grace_s above it holds for all."""
+"""Upper bound on the grace of services that are slow to start; a larger model_grace_s holds for all."""
 
-# The next start may be the one from a cold disk; and the service itself starts before its engine does, and waits for
-# the lease of its name.
+# Multiple of the longest start. The next one may be from a cold disk, the service itself starts before its engine, and
+# it waits for the lease of its name.
 _STARTS = 2.0
-# Of a model's workers, the newest.
+# Starts of a model's workers that are remembered, the newest ones.
 _MAX_STARTS = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class SeenModel:
-    """A model as it was last registered. at: when a worker of it came or went. starts: seconds, by instance."""
+    """A model as it was last registered."""
 
     model: image_pb2.Model
     at: float
+    """When a worker of it last came or went."""
     starts: dict[str, float] = field(default_factory=dict)
+    """Seconds that its workers took to start, by instance."""
 
 
 class SeenModels:
-    """So many models at most as one service may have; those that nobody came or went with for longest are forgotten.
+    """The models that were seen, at most as many as one service may have; the ones seen longest ago are forgotten.
 
-    grace_s: how long any model is expected back, at least.
+    Args:
+        grace_s: How long any model is expected back, at least.
+        clock: Clock of the gateway.
     """
 
     def __init__(self, *, grace_s: float, clock: Clock) -> None:
@@ -49,12 +53,12 @@ class SeenModels:
         return iter(self._models)
 
     def get(self, name: str) -> image_pb2.Model | None:
-        """The model as it was last registered. Not to be changed."""
+        """Return the model as it was last registered, or None. Do not change it."""
         seen = self._models.get(name)
         return seen.model if seen else None
 
     def note_presence(self, member: Member, now: float) -> None:
-        """A worker comes or goes; other services have no models."""
+        """Note that a member comes or goes; only workers have models."""
         for model in member.models:
             before = self._models.get(model.name)
             self._models[model.name] = SeenModel(model=model, at=now, starts=before.starts if before else {})
@@ -62,7 +66,7 @@ class SeenModels:
             del self._models[min(self._models, key=lambda name: self._models[name].at)]
 
     def note_start(self, member: Member) -> None:
-        """A member has said how long it took to start; an instance that says so again changes nothing."""
+        """Note how long a member took to start; an instance counts once."""
         for seen in self._of(member):
             starts = seen.starts
             starts.pop(member.instance, None)
@@ -71,14 +75,14 @@ class SeenModels:
                 del starts[next(iter(starts))]
 
     def is_recent(self, name: str) -> bool:
-        """Whether a worker of the model came or went within its grace."""
+        """Return whether a worker of the model came or went within its grace."""
         seen = self._models.get(name)
         return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
 
     def grace_s(self, member: Member) -> float:
-        """How long what a member hosts is expected back: as long as its models are, or as it takes to start."""
+        """Return how long what a member hosted is expected back: as long as its models, or as it takes to start."""
         if member.connected:
-            return self._grace_s  # it starts nothing, and has given something up
+            return self._grace_s  # it is not starting, and has dropped something
         starts = (start for seen in self._of(member) for start in seen.starts.values())
         return self._grace_of([member.load.start_s, *starts])
 

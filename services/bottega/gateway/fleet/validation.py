@@ -1,4 +1,4 @@
-"""The bounds on what a service says when it joins and when it reports its load. All violations are found at once."""
+"""The bounds on registrations and reports of services. All violations are found at once."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from bottega.v1.generation_pb2 import Sampler
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted, HostedState, LeftOut
 
 MAX_MODELS = 256
-"""Of one service, and names that are remembered after their last worker has left."""
+"""Upper bound on the models of one service, and on models that are remembered after their last worker has left."""
 
 MAX_USED_KINDS = 16
-"""Of services, whose addresses a service wants."""
+"""Upper bound on the kinds of services whose addresses a service wants."""
 
 MAX_HOSTED = 1024
-"""Of a kind, by one service."""
+"""Upper bound on what one service hosts of a kind."""
 
-# By one service, of all kinds: a report is looked through at once.
+# Upper bound on what one service hosts of all kinds: a report is checked in one go.
 _MAX_HOSTED_IN_ALL = 4 * MAX_HOSTED
 
 _MAX_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 256
-# Of what nobody shall guess.
+# Least and most characters of a secret that cannot be guessed.
 _INSTANCE_CHARACTERS = (16, 64)
 # A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
 _MAX_ENTRIES = 4096
-# Sizes of latents, and widths of groups, of which a worker says what masked rows take.
+# Upper bound on the sizes of latents, and on the widths of groups, for which a worker reports times of masked rows.
 _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
-# Of a worker's self-check.
+# Upper bound on the entries of a worker's self-check.
 _MAX_ACCELERATIONS = 64
-# Of what a service does while it starts.
+# Upper bound on the characters of a stage of starting.
 _MAX_STAGE = 64
 _MAX_REASON = rules.MAX_REASON_CHARACTERS
 _ACCELERATION = re.compile(r"[a-z0-9_.-]{1,64}")
-# A name or an address of a host; no path, no scheme.
+# A host's name or address, without path and scheme.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violation]:
-    """What is wrong with a newcomer."""
+    """Yield what is wrong with a registration."""
     if not is_kind(registration.kind):
         yield _violation("kind", "must be 1 to 32 characters of [a-z0-9-], the first a letter")
     uses = registration.uses
@@ -69,7 +69,7 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
 
 
 def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
-    """Yield the violations of a report. Numbers that cannot be planned with are not among them: they are ignored."""
+    """Yield what is wrong with a report. Numbers that cannot be planned with are not refused but ignored."""
     for name in ("running", "step_times"):
         if len(getattr(load, name)) > _MAX_ENTRIES:
             yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
@@ -117,14 +117,18 @@ def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:
 
 
 def _accelerations(load: fleet_pb2.Load) -> Iterator[Violation]:
-    names = [each.name for each in load.accelerations]
+    names = [acceleration.name for acceleration in load.accelerations]
     if len(names) > _MAX_ACCELERATIONS or len(set(names)) < len(names) or not all(map(_ACCELERATION.fullmatch, names)):
         rule = f"at most {_MAX_ACCELERATIONS}, each name once, of 1 to 64 characters of [a-z0-9_.-]"
         yield Violation(field="load.accelerations", description=rule)
-    numbers = [number for each in load.accelerations for number in (each.speedup, each.difference, each.tolerance)]
+    numbers = [
+        number
+        for acceleration in load.accelerations
+        for number in (acceleration.speedup, acceleration.difference, acceleration.tolerance)
+    ]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         yield Violation(field="load.accelerations", description="numbers must be finite and not negative")
-    if any(len(each.reason) > _MAX_REASON for each in load.accelerations):
+    if any(len(acceleration.reason) > _MAX_REASON for acceleration in load.accelerations):
         yield Violation(field="load.accelerations", description=f"a reason has at most {_MAX_REASON} characters")
 
 
@@ -155,7 +159,7 @@ def _can_be_switched(time: tuple[str, float]) -> bool:
 def _can_be_hosted(item: Hosted) -> bool:
     return (
         is_kind(item.kind)
-        # LoRAs are told apart by their digests alone; ControlNets are asked for by name.
+        # LoRAs are identified by their digests alone; ControlNets are requested by name.
         and (
             rules.is_adapter_name(item.name)
             if item.name or item.kind == kinds.CONTROLNET
@@ -196,7 +200,7 @@ def _is_bounded(model: image_pb2.Model) -> bool:
 
 
 def _can_be_drawn_with(model: image_pb2.Model) -> bool:
-    """Yield the violations of a model's defaults: they fill in requests, and no rule checks them again."""
+    """Return whether requests may have a model's defaults, which fill in requests and are not checked again."""
     sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor)
     return (
         all(0 <= side <= rules.MAX_SIDE for side in sides)
@@ -224,12 +228,12 @@ def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
 
 
 def _are_refused_steps(reasons: Mapping[int, str]) -> bool:
-    """Return whether they are numbers that requests may have, each with a reason of a bounded length."""
+    """Return whether steps are numbers that requests may have, each with a reason of a bounded length."""
     return all(1 <= steps <= rules.MAX_STEPS and 0 < len(reason) <= _MAX_REASON for steps, reason in reasons.items())
 
 
 def _is_address(address: str) -> bool:
-    # The gateway, or Prometheus, will connect to it: it must not mean anything else to a resolver.
+    # The gateway or Prometheus will connect to it, so it must mean the same to every resolver.
     try:
         host, port = split(address)
     except ConfigError:

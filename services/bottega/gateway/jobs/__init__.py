@@ -1,3 +1,5 @@
-"""Jobs of the gateway: their states (job), where they are kept (repository, store), in what order their changes are
-written (write_queue), and the disk under all of it (storage). Imports no other package of the gateway.
+"""Jobs of the gateway.
+
+job has their states, repository and store keep them, write_queue writes their changes in order, and storage looks after
+the disk. This package imports no other package of the gateway.
 """

@@ -26,7 +26,7 @@ _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest))
 
 
 def record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a job that was just accepted. steady: what the steady clock says now."""
+    """Return the record of a job that was just accepted. steady: The time now on the steady clock."""
     return JobRecord(
         **{name: getattr(job.request, name) for name in _OF_REQUEST},
         job_id=job.job_id,
@@ -37,13 +37,13 @@ def record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 def live_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a job that was stored before and has not ended. steady: what the steady clock says now."""
+    """Return the record of a job that was stored before and has not ended. steady: The time now on the steady clock."""
     record = dataclasses.replace(record_of(job, steady=steady), sequence=job.sequence)
     return record.progressed(progress_of(job, steady=steady)) or record
 
 
 def answered_record_of(job: Job, *, steady: float) -> JobRecord:
-    """The record of a job that was just accepted, and is completed by an identical one's result. steady: its end."""
+    """Return the record of a new job that an identical one's result completes. steady: When, on the steady clock."""
     outcome = job.outcome
     assert outcome is not None
     assert outcome.provenance is not None
@@ -56,14 +56,14 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 async def inputs_of(job: Job) -> bytes:
-    """What a live job needs beside its record; nothing where it has no input images."""
+    """Return what a live job needs beside its record: its complete spec if it has input images, else nothing."""
     if not job.open or not specs.has_images(job.spec):
         return b""
     return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
 def progress_of(job: Job, *, steady: float) -> JobProgress:
-    """Return what is stored of a job that waits or runs. steady: what the steady clock says now."""
+    """Return what is stored of a job that waits or runs. steady: The time now on the steady clock."""
     return JobProgress(
         state=job.state,
         deadline_wall=_deadline_steady(job, steady),
@@ -75,7 +75,15 @@ def progress_of(job: Job, *, steady: float) -> JobProgress:
 
 
 def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant: str, end: EndTime) -> Change:
-    """The change that ends a job of a tenant so. number: of its newest attempt. bare: its spec without input images."""
+    """Return the change of a record that ends a job.
+
+    Args:
+        outcome: How it ends.
+        number: Number of its newest attempt.
+        bare: Its spec without input images.
+        tenant: Its tenant.
+        end: When it ends.
+    """
     error = _error_of(outcome.error)
     if outcome.state == JOB_STATE_COMPLETED:
         provenance = outcome.provenance.SerializeToString() if outcome.provenance else b""
@@ -90,7 +98,7 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
 
 
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
-    """The job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
+    """Return the job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
     bare = GenerationSpec.FromString(record.spec)
     left_s = None if record.deadline_wall is None else record.deadline_wall - steady
     job = Job(
@@ -115,7 +123,7 @@ def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, s
 
 
 def outcome_of(record: JobRecord) -> JobOutcome:
-    """How a job that has ended did."""
+    """Return how a job ended."""
     assert not record.live
     return JobOutcome(
         state=record.state,
@@ -128,7 +136,7 @@ def outcome_of(record: JobRecord) -> JobOutcome:
 
 
 def _deadline_steady(job: Job, steady: float) -> float | None:
-    """Return its deadline on the steady clock, which says `steady` now; None is without bound."""
+    """Return a job's deadline on the steady clock, which says `steady` now; None means no bound."""
     return None if job.deadline is None else steady + job.deadline - job.clock.monotonic()
 
 

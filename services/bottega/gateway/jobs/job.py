@@ -1,7 +1,7 @@
 """One job and its states: queued, running, then completed, failed or cancelled; queued again when its worker is lost.
 
-Every attempt has a number, and only the newest attempt counts: a late event of an earlier one changes nothing. The end
-of a job is decided first (`outcome`), which stops every other change, and published when it is durable (`finish`).
+Every attempt has a number, and only the newest attempt counts: a late event of an earlier one changes nothing. How a
+job ends is decided first (`outcome`), which stops every other change, and published when it is durable (`finish`).
 
     state      what happens                                     next
     queued     it is new, and an identical job's result answers completed, before it is stored
@@ -23,9 +23,9 @@ of a job is decided first (`outcome`), which stops every other change, and publi
     ended      anything                                         unchanged
 
 A quarantined job runs exclusively: it takes an idle worker, or one is cleared for it, and nothing joins it until it has
-ended or got further than it was when the worker died. If another worker dies after that, it stays quarantined until it
-ends. So a job sees at most two deaths beside others, no job fails because of its neighbours, and a poison pill is out
-after two more deaths.
+ended or got further than it was when the worker died. If another worker dies after that, the job stays quarantined
+until it ends. So a job sees at most two deaths beside others, no job fails because of its neighbours, and a poison pill
+fails after two more deaths.
 """
 
 from __future__ import annotations
@@ -62,61 +62,59 @@ from bottega.v1.image_pb2 import (
 )
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# The low bits of an attempt's number count the job's attempts, those above them the lives of the gateway: so a later
-# life outranks every earlier one, even where the last attempts of that were not written. An int32 has room for 500,000.
+# The low bits of an attempt's number count the job's attempts, the high bits the lives of the gateway. So a later life
+# outranks every earlier one, even if that one's last attempts were not written. An int32 has room for 500,000 lives.
 _COUNT_BITS = 12
 MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
-# A caller that attaches again states the same deadline, a little later for the time on the wire.
+# A caller that attaches again gives the same deadline, a little later because of the time on the wire.
 _SAME_DEADLINE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job of the API; the SDK's handle on one has the same name. Only its methods change it; each returns whether it
-    changed anything. It has many fields because it is all that the gateway knows of a job; they stand by how long they
-    live.
+    """A job of the API; the SDK's handle on one has the same name.
 
-    Stored when it is accepted, and the same from then on but for what goes when it ends:
-    spec: complete; its input images go when the job ends. bare: the same without input images. Once the job is
-    cancelled, both have short texts. sequence: its place among all jobs; 0 until it is stored.
-
-    Stored again whenever they change, and when it ends; `losses.deaths` too:
-    number: of the newest attempt. deadline: on the monotonic clock. decisions: what its attempts have decided so far,
-    which later attempts keep to. The last four say how it ended, as it was published.
-
-    Known only to this process:
-    life: lives of the gateway before this one. preview: somebody wants previews. exclusive: nothing else has been at
-    the worker since the current attempt started. versions: hashes of ControlNets, by name, that the newest attempt
-    uses; servers: those that it was given for them. outcome: decided; published when it is durable. detached: why
-    nobody here follows the job any further.
-
-    Read from the spec once, because the scheduler needs them for every job at every pass:
-    rows: that it puts into each turn. controlnets: their names, one for each in the spec. loras: digests, one for each
-    in the spec; lora_set: with their scales.
+    Only its methods change it, and each returns whether it changed anything. The fields are in four groups, by how long
+    they live.
     """
+
+    # Stored when the job is accepted. They stay the same, but for what goes when the job ends.
 
     request: JobRequest
     spec: GenerationSpec
+    """The complete spec. Its input images go when the job ends; a cancelled job keeps short texts."""
     bare: GenerationSpec
+    """The spec without input images."""
     job_id: str = ""
     sequence: int = 0
+    """Its place among all jobs; 0 until it is stored."""
     created_wall: float = 0.0
+
+    # Stored again whenever they change, and when the job ends; `losses.deaths` too.
 
     state: JobState.ValueType = JOB_STATE_QUEUED
     number: int = 0
+    """Number of the newest attempt."""
     deadline: float | None = None
+    """When nobody wants it any more, on the monotonic clock; None means no bound."""
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
+    """What its attempts have decided so far, which later attempts keep to."""
     started_wall: float | None = None
     ended_wall: float | None = None
     images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
 
+    # Known only to this process.
+
     clock: Clock
     life: int = 0
+    """Number of lives of the gateway before this one."""
     preview: bool = False
+    """Whether previews are wanted."""
     worker: str = ""
     exclusive: bool = False
+    """Whether nothing else has been at the worker since the current attempt started."""
     queue_position: QueuePosition | None = None
     steps: JobSteps = field(default_factory=JobSteps)
     losses: JobLosses = field(default_factory=JobLosses)
@@ -124,17 +122,27 @@ class Job:
     previews: dict[int, JobPreview] = field(default_factory=dict)
     checkpoint: JobCheckpoint | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the ControlNets that the newest attempt uses, by name."""
     servers: tuple[str, ...] = ()
+    """Servers that the newest attempt was given for its ControlNets."""
     outcome: JobOutcome | None = None
+    """How it ends, once that is decided; published when it is durable."""
     detached: BottegaError | None = None
+    """Why nobody here follows the job any further."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    # Read from the spec once, because the scheduler needs them for every job at every pass.
+
     num_images: int = field(init=False)
     rows: int = field(init=False)
+    """Number of rows that it puts into each turn."""
     controlnets: tuple[str, ...] = field(init=False)
+    """Names of its ControlNets, one for each in the spec."""
     loras: tuple[str, ...] = field(init=False)
+    """Digests of its LoRAs, one for each in the spec."""
     lora_set: LoraSetKey = field(init=False)
+    """Its LoRAs with their scales."""
 
     def __post_init__(self) -> None:
         now, now_wall = self.clock.monotonic(), self.clock.wall()
@@ -151,7 +159,7 @@ class Job:
 
     @property
     def log_id(self) -> str:
-        """The request_id of its log lines, here and at the workers; never empty."""
+        """The request_id of its log lines, here and at workers; never empty."""
         return self.request.request_id or self.request.log_id or self.job_id
 
     @property
@@ -161,38 +169,41 @@ class Job:
 
     @property
     def open(self) -> bool:
-        """Whether it is not decided yet how it ends."""
+        """Whether its end is not decided yet."""
         return self.live and self.outcome is None
 
     @property
     def age_s(self) -> float:
-        """Seconds from acceptance to its end, or until now."""
+        """Seconds from its acceptance to its end, or until now."""
         return (self.clock.monotonic() if self.times.ended_at is None else self.times.ended_at) - self.times.created_at
 
     @property
     def attempts(self) -> int:
-        """Attempts so far, in all lives of the gateway."""
+        """Number of attempts so far, in all lives of the gateway."""
         return self.number & MOST_ATTEMPTS
 
     @property
     def quarantined(self) -> bool:
-        """Whether it runs exclusively or not at all: a worker died with it, and it has not got further since."""
+        """Whether it may only run exclusively: a worker died with it, and it has not got further since."""
         return self.losses.quarantined_until is not None and self.steps.done <= self.losses.quarantined_until
 
     def is_current(self, number: int) -> bool:
-        """Whether attempt `number` is the one that counts."""
+        """Return whether attempt `number` is the one that counts."""
         return self.open and self.state == JOB_STATE_RUNNING and number == self.number
 
     def mark_durable(self) -> None:
-        """It is stored: from now on it waits for a worker."""
+        """Note that the job is stored: from now on it waits for a worker."""
         now = self.clock.monotonic()
         self.times.acknowledge_s, self.times.queued_at = now - self.times.queued_at, now
 
     def start_attempt(self, worker: str, *, free_at: float | None = None, exclusive: bool = False) -> int:
-        """Gives the job to a worker; returns the attempt's number.
+        """Give the job to a worker, and return the attempt's number.
 
-        free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job was queued, from
-        then on it is routed. exclusive: whether the worker has nothing else.
+        Args:
+            worker: Name of the worker.
+            free_at: When the worker could take the job, on the monotonic clock; None means now. Until then the job was
+                queued, and from then on it is routed.
+            exclusive: Whether the worker has nothing else.
         """
         assert self.open
         assert self.state == JOB_STATE_QUEUED
@@ -203,7 +214,7 @@ class Job:
         return self.number
 
     def adopt_attempt(self, worker: str, number: int) -> bool:
-        """A worker still has an attempt of an earlier life. Refused where a later one is known."""
+        """Go on with an attempt of an earlier life that a worker still has, unless a later one is known."""
         if not self.open or number < self.number:
             return False
         self.times.routed_at = self.clock.monotonic()
@@ -214,13 +225,13 @@ class Job:
         return True
 
     def mark_dispatched(self) -> float:
-        """The worker has been called; returns the seconds that routing this attempt took."""
+        """Note that the worker has been called, and return the seconds that routing this attempt took."""
         route_s = self.clock.monotonic() - self.times.routed_at
         self.times.route_s += route_s
         return route_s
 
     def start_denoising(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
-        """The attempt denoises, after the `steps_resumed` steps that a checkpoint brought."""
+        """Note that the attempt denoises, after the `steps_resumed` steps that a checkpoint brought."""
         if not self.is_current(number):
             return False
         self.steps.repeated += max(0, self.steps.done - steps_resumed)
@@ -229,7 +240,7 @@ class Job:
         return True
 
     def set_steps_done(self, number: int, steps_done: int) -> bool:
-        """Denoising steps of the attempt so far, over all images."""
+        """Set the number of denoising steps of the attempt so far, over all images."""
         if not self.is_current(number):
             return False
         self.steps.done = steps_done
@@ -237,7 +248,7 @@ class Job:
         return True
 
     def set_preview(self, number: int, index: int, jpeg: bytes) -> bool:
-        """A preview of image `index` came; it replaces the one before."""
+        """Set the newest preview of image `index`."""
         if not self.is_current(number) or not 0 <= index < self.num_images:
             return False
         newest = max((preview.version for preview in self.previews.values()), default=0)
@@ -246,9 +257,9 @@ class Job:
         return True
 
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
-        """A checkpoint came; it replaces the one before.
+        """Set the newest checkpoint.
 
-        One of pictures that are kept for editing is not taken: it has not the latents of the steps before it, which are
+        Pictures that are kept for editing have none: a checkpoint lacks the latents of the steps before it, which are
         kept as well. A later attempt draws the same pictures from the beginning.
         """
         if not self.is_current(number) or self.bare.keep_for_editing:
@@ -257,26 +268,29 @@ class Job:
         return True
 
     def set_decisions(self, number: int, decisions: AttemptDecisions) -> bool:
-        """All that the attempt has decided so far, with what it was given of earlier ones."""
+        """Set all that the attempt has decided so far, including what earlier attempts decided."""
         if not self.is_current(number) or decisions == self.decisions:
             return False
         self.decisions = decisions
         return True
 
     def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
-        """The attempt that starts uses these versions: a checkpoint that others had a part in is dropped."""
+        """Set the versions that a new attempt uses, and drop a checkpoint that was made with others."""
         if any(digest != versions.get(name, digest) for name, digest in self.versions.items()):
             self.checkpoint = None
         self.versions, self.servers = versions, servers
 
     def mark_shared(self) -> None:
-        """Another job goes to the same worker: if that dies from now on, this job need not be the cause."""
+        """Note that another job goes to the same worker: if that dies, this job need not be the cause."""
         self.exclusive = False
 
     def requeue_lost(self, number: int, *, died: bool = False, exclusive: bool = True) -> bool:
-        """The attempt's worker is lost: the job waits again.
+        """Queue the job again, because the attempt's worker is lost.
 
-        died: the worker is dead and not just cut off; the job may have killed it. exclusive: as far as the worker knew.
+        Args:
+            number: Number of the attempt.
+            died: Whether the worker is dead and not just cut off; the job may have killed it.
+            exclusive: Whether the worker ran nothing else, as far as it knew.
         """
         if not self.is_current(number):
             return False
@@ -291,7 +305,7 @@ class Job:
         return True
 
     def requeue_returned(self, number: int) -> bool:
-        """The worker refused the attempt or returned it: the job waits again, and no loss is counted."""
+        """Queue the job again, because the worker refused or returned the attempt. No loss is counted."""
         if not self.is_current(number):
             return False
         self.losses.returns += 1
@@ -299,7 +313,7 @@ class Job:
         return True
 
     def extend_deadline(self, deadline: float | None) -> bool:
-        """Somebody wants it until then, on the monotonic clock; None is without bound. Never shortens it."""
+        """Extend the deadline, on the monotonic clock; None means no bound. Never shorten it."""
         if not self.open or self.deadline is None:
             return False
         if deadline is not None and deadline < self.deadline + _SAME_DEADLINE_S:
@@ -309,40 +323,40 @@ class Job:
 
     @property
     def due_s(self) -> float:
-        """Seconds until it is due, negative after it was, endless where it is not; see JobTimes."""
+        """Seconds until it is due, negative afterwards, infinite if it is not due; see JobTimes."""
         return self.times.due_at - self.clock.monotonic()
 
     def set_queue_position(self, place: int, estimate_s: float | None = None) -> None:
-        """Says where the job is in the queue."""
+        """Set the job's place in the queue, and the seconds until it is expected to complete."""
         position = QueuePosition(place=place, estimate_s=estimate_s)
         if self.open and self.state == JOB_STATE_QUEUED and position != self.queue_position:
             self.queue_position = position
             self._notify()
 
     def complete(self, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """The attempt brought all images, and they are durable."""
+        """Decide that the job completes: the attempt brought all images, and they are durable."""
         return self.is_current(number) and self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def answer(self, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """The stored result of an identical job is its own, before it is stored itself; no attempt is made."""
+        """Decide that a job that is not stored yet completes with the stored result of an identical job."""
         assert self.sequence == 0
         return self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
-        """Fails the job; with a number, only if that attempt still counts."""
+        """Decide that the job fails; with a number, only if that attempt still counts."""
         return (number is None or self.is_current(number)) and self._decide(JOB_STATE_FAILED, error=error)
 
     def fail_if_exhausted(self) -> bool:
-        """Fails a job for whose next attempt there is no number."""
+        """Decide that a job fails if there is no number for another attempt."""
         why = WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0)
         return self.attempts >= MOST_ATTEMPTS and self.fail(why)
 
     def cancel(self, why: str = "the job was cancelled") -> bool:
-        """Cancels the job."""
+        """Decide that the job is cancelled."""
         return self._decide(JOB_STATE_CANCELLED, error=JobCancelled(why))
 
     def finish(self, outcome: JobOutcome) -> None:
-        """Publishes how it ended: what was decided, or what is known to have been written."""
+        """Publish how the job ended: as decided, or as is known to have been written."""
         if not self.live:
             return
         self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
@@ -354,7 +368,7 @@ class Job:
         self._notify()
 
     def detach(self, why: BottegaError) -> None:
-        """Sends away whoever follows it here; the job itself goes on, or will."""
+        """End all watches of the job here; the job itself goes on, or will."""
         self.detached = why
         self._notify()
 
@@ -398,9 +412,9 @@ class Job:
 
 
 def _new_job_id(wall: float) -> str:
-    """24 hex digits: the second, and 64 random bits.
+    """Return 24 hex digits: the second, and 64 random bits.
 
-    Ids that are made one after the other lie beside each other in the store's index: with random ones nearly every job
-    would write a page of its own.
+    IDs that are made one after the other are neighbours in the store's index. With random ones nearly every job would
+    write a page of its own.
     """
     return f"{int(wall) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"

@@ -1,7 +1,7 @@
 """The lines of the gateway's log about jobs: one for each change of a job's state.
 
-Every line names the job by job_id and by the request_id that the worker's lines carry too. Both are said here
-and not left to the fields of the current call: a job often moves on in the course of somebody else's.
+Every line names the job by job_id and by the request_id that the worker's lines have, too. It does not rely on the
+fields of the current call, because a job often changes in the course of another caller's call.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ _log = logging.getLogger(__name__)
 
 
 def job_fields(job: Job) -> dict[str, object]:
-    """The fields by which every line about a job is found."""
+    """Return the fields by which every line about a job is found."""
     return {"job_id": job.job_id, "request_id": job.log_id}
 
 
 def accepted(job: Job) -> None:
-    """The job is ours from now on."""
+    """Log that a job was accepted."""
     _log.info("job accepted", extra={**job_fields(job), "model": job.bare.model})
 
 
 def restored(jobs: int, held: int, seconds: float) -> None:
-    """The jobs of an earlier life are there again."""
+    """Log that the jobs of an earlier life were restored."""
     _log.info("jobs restored", extra={"jobs": jobs, "held": held, "seconds": round(seconds, 3)})
 
 
 def attempt_lost(job: Job, error: BottegaError) -> None:
-    """The worker of the current attempt is lost."""
+    """Log that the worker of a job's current attempt is lost."""
     _log.warning("attempt lost", extra={**job_fields(job), **_progress(job), "text": error.message})
 
 
 def attempt_returned(job: Job, error: BottegaError) -> None:
-    """The worker has not taken the current attempt, or hands it over."""
+    """Log that a worker refused or returned a job's current attempt."""
     _log.warning("attempt returned", extra={**job_fields(job), **_progress(job), "text": error.message})
 
 
 def ended(job: Job) -> None:
-    """The job has ended, however."""
+    """Log that a job has ended, and how."""
     facts = {**job_fields(job), "model": job.bare.model, "seconds": round(job.age_s, 3), **_progress(job)}
     if job.error is None:
         _log.info("job completed", extra={**facts, **_source(job)})
@@ -55,6 +55,6 @@ def _progress(job: Job) -> dict[str, object]:
 
 
 def _source(job: Job) -> dict[str, object]:
-    """The job whose stored result it has, where it was not drawn."""
+    """Return the job whose stored result it has, if it was not drawn."""
     identical = job.provenance.identical_job if job.provenance else ""
     return {"identical_job": identical} if identical else {}

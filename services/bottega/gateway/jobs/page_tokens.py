@@ -1,6 +1,6 @@
-"""Tokens of pages of jobs: each says to this gateway alone, and for one tenant, which job came last before its page.
+"""Tokens of pages of jobs: each tells this gateway alone, for one tenant, which job came last before the page.
 
-The job's sequence counts the jobs of all tenants, so a token shows nothing of it.
+The job's sequence counts the jobs of all tenants, so a token does not show it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bottega.errors import InvalidRequest, Violation
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
-# A nonce, 8 bytes of the sequence and 16 of the check, in base64.
+# A nonce, 8 bytes of the sequence and a tag of 16 bytes, in base64.
 _TOKEN_CHARACTERS = 48
 
 
 class PageTokens:
-    """Makes and reads tokens. Those of an earlier life are read where its key is still there.
+    """Makes and reads page tokens. Tokens of an earlier life are read while its key is still there.
 
     Args:
-        key_file: File of the key; it is made at the first use.
+        key_file: File of the key; it is written at the first use.
     """
 
     def __init__(self, key_file: Path) -> None:
@@ -34,18 +34,18 @@ class PageTokens:
         self._cipher: AESGCM | None = None
 
     def token_of(self, sequence: int, *, tenant: str) -> str:
-        """Return the tenant's token of the page after that job."""
+        """Return the tenant's token of the page after the job with that sequence."""
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._opened().encrypt(nonce, sequence.to_bytes(8, "big"), tenant.encode())
         return base64.urlsafe_b64encode(nonce + sealed).decode()
 
     def sequence_of(self, token: str, *, tenant: str) -> int:
-        """Return the sequence that a token says. Raise InvalidRequest for one that the tenant was not given."""
+        """Return the sequence in a token. Raise InvalidRequest for a token that the tenant was not given."""
         if len(token) == _TOKEN_CHARACTERS:
             with contextlib.suppress(binascii.Error, ValueError, InvalidTag):
                 raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
-                said = self._opened().decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], tenant.encode())
-                return int.from_bytes(said, "big")
+                sequence = self._opened().decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], tenant.encode())
+                return int.from_bytes(sequence, "big")
         rule = "must be the next_page_token of an earlier answer"
         raise InvalidRequest(f"page_token: {rule}", violations=[Violation(field="page_token", description=rule)])
 
@@ -56,7 +56,7 @@ class PageTokens:
 
 
 def _key_in(path: Path) -> bytes:
-    """Return the key in a file, which is made where there is none; of this process alone where none can be written."""
+    """Return the key in a file, or a new one, which is written if it can be and else lives with this process."""
     with contextlib.suppress(OSError):
         key = path.read_bytes()
         if len(key) == _KEY_BYTES:

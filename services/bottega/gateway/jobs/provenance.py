@@ -1,4 +1,4 @@
-"""What the gateway adds to the provenance that a worker reports, and what it says of a job that was not drawn."""
+"""Provenances: what the gateway adds to those of workers, and those of jobs that were not drawn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bottega.v1.generation_pb2 import Provenance, StageTime
 
 @functools.cache
 def version() -> str:
-    """Version of the suite that runs here."""
+    """Return the version of the suite that runs here."""
     return importlib.metadata.version("bottega-services")
 
 
 def completed_provenance(job: Job, reported: Provenance) -> Provenance:
-    """The worker's provenance with what only the gateway knows: parameters, attempts, its own times."""
+    """Return a worker's provenance with what only the gateway knows: parameters, attempts, its own times."""
     full = Provenance()
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
@@ -40,9 +40,9 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
 
 
 def answered_provenance(job: Job, source: Job) -> Provenance:
-    """The provenance of a job that the stored result of `source` answers: nothing was drawn.
+    """Return the provenance of a job that the stored result of `source` answers, so that nothing was drawn.
 
-    Of `source`, which may have been answered itself, it has how the pictures were made; attempts and times are the
+    It says how the pictures of `source` were made, which may have been answered itself. Attempts and times are the
     job's own.
     """
     assert source.provenance is not None

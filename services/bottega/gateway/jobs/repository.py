@@ -1,7 +1,7 @@
-"""The jobs of this gateway: those that have not ended in memory, all of them in the store.
+"""The jobs of this gateway: those that have not ended are in memory, and all of them in the store.
 
-Before a caller reads that a job was accepted or has ended, that is durable. How far a running job is, is only known in
-memory.
+Before a caller reads that a job was accepted or has ended, that is durable. The progress of a running job is only known
+in memory.
 """
 
 from __future__ import annotations
@@ -42,25 +42,28 @@ from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED
 
-# A gateway that starts has read its jobs in less; so a caller that came too early waits for it.
+# A gateway that starts has read its jobs within this time; a caller that comes earlier waits for it.
 _READY_S = 5.0
 
-# Of an end that was decided; a healthy disk takes milliseconds.
+# Time for an end that was decided to be written; a healthy disk takes milliseconds.
 _WRITTEN_S = 2.0
 
-# Of a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
+# Upper bound on a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
 _MAX_SPEC_BYTES = 256 << 10
 
-# Of jobs with the same result, those that are looked at: older ones were drawn again because their images had gone.
+# Jobs with the same result that are looked at: older ones were drawn again because their images had gone.
 _SAME_RESULT = 4
 
 _log = logging.getLogger(__name__)
 
 
 class JobRepository:
-    """`restore` it when the storage is open. Every method that reads may raise StorageUnavailable and DataLoss.
+    """The jobs of a gateway. `restore` them when the storage is open.
 
-    restored: whether the jobs of earlier lives are known, so that an unknown one is one that has ended.
+    Every method that reads may raise StorageUnavailable and DataLoss.
+
+    Attributes:
+        restored: Whether the jobs of earlier lives are known, so that an unknown job is one that has ended.
     """
 
     def __init__(self, *, storage: Storage, clock: Clock) -> None:
@@ -79,14 +82,14 @@ class JobRepository:
 
     @property
     def life(self) -> int:
-        """Lives of the gateway before this one."""
+        """Number of lives of the gateway before this one."""
         return max(0, self._store.generation - 1)
 
     async def restore(self) -> list[Job]:
-        """The jobs that an earlier life left, in their order. Queue them before anything else happens.
+        """Return the jobs that an earlier life left, in their order. Queue them before anything else happens.
 
-        A job that cannot be drawn any more, such as with damaged input images, has an outcome already; the caller
-        has to `finish` it.
+        A job that can no longer be drawn, for example because its input images are damaged, has an outcome already; the
+        caller has to `finish` it.
         """
         jobs = [await self._restored_job(record) for record in await self._store.live()]
         for job in jobs:
@@ -96,22 +99,25 @@ class JobRepository:
         return jobs
 
     async def next_found(self) -> Job:
-        """Waits for a live job that was not known here and came across in the store: it has to be queued."""
+        """Wait for a live job that was not known here and was found in the store: it has to be queued."""
         return await self._found.get()
 
     def allow_reads(self) -> None:
-        """The store cannot be opened now: what can be read of it may be."""
+        """Allow reads of what can be read, because the store cannot be opened now."""
         self._readable.set()
 
     async def close(self) -> None:
-        """Writes what waits to be written, as far as the disk lets it."""
+        """Write what waits to be written, as far as the disk takes it."""
         await self._writes.close()
 
     async def add(self, job: Job, *, replaces: str = "") -> Job:
-        """Makes a new job durable, and returns it; or the one that has its request_id already.
+        """Make a new job durable and return it, or return the job that has its request_id already.
 
-        One that is decided already has ended then. replaces: job_id of the ended job that this one takes the request_id
-        from.
+        A job whose outcome is decided has ended when this returns.
+
+        Args:
+            job: The new job.
+            replaces: job_id of the ended job from which this one takes the request_id.
         """
         await self._wait_readable()
         steady = self._storage.steady()
@@ -123,7 +129,7 @@ class JobRepository:
         try:
             record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
-            if error.metadata.get("cause") != os_errors.BUSY:  # in that case it was not even queued to be written
+            if error.metadata.get("cause") != os_errors.BUSY:  # a busy disk was not asked to write it
                 self._doubtful.add(job.job_id)
             self._storage.report_failure(error)
             raise
@@ -140,18 +146,18 @@ class JobRepository:
         return job
 
     def save(self, job: Job) -> None:
-        """Has it written how a live job is now: its attempt, deadline and decisions. Nobody waits for that."""
+        """Have the status of a live job written: its attempt, deadline and decisions. No caller waits for that."""
         job_id, progress = job.job_id, progress_of(job, steady=self._storage.steady())
         self._writes.enqueue(job_id, lambda: self._store.update(job_id, lambda record: record.progressed(progress)))
 
     async def finish(self, job: Job) -> None:
-        """Writes how the job ends, and publishes it then; not while the disk cannot take it."""
+        """Write how a job ends, as soon as the disk takes it, and then publish it."""
         decided = job.outcome
         assert decided is not None
         try:
             outcome = await self._writes.enqueue_and_wait(job.job_id, lambda: self._write(job, decided))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody shall wait for ever
-            # What is not durable has not happened, and this will never be.
+        except Exception as error:  # noqa: BLE001 - whatever it is, no caller may wait for ever
+            # What is not durable has not happened, and this end will never be durable.
             _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
             why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
             outcome = JobOutcome(
@@ -192,12 +198,12 @@ class JobRepository:
             raise
 
     def check_changeable(self, job: Job) -> None:
-        """Raises StorageUnavailable for a live job that was only read: it cannot be changed here."""
+        """Raise StorageUnavailable for a live job that was only read: it cannot be changed here."""
         if job.live and self._live.get(job.job_id) is not job:
             raise job.detached or StorageUnavailable("the job cannot be changed now", retry_after_s=1.0)
 
     async def wait_finished(self, job: Job) -> None:
-        """Returns when a job whose end was decided has ended. Raises StorageUnavailable when that takes too long."""
+        """Return when a job whose end was decided has ended. Raises StorageUnavailable if that takes too long."""
         try:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
@@ -205,21 +211,21 @@ class JobRepository:
             raise StorageUnavailable("the disk takes long", retry_after_s=os_errors.RETRY_AFTER_S) from None
 
     async def live_records(self) -> AsyncIterator[tuple[JobRecord, bytes]]:
-        """Give the records and inputs of the jobs that have not ended, for a store that has lost them."""
+        """Yield the records and inputs of the jobs that have not ended, for a store that has lost them."""
         for job in list(self._live.values()):
             if self._live.get(job.job_id) is job:
                 yield live_record_of(job, steady=self._storage.steady()), await inputs_of(job)
 
     def live(self) -> Iterator[Job]:
-        """Jobs that have not ended."""
+        """Return the jobs that have not ended."""
         return iter(self._live.values())
 
     def find_live(self, job_id: str) -> Job | None:
-        """The job, if it has not ended."""
+        """Return the job if it has not ended."""
         return self._live.get(job_id)
 
     async def get(self, job_id: str, *, tenant: str = "") -> Job:
-        """The job of that tenant. Raises JobNotFound, for one of another in the same words and time as for none."""
+        """Return a tenant's job. Raises JobNotFound, for another tenant's in the same words and time as for none."""
         await self._wait_readable()
         job = self._live.get(job_id)
         if job is None or job.request.tenant != tenant:
@@ -231,7 +237,7 @@ class JobRepository:
         return job
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> Job | None:
-        """The newest job of an idempotency key of that tenant, or None."""
+        """Return the newest job of a tenant's idempotency key, or None."""
         await self._wait_readable()
         job = self._by_request_id.get((tenant, request_id))
         if job is None:
@@ -241,22 +247,20 @@ class JobRepository:
         return job
 
     async def usage(self, tenant: str) -> TenantUsage:
-        """What quotas ask for, of a tenant."""
+        """Return what quotas need to know of a tenant."""
         await self._wait_readable()
         with self._explained():
             return await self._store.usage(tenant, now_wall=self._clock.wall())
 
     async def with_result(self, result_key: str) -> list[Job]:
-        """The newest of the jobs that completed with that key, for looking at only, newest first."""
+        """Return the newest jobs that completed with that key, read-only and newest first."""
         await self._wait_readable()
         with self._explained():
             records = await self._store.with_result(result_key, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "") -> list[Job]:
-        """The newest of a tenant's jobs that keep latents of the picture with that digest, to be looked at only, newest
-        first.
-        """
+        """Return the newest jobs of a tenant that keep latents of a picture, read-only and newest first."""
         await self._wait_readable()
         with self._explained():
             records = await self._store.with_kept_picture(digest, tenant=tenant, limit=_SAME_RESULT)
@@ -266,12 +270,13 @@ class JobRepository:
         """Return jobs, newest first, and the token of the next page ("" on the last).
 
         Args:
-            size: Most jobs of the page.
-            max_bytes: Of what is stored of them; the first one is on the page however large it is.
-            token: That of the page before, or "".
+            wanted: Which jobs the list holds.
+            size: Upper bound on the jobs of the page.
+            max_bytes: Upper bound on the size of their records; the first one is on the page however large it is.
+            token: The token of this page, or "" for the first one.
 
         Raises:
-            InvalidRequest: The token was not given out.
+            InvalidRequest: If the token was not given out.
         """
         newest = self._tokens.sequence_of(token, tenant=wanted.tenant) if token else None
         await self._wait_readable()
@@ -279,16 +284,16 @@ class JobRepository:
             records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
         page = list(_first(records[:size], max_bytes))
         jobs = [self._live.get(record.job_id) or self._read_only(record) for record in page]
-        # What is written may be some milliseconds behind.
+        # The store may be some milliseconds behind.
         matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
         more = len(records) > len(page)
         return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
 
     async def resolve_doubtful(self) -> None:
-        """Looks for jobs that were written though `add` failed: one with a request_id goes on, another is cancelled.
+        """Look for jobs that were written though `add` failed: those with a request_id go on, others are cancelled.
 
-        Its caller was refused; with a request_id it comes again and finds it. What the disk did not let come to an end
-        is looked for again at the next call; what is damaged is left alone.
+        Their callers were refused; with a request_id they retry and find the job. If the disk fails, the next call goes
+        on; what is damaged is left alone.
         """
         for job_id in list(self._doubtful):
             with contextlib.suppress(DataLoss):
@@ -305,7 +310,7 @@ class JobRepository:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """In the block the store is read: a caller that comes before it is open gets the reason why it is not."""
+        """Raise the reason why the store is not open if a caller reads it in the block before it is."""
         try:
             yield
         except StorageUnavailable as error:
@@ -339,7 +344,7 @@ class JobRepository:
         return job
 
     async def _known(self, record: JobRecord) -> Job:
-        """The job of a record that was read: the one in memory where it is live."""
+        """Return the job of a record that was read: the one in memory if it is live."""
         if not record.live or not self.restored:
             return self._read_only(record)
         inputs = b""
@@ -359,14 +364,14 @@ class JobRepository:
         return job
 
     def _read_only(self, record: JobRecord) -> Job:
-        """The job as it was written, for looking at only."""
+        """Return the job as it was written, read-only."""
         job = job_of(record, life=self.life, clock=self._clock, steady=self._storage.steady())
         if job.live:
             job.detach(self._storage.trouble or StorageUnavailable("the job cannot be followed now"))
         return job
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
-        """Writes an end; returns the one that holds, which another try may have written already."""
+        """Write an end, and return the one that holds: another try may have written one already."""
         ending = self._ending(outcome, bare=job.bare, tenant=job.request.tenant, number=job.number)
         if await self._store.update(job.job_id, ending):
             return outcome
@@ -391,7 +396,7 @@ class JobRepository:
 
 
 def _first(records: Sequence[JobRecord], max_bytes: int) -> Iterator[JobRecord]:
-    """Yield the first records that together have at most `max_bytes`, one of them at least."""
+    """Yield the first records that together have at most `max_bytes`, and at least one."""
     room = max_bytes
     for place, record in enumerate(records):
         room -= record.answer_bytes
@@ -405,5 +410,5 @@ def _not_found() -> JobNotFound:
 
 
 def _request_key(job: Job) -> tuple[str, str]:
-    """Under which a request_id finds it: two tenants may use the same one."""
+    """Return the key by which a request_id finds a job: two tenants may use the same one."""
     return job.request.tenant, job.request.request_id

@@ -1,4 +1,4 @@
-"""What the gateway reads from a GenerationSpec: its input images, its size in rows and steps, its latent."""
+"""Reads a GenerationSpec: its input images, its size in rows and steps, its latent."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from bottega.planning import steps_to_run as steps_with
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
-# Fields that hold encoded images, of a spec and of the messages in it.
+# Fields that hold encoded images, in a spec and in the messages in it.
 _IMAGES = frozenset({"image", "mask_image"})
-# Characters kept of each text of a cancelled job: a line or two for whoever looks through a list. With texts of full
-# length, 64 KiB of each job, a few thousand cancelled jobs were all that could be remembered.
+# Characters that are kept of each text of a cancelled job: a line or two in a list. With full texts, up to 64 KiB a
+# job, only a few thousand cancelled jobs could be remembered.
 KEPT_CHARACTERS = 200
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 _CUT = "…"
 
 
 def steps_to_run(spec: GenerationSpec) -> int:
-    """Denoising steps of one image."""
+    """Return the number of denoising steps of one image."""
     return steps_with(spec.num_inference_steps, spec.strength if spec.HasField("strength") else None)
 
 
 def rows(spec: GenerationSpec) -> int:
-    """Rows that a request puts into each turn."""
+    """Return the number of rows that a request puts into each turn."""
     return spec.num_images * rows_per_image(spec.guidance_scale)
 
 
 def latent_shape(spec: GenerationSpec, model: image_pb2.Model) -> Shape:
-    """Height and width of the latent."""
+    """Return the height and width of the latent."""
     factor = latent_scale(model)
     return spec.height // factor, spec.width // factor
 
 
 def latent_scale(model: image_pb2.Model) -> int:
-    """Pixels of an element of the latent, a side."""
+    """Return how many pixels an element of the latent has on each side."""
     return max(1, model.vae_scale_factor or model.size_multiple)
 
 
 def input_images(spec: GenerationSpec) -> Iterator[tuple[str, bytes]]:
-    """Every input image, by the path of its field."""
+    """Yield every input image with the path of its field."""
     for name in ("image", "mask_image"):
         if spec.HasField(name):
             yield f"spec.{name}", getattr(spec, name)
@@ -51,14 +51,14 @@ def input_images(spec: GenerationSpec) -> Iterator[tuple[str, bytes]]:
 
 
 def has_images(spec: GenerationSpec) -> bool:
-    """Whether it carries input images, and with them most of its bytes."""
+    """Return whether a spec has input images, which are most of its bytes."""
     return spec.HasField("image") or spec.HasField("mask_image") or bool(spec.controlnets)
 
 
 def without_images(spec: GenerationSpec) -> GenerationSpec:
-    """A copy of `spec` without its input images, for answers and for the provenance.
+    """Return a copy of `spec` without its input images, for answers and for the provenance.
 
-    Field by field: an image that is copied and cleared again stays in the copy's memory for as long as that lives.
+    It is copied field by field: an image that is copied and then cleared stays in the copy's memory.
     """
     bare = GenerationSpec()
     _copy_fields(spec, bare)

@@ -1,8 +1,8 @@
 """The gateway's disk: the job store and the finished images, and whether they can be written now.
 
-Opens both, again and again until it can; notices when a disk that was full or gone is back; deletes in small slices
-what is too old or too much. What must be written is tried until it is. While the disk cannot be written, no job is
-accepted or dispatched, and finished images wait in memory, up to a bound.
+Both are opened, with retries until that succeeds. A disk that was full or gone is noticed when it is back, and what is
+too old or too much is deleted in small slices. Writes that must happen are retried until they do. While the disk cannot
+be written, no job is accepted or dispatched, and finished images wait in memory, up to a bound.
 """
 
 from __future__ import annotations
@@ -28,37 +28,46 @@ from bottega.storage import ContentStore, clock_file, os_errors
 
 ResultT = TypeVar("ResultT")
 
-# Between two tries: soon enough for callers that wait, seldom enough for a disk that is busy with being full.
+# Time between two tries: short enough for callers that wait, long enough to spare a disk that is full.
 _RETRY_S = 0.5
-# The same for a damaged store, which only a person repairs, and whose check takes a second of a core.
+# Time between two tries of a damaged store, which only a person repairs, and whose check takes a second of a core.
 _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
-# Where the steady clock is noted, and how often: after a restart of the machine it goes on from there.
+# File of the steady clock, and how often it is written: after a restart of the machine the clock goes on from there.
 _CLOCK, _CLOCK_S = "clock.json", 60.0
-# Jobs that are forgotten in one transaction: some milliseconds.
+# Jobs that are forgotten in one transaction, which takes some milliseconds.
 _SWEEP_JOBS = 100
-# Why a folder cannot be used, where no waiting helps: something else has its name, or it is not for this user.
+# Causes for which waiting for a folder does not help: something else has its name, or this user may not use it.
 _UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
 
 LiveJobs = Callable[[], AsyncIterator[tuple[JobRecord, bytes]]]
-"""Gives jobs that have not ended, each with what it needs beside its record."""
+"""Yields jobs that have not ended, each with what it needs beside its record."""
 
 _log = logging.getLogger(__name__)
 
 
 async def digest(data: bytes) -> str:
-    """SHA-256 in hex, computed in a thread where it would block the event loop for long."""
+    """Return the SHA-256 in hex, computed in a thread if it would block the event loop for long."""
     return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
 
 
 class Storage:
-    """Call `open` first, then `start`; close it last.
+    """The disk of a gateway. Call `open` first, then `start`; close it last.
 
-    folder: of both, for the log. trouble: why nothing can be written now, as callers may read it; None while all is
-    well. changed: set whenever trouble begins or ends; its only reader clears it.
-    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which
-    they and images are forgotten, whatever the machine's clock is set to; it continues that of an earlier life.
-    waiting_bytes: of images that may wait in memory for a disk that cannot take them.
+    Args:
+        folder: Folder of both stores.
+        jobs: The job store.
+        images: The store of images.
+        max_jobs: Upper bound on the jobs that are remembered.
+        jobs_bytes: Upper bound on their records.
+        jobs_ttl_s: How long an ended job is remembered.
+        waiting_bytes: Upper bound on the images that wait in memory for a disk that cannot take them.
+
+    Attributes:
+        trouble: Why nothing can be written now, in words for callers; None while all is well.
+        changed: Set whenever trouble begins or ends; its only reader clears it.
+        steady: The clock by which jobs and images are forgotten, whatever the machine's clock is set to. It goes on
+            from that of an earlier life.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class Storage:
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
-        # All that is being stored at once fits into the budget, so that no job's first image goes for another's last.
+        # All that is being stored at once fits into the budget: no job's first image is evicted for another's last.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self.steady = images.steady
         self._steady_continued = False
@@ -101,10 +110,10 @@ class Storage:
         Args:
             restore: Reads what is read before anything else.
             on_failure: Called when a store cannot be opened at once; reads may work even then.
-            live: Gives the jobs that have not ended, with their inputs, for a job store whose file was lost meanwhile.
+            live: Yields the jobs that have not ended, with their inputs, for a job store whose file is lost later.
 
         Raises:
-            ConfigError: Files are not ours, or a folder cannot be used and will not be by itself.
+            ConfigError: If files are not ours, or a folder cannot be used and waiting does not help.
         """
         self._live = live or _no_jobs
         while True:
@@ -123,11 +132,11 @@ class Storage:
                 return
 
     def start(self) -> None:
-        """Starts to forget what is too old or too much, and to probe a disk that fails."""
+        """Start to forget what is too old or too much, and to probe a disk that fails."""
         self._tasks.start(self._keep_up())
 
     async def close(self) -> None:
-        """Ends after what was begun."""
+        """Close both stores after what was begun."""
         await self._tasks.cancel()
         for store in (self.jobs, self.images):
             try:
@@ -136,20 +145,20 @@ class Storage:
                 _log.warning("the disk did not end in time", extra={"text": error.message})
 
     def check_writable(self) -> None:
-        """Raises why no job can be accepted now."""
+        """Raise the reason if no job can be accepted now."""
         if self.trouble is not None:
             raise self.trouble.with_traceback(None)
 
     def report_failure(self, error: BottegaError) -> None:
-        """Something could not be written."""
+        """Note that something could not be written."""
         if error.metadata.get("cause") == os_errors.BUSY:
-            return  # more than the disk can take at once, which is no fault of it
+            return  # that was more than the disk can take at once, which is no fault of the disk
         if self.trouble is None:
             facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "the disk cannot be used"
             _log.error("%s; no job is taken", what, extra=facts)
-        # What damage there is, and where, is for the log.
+        # Details of damage are for the log alone.
         public = (
             DataLoss("the store is damaged; its operator has to look after it")
             if isinstance(error, DataLoss)
@@ -160,7 +169,7 @@ class Storage:
             self.changed.set()
 
     async def retry_until_written(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What `write` returns, tried until the disk takes it. Raises what else it raises."""
+        """Return what `write` returns, retried until the disk takes it. Raises its other errors."""
         waits = False
         try:
             while True:
@@ -180,11 +189,16 @@ class Storage:
     async def store_images(
         self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = ""
     ) -> tuple[StoredImage, ...]:
-        """Stores finished images: they are on the disk when this returns, which takes as long as the disk does.
+        """Store finished images and return when they are on the disk, however long that takes.
 
-        latents: what is kept of each for edits, or empty where nothing is; none at all where nothing is of any.
-        tenant: whose they are.
-        Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
+        Args:
+            encoded: The images.
+            latents: What is kept of each image for edits, empty for images of which nothing is; or no items at all.
+            tenant: The tenant that owns them.
+
+        Raises:
+            StorageUnavailable: If too much waits for the disk already.
+            TooLarge: If an image is larger than the whole budget.
         """
         latents = latents or [b""] * len(encoded)
         size_bytes = sum(map(len, (*encoded, *latents)))
@@ -214,7 +228,7 @@ class Storage:
             self._room_bytes += size_bytes
 
     async def kept_latents(self, name: str) -> bytes:
-        """What is kept of an image, by its own digest; empty where it has gone or cannot be read."""
+        """Return what is kept of an image, by its own digest; empty if it has gone or cannot be read."""
         try:
             return await self.images.get(name) or b""
         except (StorageUnavailable, DataLoss) as error:
@@ -233,13 +247,13 @@ class Storage:
         return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:
-        """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""
+        """Open both stores, images first: only the process that has their folder may start a new life of the jobs."""
         marked = not self._steady_continued and clock_file.resume(self.steady, self.folder / _CLOCK)
         self._steady_continued = self._steady_continued or marked
         try:
             await self.images.open()
         except (StorageUnavailable, DataLoss):
-            with contextlib.suppress(StorageUnavailable, DataLoss):  # reads of the jobs raise it, and the next try
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # reads of the jobs and the next try raise it
                 await self.jobs.open_to_read()
             raise
         await self.jobs.open()
@@ -252,7 +266,7 @@ class Storage:
         self._note_clock()
 
     def _check_folder(self, error: BottegaError) -> None:
-        """Raises ConfigError where only a person mends what has failed: to wait would be to wait for ever."""
+        """Raise ConfigError if only a person can mend what has failed, so that waiting does not help."""
         cause = error.metadata.get("cause", "")
         if cause in _UNUSABLE:
             why = os.strerror(getattr(errno, cause)).lower()
@@ -278,7 +292,7 @@ class Storage:
         if self.jobs.lost:
             await self.jobs.remake(self._live())
         await self.jobs.probe()
-        if not self._unwritten:  # what waits tries by itself, and is the better probe: it is larger
+        if not self._unwritten:  # writes that wait retry by themselves, and are better probes because they are larger
             self._recovered()
 
     def _note_clock(self) -> None:

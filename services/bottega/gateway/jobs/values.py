@@ -1,6 +1,4 @@
-"""Parts of a job: the request that it was made of, its place in the queue, what its attempts have brought and lost, its
-times, and how it ended.
-"""
+"""Parts of a job: its request, its place in the queue, what its attempts have brought and lost, its times, its end."""
 
 from __future__ import annotations
 
@@ -15,80 +13,82 @@ from bottega.v1.image_pb2 import PRIORITY_NORMAL, JobState, Priority
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What the gateway keeps of the request that a job was made of, beside its spec.
-
-    request_id: empty where the caller gave none. log_id: given for its log lines. fingerprint: of the spec as the
-    caller sent it. image_digest, mask_digest: of the input image, and of the mask of an edit. kept_latents: digest of
-    what was kept of that image when it was drawn, for an edit that may use it. result_size: width and height of its
-    pictures in pixels, where they are not the spec's; else (0, 0). template: names what an edit draws from, of which
-    activations may be recorded, 64 hex digits; empty where masked blocks are not for it. computed_share: of its tokens,
-    what it computes where they are. size_bytes: of the request. shape: of the latent,
-    height and width. tenant: whose it is; empty where no keys are configured. peer: who it counts for when jobs are
-    forgotten: its tenant, else the host that it came from; empty is not known. ends_with_caller: nobody else
-    can ask for the job, and a restarted gateway does not resume it. priority: how urgent it is beside others of its
-    tenant.
-    """
+    """What the gateway keeps of the request that a job was made of, beside its spec."""
 
     fingerprint: str
+    """Hash of the spec as the caller sent it."""
     shape: Shape = (0, 0)
+    """Height and width of the latent."""
     request_id: str = ""
+    """The caller's idempotency key; empty if it gave none."""
     log_id: str = ""
+    """The ID of its log lines."""
     image_digest: str = ""
+    """Digest of the input image."""
     mask_digest: str = ""
+    """Digest of the mask of an edit."""
     kept_latents: str = ""
+    """Digest of what was kept of the input image when it was drawn, for an edit that may use it."""
     result_size: tuple[int, int] = (0, 0)
+    """Width and height of its pictures in pixels if they are not the spec's; else (0, 0)."""
     template: str = ""
+    """Name of what an edit draws from, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
     computed_share: float = 1.0
+    """Share of its tokens that it computes where these activations are."""
     size_bytes: int = 0
+    """Size of the request."""
     tenant: str = ""
+    """The tenant that it belongs to; empty if no keys are configured."""
     peer: str = ""
+    """Whose share it counts for when jobs are forgotten: its tenant's, else its host's; empty if unknown."""
     ends_with_caller: bool = False
+    """Whether only its caller can ask for the job, so that a restarted gateway does not resume it."""
     priority: Priority.ValueType = PRIORITY_NORMAL
+    """How urgent it is beside other jobs of its tenant."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobSteps:
-    """Denoising steps over all images. repeated: those that a later attempt made again."""
+    """Denoising steps over all images."""
 
     done: int = 0
     total: int = 0
     repeated: int = 0
+    """Number of steps that a later attempt made again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobLosses:
-    """What its attempts ended with that brought no image.
-
-    deaths: workers that died while they ran it exclusively. beside_others: those that died beside others, or were cut
-    off. returns: attempts that workers refused or returned. quarantined_until: number of steps within which it may have
-    killed a worker. last_worker: that was lost, at last_at on the monotonic clock.
-    """
+    """The attempts of a job that brought no image."""
 
     deaths: int = 0
+    """Number of workers that died while they ran it exclusively."""
     beside_others: int = 0
+    """Number of workers that died with it beside others, or were cut off."""
     returns: int = 0
+    """Number of attempts that workers refused or returned."""
     quarantined_until: int | None = None
+    """Number of steps within which it may have killed a worker; None if none died."""
     last_worker: str = ""
+    """The worker that was lost last."""
     last_at: float = 0.0
+    """When that was, on the monotonic clock."""
 
     def quarantine(self, steps: JobSteps) -> None:
-        """A worker died with it, so far: it runs exclusively until it has got further.
+        """Quarantine a job, after a worker died with it, until it has got further.
 
-        After a second death it stays quarantined: what kills may come late, and others must not be near it then.
+        After a second death it stays quarantined: its fatal step may come late, and other jobs must not be near then.
         """
         self.quarantined_until = steps.done if self.quarantined_until is None else steps.total
 
 
 @dataclass(slots=True, kw_only=True)
 class JobTimes:
-    """Moments on the monotonic clock, and seconds that it spent in each stage so far, over all its attempts.
-
-    due_at: when it is due, see `bottega.gateway.scheduling.line`; endless where that is not known, or first come is
-    first served.
-    """
+    """Moments on the monotonic clock, and the seconds that a job spent in each stage so far, over all its attempts."""
 
     created_at: float = 0.0
     due_at: float = math.inf
+    """When it is due, see `bottega.gateway.scheduling.line`; infinite if unknown or if jobs are served as they come."""
     queued_at: float = 0.0
     routed_at: float = 0.0
     ended_at: float | None = None
@@ -100,23 +100,26 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePosition:
-    """Where a queued job is: jobs of its model before it, and expected seconds until it completes."""
+    """The place of a job in the queue."""
 
     place: int
+    """Number of jobs of its model before it."""
     estimate_s: float | None
+    """Expected seconds until it completes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPreview:
-    """The newest preview of one image. version: counts the previews of the job."""
+    """The newest preview of one image."""
 
     jpeg: bytes
     version: int
+    """Number of previews of the job so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheckpoint:
-    """A state of the denoising loop from which another attempt can resume."""
+    """A state of the denoising loop from which another attempt can go on."""
 
     steps_done: int
     data: bytes
@@ -124,34 +127,31 @@ class JobCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """A finished image; its bytes are in the content store, under their SHA-256.
-
-    latents: SHA-256 of what keep_for_editing keeps of it, which is there too; empty where nothing is kept.
-    latents_bytes: size of that.
-    """
+    """A finished image, whose bytes are in the content store."""
 
     digest: str
+    """SHA-256 of its bytes, by which the content store has them."""
     size_bytes: int
     latents: str = ""
+    """SHA-256 of what keep_for_editing keeps of it, which is in the content store, too; empty if nothing is kept."""
     latents_bytes: int = 0
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Digests of all that the content store has of it."""
+        """Digests of everything that the content store has of it."""
         return (self.digest, self.latents) if self.latents else (self.digest,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a job ends.
-
-    state: JOB_STATE_COMPLETED, _FAILED or _CANCELLED. ended_wall: Unix seconds. steps_done: denoising steps that its
-    newest attempt had made, of a job that did not complete.
-    """
+    """The end of a job."""
 
     state: JobState.ValueType
+    """JOB_STATE_COMPLETED, JOB_STATE_FAILED or JOB_STATE_CANCELLED."""
     ended_wall: float
+    """When it ended, in Unix seconds."""
     images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
     steps_done: int = 0
+    """Number of denoising steps of the newest attempt of a job that did not complete."""

@@ -1,6 +1,6 @@
-"""Writes to the job store, in order for each job: every write is tried until the disk takes it.
+"""The queue of writes to the job store, in order for each job. Every write is retried until the disk takes it.
 
-A worker does not wait until it is written that it has a job; the end of the job is still written after it.
+A worker gets a job before that is written, but the end of the job is still written after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bottega.gateway.jobs.storage import Storage
 
 ResultT = TypeVar("ResultT")
 
-# Writes that wait when the gateway stops are done within this time, unless the disk is gone.
+# Time for the writes that wait when the gateway stops; they take longer only if the disk is gone.
 _CLOSE_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -26,14 +26,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingWrite:
-    """result: None where nobody waits for it."""
-
     write: Callable[[], Awaitable[Any]]
     result: asyncio.Future[Any] | None = None
+    """The result for the caller that waits for the write; None if no caller does."""
 
 
 class WriteQueue:
-    """A queue for each job that has something to be written; at most two writes that nobody waits for are in each."""
+    """A queue of writes for each job that has any; at most two writes that no caller waits for are in each."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -41,9 +40,9 @@ class WriteQueue:
         self._tasks = BackgroundTasks("writing of jobs")
 
     def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
-        """Queues a write that nobody waits for. It replaces the last one that waits, if nobody waits for that either.
+        """Queue a write that no caller waits for. It replaces the last such write that has not begun.
 
-        So each such write has to say all of a job's status: then only the newest counts.
+        So each of these writes has to contain the whole status of a job.
         """
         queue = self._queues.get(job_id)
         if queue and len(queue) > 1 and queue[-1].result is None:
@@ -51,16 +50,16 @@ class WriteQueue:
         self._append(job_id, _PendingWrite(write=write))
 
     async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What `write` returns, after all earlier writes of the job.
+        """Return what `write` returns, after all earlier writes of the job.
 
-        Raises CancelledError when `close` has given up on it.
+        Raises CancelledError if `close` has given up on it.
         """
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._append(job_id, _PendingWrite(write=write, result=result))
         return await result
 
     async def close(self) -> None:
-        """Finishes the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
+        """Finish the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
         await self._tasks.join(_CLOSE_S)
         await self._tasks.cancel()
 
@@ -80,7 +79,7 @@ class WriteQueue:
                 queue.popleft()
         finally:
             del self._queues[job_id]
-            for pending in queue:  # the gateway stops: nobody will write these
+            for pending in queue:  # the gateway stops: these will not be written
                 if pending.result is not None:
                     pending.result.cancel()
 

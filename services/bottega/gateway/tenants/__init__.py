@@ -1,1 +1,1 @@
-"""Tenants: who calls the gateway's public port, known by API key. What is whose is a matter of jobs, see jobs."""
+"""Tenants: the callers of the gateway's public port, known by API key, with their access and quotas."""

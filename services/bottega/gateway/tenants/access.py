@@ -1,7 +1,7 @@
 """What a caller may name in a request: models, and LoRAs and ControlNets that are its tenant's own or for all.
 
-NAME@TENANT is a tenant's own, as stores and servers know it; the tenant calls it NAME. What a caller may not name is
-refused as what does not exist, and is looked for no further than that would be.
+Stores and servers know a tenant's own as NAME@TENANT; the tenant calls it NAME. What a caller may not name is refused
+like what does not exist, after no more work.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ _OF = "@"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """tenant: of the caller; empty is an operator, or whoever calls where nobody is asked, who may name all there is.
-
-    grants: of that tenant.
-    """
+    """The access of a caller."""
 
     tenant: str = ""
+    """The caller's tenant; empty for an operator, and for every caller of a gateway without keys: they may name all."""
     grants: Grants = ALL_GRANTED
+    """What the tenant may name of what is for all."""
 
     @classmethod
     def of(cls, caller: Caller) -> Access:
-        """What whoever makes a call may name."""
+        """Return the access of a caller."""
         return cls(tenant=caller.tenant, grants=caller.grants)
 
     def has_model(self, name: str) -> bool:
-        """Whether it may name the model."""
+        """Return whether the caller may name the model."""
         return not self.tenant or _granted(name, self.grants.models)
 
     def has_lora(self, full_name: str) -> bool:
-        """Whether it may name the LoRA, if there is one."""
+        """Return whether the caller may name the LoRA, if there is one."""
         return self._has(full_name, self.grants.loras)
 
     def has_controlnet(self, full_name: str) -> bool:
-        """Whether it may name the ControlNet, if there is one."""
+        """Return whether the caller may name the ControlNet, if there is one."""
         return self._has(full_name, self.grants.controlnets)
 
     def own(self, name: str) -> str:
-        """The full name of what it calls so if that is its tenant's own; empty where nothing of its own can be."""
+        """Return the full name of the tenant's own item of that name; empty if it can have none."""
         full_name = f"{name}{_OF}{self.tenant}"
         return full_name if self.tenant and rules.is_adapter_name(full_name) else ""
 
     def short_name(self, full_name: str) -> str:
-        """Return what the caller calls something that it may name: a tenant's own goes without its owner."""
+        """Return the caller's name for something that it may name: without the owner if that is its tenant."""
         return full_name.removesuffix(f"{_OF}{self.tenant}") if self.tenant else full_name
 
     def _has(self, full_name: str, granted: Collection[str]) -> bool:
@@ -58,7 +57,7 @@ class Access:
 
 
 ANYTHING = Access()
-"""Of a caller who may name all there is."""
+"""The access of a caller that may name everything."""
 
 
 def _granted(name: str, granted: Collection[str]) -> bool:

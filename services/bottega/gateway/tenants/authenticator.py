@@ -1,4 +1,4 @@
-"""Knows callers by their API keys, those of the file of tenants as it is now: rotated and disabled keys end at once."""
+"""Authenticates callers by the API keys in the file of tenants, so that rotated and disabled keys end at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from bottega.rpc.security.private_files import file_state
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.rpc.security.tenant_file import Tenant, read_tenants
 
-# Between two looks at the file, which take microseconds.
+# Time between two checks of the file, which take microseconds.
 _LOOK_S = 1.0
 _NO_KEY = (
     "this gateway asks for an API key: BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`"
 )
-# The same for all that may be wrong: whoever guesses keys learns nothing of those that are there.
+# The same text for everything that may be wrong: guessing keys tells nothing about existing ones.
 _WRONG_KEY = "the API key is not known: it is no key of this gateway, was replaced, or its tenant is disabled"
 _WRONG_TENANT = "the certificate is of no tenant of this gateway, or of one that is disabled: see bottega tenants list"
 
@@ -39,21 +39,24 @@ class _KnownKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """keys: by their ids, of tenants that are not disabled. callers: of those, by name. tenants: all, by name."""
+    """The contents of the file of tenants."""
 
     keys: Mapping[str, _KnownKey]
+    """Keys of tenants that are not disabled, by ID."""
     callers: Mapping[str, Caller]
+    """Callers of tenants that are not disabled, by name."""
     tenants: Mapping[str, Tenant]
+    """All tenants, by name."""
 
 
-# As much work for an id that nobody has as for one that somebody has.
+# Stands in for an unknown ID, so that it takes as much work as a known one.
 _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
 
 
 class TenantAuthenticator(TenantTerms):
-    """A CallAuthenticator. Raises ConfigError where the file cannot be used when it is made.
+    """A CallAuthenticator of the tenants in a file, with their terms. Raises ConfigError if the file cannot be used.
 
-    Later on a file that cannot be used changes nothing: nobody is let in or out because of a slip.
+    If a later version of the file cannot be used, the last good one stays in force.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
@@ -65,7 +68,7 @@ class TenantAuthenticator(TenantTerms):
         self._reading = asyncio.Lock()
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Whom the caller's certificate names, else the tenant of the key that it shows. Raises Unauthenticated."""
+        """Return the caller that the certificate names, else the tenant of the key. Raises Unauthenticated."""
         if self._clock.monotonic() - self._looked_at >= _LOOK_S:
             await self._look()
         named = caller_in(identities)
@@ -86,12 +89,12 @@ class TenantAuthenticator(TenantTerms):
         return known.caller
 
     def weight(self, tenant: str) -> float:
-        """Of its share among tenants whose jobs wait; 1 for one that is not there any more."""
+        """Return the tenant's weight among tenants whose jobs wait; 1 for one that is no longer in the file."""
         known = self._known.tenants.get(tenant)
         return known.weight if known else 1.0
 
     def quotas(self, tenant: str) -> Quotas:
-        """What it may have at most; one that is not there any more begins nothing."""
+        """Return what the tenant may have at most. One that is no longer in the file has no quotas and no calls."""
         known = self._known.tenants.get(tenant)
         return known.quotas if known else UNBOUNDED
 

@@ -1,4 +1,4 @@
-"""Whether a tenant may begin another job: counted before it is accepted, so that what is refused costs nothing."""
+"""Quotas of tenants. They are checked before a job is accepted, so that a refused one costs nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.gateway.jobs.store import TenantUsage
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 
 _MINUTE_S, _DAY_S = 60.0, 86_400
-# Pictures go with their jobs, which nobody can say the time of.
+# Pictures go with their jobs, at a time that cannot be predicted.
 _STORED_RETRY_S = 60.0
 
 ReadUsage = Callable[[str], Awaitable[TenantUsage]]
@@ -34,9 +34,9 @@ class TenantTerms:
 
 
 class Admittance:
-    """The place of a new job among those of its tenant that are being taken in, until nobody holds it any more.
+    """The place of a new job among those of its tenant that are being admitted, for as long as it is held.
 
-    Its caller holds it, and so does what stores the job: that goes on when the caller leaves.
+    The job's caller holds it, and so does the task that stores the job, which goes on when the caller leaves.
     """
 
     def __init__(self, *, begin: Callable[[], None], leave: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class Admittance:
                 self._leave()
 
     def count(self) -> None:
-        """Count the job as a new one of its tenant: it is stored."""
+        """Count the job, which is stored, as a new one of its tenant."""
         self._begin()
 
 
@@ -89,7 +89,7 @@ class QuotaLedger:
 
     @asynccontextmanager
     async def admitting(self, tenant: str) -> AsyncIterator[Admittance]:
-        """Take in a new job of a tenant in the block; what stores it says so by `Admittance.count`.
+        """Admit a new job of a tenant in the block, in which `Admittance.count` notes that it is stored.
 
         Raises QuotaExceeded.
         """

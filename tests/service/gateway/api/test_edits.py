@@ -88,7 +88,7 @@ NO_IMAGE = "the bytes are no PNG, JPEG or WebP image"
             },
         ),
         ({"mask_image": b"no picture"}, {"mask_image": NO_IMAGE}),
-        ({"mask_image": b""}, {"mask_image": "is empty; a PNG, JPEG or WebP is wanted"}),
+        ({"mask_image": b""}, {"mask_image": "is empty; send a PNG, JPEG or WebP"}),
         ({"mask_image": b"no picture", "image": b"nor this"}, {"image": NO_IMAGE, "mask_image": NO_IMAGE}),
         ({"image": None}, {"mask_image": "needs image, which it says what to redraw of"}),
         (

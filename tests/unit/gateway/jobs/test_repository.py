@@ -364,8 +364,8 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
 
 
 async def _swept(life: Life) -> None:
-    """Returns when what was to be forgotten is."""
-    await asyncio.sleep(1.2)  # it sweeps every second
+    """Return when what is to be forgotten now is forgotten."""
+    await life.storage._sweep()
 
 
 @pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])

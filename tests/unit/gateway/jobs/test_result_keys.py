@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from google.protobuf.message import Message
 
-from bottega.gateway.api.identical import outline_of
+from bottega.gateway.api.reuse import outline_of
 from bottega.gateway.jobs.specs import without_images
 from bottega.gateway.jobs.storage import digest
 from bottega.gateway.jobs.store.result_keys import key_of_result, result_key

@@ -140,7 +140,7 @@ async def test_a_job_that_used_more_than_was_expected_counts_for_its_tenant_howe
     ids=["while it is encoded", "after its encoding", "while it is decoded", "after its decoding"],
 )
 async def test_a_cancelled_job_is_charged_for_encoding_and_decoding(
-    shop: Shop, steps_done: int, waited_s: float, charged_s: float
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, steps_done: int, waited_s: float, charged_s: float
 ) -> None:
     settled: list[float | None] = []
     worker = shop.worker()
@@ -149,7 +149,7 @@ async def test_a_cancelled_job_is_charged_for_encoding_and_decoding(
     if steps_done:
         await shop.advance(job, steps_done, device_s=2.0)
     shop.time.now += waited_s
-    shop.queue.settle = lambda _, device_s: settled.append(device_s)  # type: ignore[method-assign]
+    monkeypatch.setattr(shop.queue, "settle", lambda job, device_s: settled.append(device_s))
     shop.controller.cancel(job)
     assert settled == [pytest.approx(charged_s)]
 

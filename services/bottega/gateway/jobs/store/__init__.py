@@ -1,5 +1,7 @@
-"""The job store: what is kept of a job (record), by what its results are found (result_keys), the interface of a store
-(job_store), and the one in SQLite.
+"""The job store.
+
+record says what is kept of a job, result_keys by what its results are found, job_store what every store promises; the
+sqlite modules are the store of a single machine.
 """
 
 from bottega.gateway.jobs.store.job_store import JobStore

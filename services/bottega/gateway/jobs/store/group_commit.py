@@ -1,6 +1,6 @@
-"""Many operations, one commit: what waits goes into one transaction, so that all of it shares the wait for the disk.
+"""Group commit: operations that wait go into one transaction, so that they share the wait for the disk.
 
-One thread has the connection that writes. While it waits for the disk, others queue up and form the next group.
+One thread has the connection that writes. While it waits for the disk, other operations wait and form the next group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.storage import StorageTask, StorageThread
 
 ResultT = TypeVar("ResultT")
 
-# A group of 256 small operations takes some milliseconds, about what an fsync takes.
+# A group of 256 small operations takes some milliseconds, about as long as an fsync.
 _MAX_GROUP = 256
 _MAX_GROUP_BYTES = 32 << 20
 _MAX_WAITING = 4096
@@ -26,13 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """Runs operations in the order in which they came; each is durable when its future is done.
+    """Runs operations in the order in which they came. Each is durable when its future is done.
 
-    connect: opens a connection without implicit transactions; called in the thread, and again after a failure.
-    typed: what to raise for an error of SQLite, or None for one that is a fault of ours.
-    on_commit: called in the thread with the seconds that each group took.
-    check: called in the thread before each group and after its commit, before anybody hears of that; whether it was
-        committed. It raises where what is committed would not last.
+    Args:
+        connect: Opens a connection without implicit transactions; called in the thread, and again after a failure.
+        typed: Returns what to raise for an error of SQLite, or None if the error is a fault of ours.
+        on_commit: Called in the thread with the seconds that each group took.
+        check: Called in the thread before each group and after its commit, with whether it was committed, before any
+            caller gets its result. It raises if what is committed would not last.
     """
 
     def __init__(
@@ -59,20 +60,24 @@ class GroupCommit:
 
     @property
     def waiting(self) -> int:
-        """Operations that wait for the next group."""
+        """Number of operations that wait for the next group."""
         return self._thread.waiting
 
     async def run(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
-        """What `operation` returns, once it is durable. size_bytes: about what it writes, where that is much.
+        """Return what `operation` returns, once it is durable.
 
-        What it raises undoes it alone. When the commit fails, all of its group failed, with the typed error; those
-        that come later are tried again. `operation` may be called twice, the first time undone: where one that shares
-        its commit fails.
+        An operation that raises is undone alone. If the commit fails, its whole group fails with the typed error, and
+        later operations are tried again. `operation` may be called twice: if another one of its group fails, the first
+        call is undone.
+
+        Args:
+            operation: What to do with the connection.
+            size_bytes: About how much it writes, if that is much.
         """
         return await self._thread.run(lambda: operation(self._open()), size_bytes=size_bytes)
 
     async def close(self) -> None:
-        """Ends after the operations that wait."""
+        """Close after the operations that wait."""
         await self._thread.close()
         await asyncio.to_thread(self._close)
 
@@ -91,7 +96,7 @@ class GroupCommit:
         self._log_change(failing=False)
 
     def _transact(self, group: Sequence[StorageTask]) -> None:
-        """Does all of it and commits."""
+        """Run all operations and commit."""
         connection = self._open()
         self._check(connection, False)
         connection.execute("BEGIN IMMEDIATE")
@@ -104,21 +109,21 @@ class GroupCommit:
         self._check(connection, True)
 
     def _all_went_well(self, group: Sequence[StorageTask]) -> bool:
-        """Does all of it, or up to the first that fails by itself.
+        """Run all operations, or those up to the first that fails by itself. Return whether none failed.
 
-        Nearly none does, and to be able to undo one alone costs it two more statements: each is a wait for the turn of
-        this thread among those that run Python.
+        Nearly none fails, and undoing one alone takes two more statements for each, at each of which this thread waits
+        for the interpreter.
         """
         try:
             for work in group:
                 work.result = work.do()
-        except Exception as error:  # noqa: BLE001 - it is raised again where it is done alone
+        except Exception as error:  # noqa: BLE001 - it is raised again when the operation runs alone
             self._raise_for_all(error)
             return False
         return True
 
     def _attempt(self, connection: sqlite3.Connection, work: StorageTask) -> None:
-        """Does it so that, where it fails, it is undone alone."""
+        """Run an operation so that it is undone alone if it fails."""
         connection.execute("SAVEPOINT operation")
         try:
             work.result = work.do()
@@ -129,7 +134,7 @@ class GroupCommit:
         connection.execute("RELEASE operation")
 
     def _raise_for_all(self, error: Exception) -> None:
-        """Raises what is wrong with the disk, or the file: every operation of the group gets that error."""
+        """Raise an error of the disk or the file: every operation of the group gets it."""
         if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
             raise error
 
@@ -143,7 +148,7 @@ class GroupCommit:
             work.error = typed or error
 
     def _log_change(self, *, failing: bool, error: BaseException | None = None) -> None:
-        """Logs the first failure and the first success after it."""
+        """Log the first failure and the first success after it."""
         if failing and not self._failing:
             _log.error("jobs cannot be written", exc_info=error)
         elif self._failing and not failing:
@@ -156,8 +161,8 @@ class GroupCommit:
         return self._connection
 
     def _close(self) -> None:
-        """Rolls back what is open; the next operation has a new connection."""
+        """Close the connection, which rolls back what is open; the next operation gets a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # nothing of it was acknowledged
+            with contextlib.suppress(sqlite3.Error):  # nothing that is lost was acknowledged
                 connection.close()

@@ -1,4 +1,4 @@
-"""The interface of a job store, and what each implementation promises; the conformance tests check it."""
+"""The interface of a job store and its promises, which the conformance tests check for each implementation."""
 
 from __future__ import annotations
 
@@ -9,65 +9,71 @@ from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilt
 
 
 class JobStore(Protocol):
-    """Jobs that outlive the gateway.
+    """A store of jobs, which outlive the gateway.
 
     - What a method has acknowledged by returning is durable, and every later read, by any store of the same jobs,
       sees it.
     - A job ends once: of any number of changes that would end it, from any number of stores, one takes effect.
-    - Every method may raise StorageUnavailable, of a disk that is full or cannot be used: then nothing was
-      acknowledged, though it may have happened, and it may be tried again. Reads go on where they can.
-    - Every method may raise DataLoss, of damage, and then gives no answer. Once the whole was seen to be damaged,
-      nothing is written; a job that is found is still good, one that is not is DataLoss, as every list is.
-    - While the whole is sound, a single job that is damaged stands in the way of no other: lists leave it out, the log
-      names it, and it is left as it is. Reading that one raises DataLoss.
+    - Every method may raise StorageUnavailable if the disk is full or cannot be used. Then nothing was acknowledged,
+      though it may have happened, and the call may be repeated. Reads go on if they can.
+    - Every method may raise DataLoss because of damage, and then gives no answer. Once the whole store was seen to be
+      damaged, nothing is written. A job that is found is still good; one that is not found is DataLoss, as every list
+      is.
+    - While the store as a whole is sound, a damaged job does not affect others: lists leave it out, the log names it,
+      and it is left as it is. Reading it raises DataLoss.
     - A cancelled call may have happened. A caller that must know awaits it to its end (asyncio.shield).
     """
 
     @property
     def generation(self) -> int:
-        """Number of this life of the gateway: larger than that of every earlier one. 0 before open."""
+        """Number of this life of the gateway, larger than that of every earlier one; 0 before `open`."""
 
     async def open(self) -> None:
-        """Creates the store or checks it. Raises DataLoss naming what is damaged and what to do, ConfigError for the
-        store of another version or of something else.
+        """Create the store or check it. It may be called again until it succeeds.
 
-        After StorageUnavailable and DataLoss reads work as far as they can. It may be called again, until it succeeds.
+        After StorageUnavailable and DataLoss, reads work as far as they can.
+
+        Raises:
+            DataLoss: If it is damaged; the error says what to do.
+            ConfigError: If it is the store of another version or of something else.
         """
 
     async def open_to_read(self) -> None:
-        """Reads work from now on, as far as they can, and nothing is written; `open` may follow.
+        """Make reads work as far as they can, without writing anything; `open` may follow.
 
-        Raises as `open` does. Harmless where there is no store yet, which stays so.
+        Raises as `open` does. Harmless if there is no store yet; none is created.
         """
 
     async def close(self) -> None:
-        """Ends after what was begun."""
+        """Close the store after what was begun."""
 
     @property
     def lost(self) -> bool:
-        """Whether what was stored is gone under the open store: every method raises StorageUnavailable until
-        `remake` has succeeded.
-        """
+        """Whether the open store has lost its files: methods raise StorageUnavailable until `remake` succeeds."""
 
     async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
-        """Make a store that is lost anew, with these jobs that have not ended and their inputs; harmless otherwise.
+        """Make a lost store anew with these live jobs and their inputs. Harmless if it is not lost.
 
         It may be called again after it failed.
         """
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
-        """Adds a job, queued or already completed; returns it with its sequence.
+        """Add a job that is queued or already completed, and return it with its sequence.
 
-        When its job_id, or its tenant's request_id, is known and not forgotten, nothing is added, and the known job
-        is returned: compare its job_id, and its fingerprint.
-        inputs: what it needs beside its spec while it is live: its complete GenerationSpec where it has input images.
-        replaces: job_id of a failed job that this one, a retry, takes the request_id from; or of a completed one
-        whose images have gone.
+        If its job_id or its tenant's request_id is known and not forgotten, nothing is added and the known job is
+        returned: compare its job_id and its fingerprint.
+
+        Args:
+            record: The job.
+            inputs: What it needs beside its spec while it is live: its complete GenerationSpec if it has input images.
+            replaces: job_id of the failed job whose request_id this retry takes over, or of a completed one whose
+                images have gone.
         """
 
     async def update(self, job_id: str, change: Change) -> bool:
-        """Writes what `change` makes of the job; whether it changed it: False for an unknown job. The inputs of a job
-        that ends go.
+        """Write what `change` makes of a job, and return whether it changed anything; False for an unknown job.
+
+        The inputs of a job that ends are removed.
         """
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
@@ -90,50 +96,51 @@ class JobStore(Protocol):
         """Return whether a job of that tenant was deleted and its deletion is still remembered."""
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-        """The job, or None. tenant: whose it has to be; None is anybody. Another tenant's job takes as
-        long as none.
+        """Return a job, or None. A job of another tenant takes as long as none.
+
+        Args:
+            job_id: ID of the job.
+            tenant: The tenant that it must belong to; None means any.
         """
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
-        """The newest job of an idempotency key of that tenant, or None."""
+        """Return the newest job of a tenant's idempotency key, or None."""
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
-        """What the store has of a tenant. now_wall: Unix seconds, which say what today is."""
+        """Return what the store has of a tenant. now_wall: The time in Unix seconds, which decides what today is."""
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
-        """Up to `limit` of the jobs that completed with that key, newest first; none for an empty one."""
+        """Return up to `limit` jobs that completed with that key, newest first; none for an empty key."""
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
-        """Up to `limit` of the completed jobs of that tenant that keep latents of the picture with that digest,
-        newest first.
-        """
+        """Return up to `limit` completed jobs of a tenant that keep latents of a picture, newest first."""
 
     async def inputs(self, job_id: str) -> bytes:
-        """What was given with a live job; empty when that was nothing, or it has ended."""
+        """Return the inputs of a live job; empty if it has none or has ended."""
 
     async def last_end(self) -> EndTime | None:
-        """The latest end of a job, by the steady clock: an earlier process was there then. Or None."""
+        """Return the latest end of a job by the steady clock, when an earlier process ran; or None."""
 
     async def live(self) -> list[JobRecord]:
-        """All jobs that have not ended, oldest first."""
+        """Return all jobs that have not ended, oldest first."""
 
     async def contents(self) -> dict[str, set[str]]:
-        """The tenants that have each stored picture, and what is kept of it, by digest."""
+        """Return the tenants that have each stored picture and each file of what is kept of one, by digest."""
 
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
-        """Up to `size` of the jobs that are wanted, newest first, and older than that sequence."""
+        """Return up to `size` of the wanted jobs that are older than a sequence, newest first."""
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-        """Forgets up to `limit` jobs and returns how many; call again while that is `limit`.
+        """Forget up to `limit` jobs and return how many; call it again while that is `limit`.
 
-        Forgotten are jobs that ended before that time, those that ended first before others; and as many more ended
-        ones as it takes until at most max_jobs are remembered, live ones included, with specs and results of at most
-        max_bytes. Of these cancelled and failed ones go first, and completed ones when there are no others; always the
-        oldest end of the peer that has the most of the kind, in number while there are too many, else in bytes (of two
-        peers with as much the first by name). So whoever makes many forgets its own.
+        Jobs that ended before `ended_before` are forgotten, those that ended first before others. Then more ended ones
+        are, until at most `max_jobs` are remembered, live ones included, with records of at most `max_bytes`. Of these,
+        cancelled and failed ones go first, and completed ones if there are no others; always the oldest end of the peer
+        that has the most of the kind, in number while there are too many, else in bytes (of two peers with as much, the
+        first by name). So a peer that makes many jobs loses its own.
         """
 
     async def probe(self) -> None:
-        """Writes what is there already: returns when something could be written."""
+        """Write something that changes nothing, and return when that succeeded."""

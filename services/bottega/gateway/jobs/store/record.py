@@ -1,7 +1,7 @@
-"""A job as the store keeps it, and how it may change: pure functions of the record.
+"""The record of a job in the store, and how it may change: pure functions of the record.
 
-A store reads a record, applies a change and writes what that gives, all in one transaction. The rules of a job's states
-are those of `Job`; here is only what must hold whoever writes: numbers of attempts never fall, and a job ends once.
+A store reads a record, applies a change and writes the result, all in one transaction. The rules of a job's states are
+those of `Job`. The rules here hold for every writer: numbers of attempts never fall, and a job ends once.
 """
 
 from __future__ import annotations
@@ -14,77 +14,69 @@ from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import JobState, Priority
 
 LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
-# A cancelled job is not among them: its request_id goes on to mean that nobody wanted it.
+# A cancelled job is not among them: its request_id keeps meaning that the caller did not want it.
 _REPLACEABLE = frozenset({image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_COMPLETED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndTime:
-    """When a job ended. wall: Unix seconds, for people. steady: on the clock that decides when it is forgotten."""
+    """The time at which a job ended."""
 
     wall: float
+    """Unix seconds, for people."""
     steady: float
+    """Seconds on the clock that decides when it is forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """What changes of a job until it ends; see JobRecord. attempt: the newest one's number, 0 before the first."""
+    """The status of a live job, which changes until it ends; see JobRecord."""
 
     state: JobState.ValueType
     deadline_wall: float | None = None
     started_wall: float | None = None
     attempt: int = 0
+    """Number of the newest attempt, 0 before the first."""
     deaths: int = 0
     decisions: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """What the store has of a tenant. jobs_today: new since midnight UTC, forgotten ones too. stored_bytes: of the
-    pictures of those that it remembers, and of what is kept of these for edits.
-    """
+    """What the store has of a tenant."""
 
     jobs_today: int = 0
+    """Number of jobs since midnight UTC, forgotten ones included."""
     stored_bytes: int = 0
+    """Bytes of the pictures of the jobs that it remembers, and of what is kept of these for edits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Which jobs a list holds. tenant: whose; those of no other are in it. states: empty is all. Times are those of
-    acceptance, in Unix seconds, at or after and before.
-    """
+    """The filter of a list of jobs."""
 
     tenant: str = ""
+    """The tenant whose jobs are listed."""
     states: Collection[JobState.ValueType] = ()
+    """The states that are listed; empty means all."""
     created_after: float | None = None
+    """Least time of acceptance, in Unix seconds."""
     created_before: float | None = None
+    """Time in Unix seconds before which the jobs were accepted."""
 
 
 ALL_JOBS = JobFilter()
-"""Of the only tenant there is without keys."""
+"""All jobs of a gateway without keys, which has one tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """One job.
-
-    ends_with_caller: a restarted gateway does not resume it. tenant, peer, priority: see JobRequest.
-    spec: GenerationSpec without its input images. fingerprint: of the request as the caller sent it.
-    shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size,
-    template, computed_share: see JobRequest.
-    size_bytes: of the request.
-    *_wall: Unix seconds; of deadline_wall those that the steady clock says. ended_steady: see EndTime.
-    steps_done: denoising steps that one which failed or was cancelled had made.
-    attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
-    result_key: of a completed one, what it has in common with the requests that its images answer; empty where these
-    answer none.
-    decisions, provenance, error: serialized AttemptDecisions, Provenance and JobError; empty is none.
-    sequence: place among all jobs, given by the store.
-    """
+    """One job. Fields that JobRequest has as well are documented there; times that end in _wall are in Unix seconds."""
 
     job_id: str
     fingerprint: str
     spec: bytes
+    """Serialized GenerationSpec, without its input images."""
     created_wall: float
     request_id: str = ""
     log_id: str = ""
@@ -101,28 +93,38 @@ class JobRecord:
     computed_share: float = 1.0
     size_bytes: int = 0
     deadline_wall: float | None = None
+    """Its deadline on the steady clock."""
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     started_wall: float | None = None
     ended_wall: float | None = None
     ended_steady: float | None = None
+    """When it ended, on the steady clock; see EndTime."""
     attempt: int = 0
+    """Number of the newest attempt, 0 before the first."""
     deaths: int = 0
+    """Number of workers that died while they ran this job alone."""
     decisions: bytes = b""
+    """Serialized AttemptDecisions."""
     images: tuple[StoredImage, ...] = ()
     provenance: bytes = b""
+    """Serialized Provenance; empty if there is none."""
     error: bytes = b""
+    """Serialized JobError; empty if there is none."""
     result_key: str = ""
+    """What a completed job has in common with the requests that its images answer; empty if they answer none."""
     steps_done: int = 0
+    """Denoising steps that a failed or cancelled job had made."""
     sequence: int = 0
+    """Its place among all jobs, given by the store."""
 
     @property
     def picture_bytes(self) -> int:
-        """Bytes of its pictures and of what is kept of them."""
+        """Size of its pictures and of what is kept of them."""
         return sum(image.size_bytes + image.latents_bytes for image in self.images)
 
     @property
     def answer_bytes(self) -> int:
-        """Size of what an answer says of it, within some hundred bytes."""
+        """Size of its part of an answer, within some hundred bytes."""
         return len(self.spec) + len(self.provenance) + len(self.error)
 
     @property
@@ -141,7 +143,7 @@ class JobRecord:
         return frozenset(image.digest for image in self.images if image.latents)
 
     def progressed(self, progress: JobProgress) -> JobRecord | None:
-        """It waits or runs, as `progress` says. None for one that has ended, and for an attempt that is not the newest.
+        """Return the record with a new status, or None if the job has ended or a later attempt is known.
 
         The first attempt's start stays.
         """
@@ -160,7 +162,7 @@ class JobRecord:
     def completed(
         self, attempt: int, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str = ""
     ) -> JobRecord | None:
-        """The attempt brought all images. None unless it is the one that runs."""
+        """Return the record of the job as completed, or None if the attempt is not the one that runs."""
         if self.state != image_pb2.JOB_STATE_RUNNING or attempt != self.attempt:
             return None
         return self._completed(images, provenance, end, result_key)
@@ -168,7 +170,7 @@ class JobRecord:
     def answered(
         self, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str
     ) -> JobRecord:
-        """It is new, and the result of an identical job is its own."""
+        """Return the record of a new job as completed with the result of an identical one."""
         assert self.live
         assert self.sequence == 0
         return self._completed(images, provenance, end, result_key)
@@ -179,12 +181,12 @@ class JobRecord:
         return replace(ended, error=error, steps_done=steps_done) if self.live else None
 
     def cancelled(self, *, error: bytes, end: EndTime, spec: bytes, steps_done: int = 0) -> JobRecord | None:
-        """Return the record of the job as cancelled, or None if it has ended before. spec: what is kept of its spec."""
+        """Return the record of the job as cancelled, or None if it has ended before. spec: What is kept of its spec."""
         ended = self._ended(image_pb2.JOB_STATE_CANCELLED, end)
         return replace(ended, error=error, spec=spec, steps_done=steps_done) if self.live else None
 
     def is_replaced_by(self, other: JobRecord, *, replaces: str) -> bool:
-        """Whether `other`, of the same tenant and request_id, takes it over: it names this job, and that has ended."""
+        """Return whether a job of the same tenant and request_id takes the request_id over from this ended job."""
         return self.state in _REPLACEABLE and replaces == self.job_id != other.job_id
 
     def _completed(
@@ -198,4 +200,4 @@ class JobRecord:
 
 
 Change = Callable[[JobRecord], JobRecord | None]
-"""Gives the record as it is from now on, or None where nothing changes. Pure: a store may call it twice."""
+"""Returns the changed record, or None if nothing changes. It is pure, because a store may call it twice."""

@@ -1,8 +1,8 @@
-"""Which requests ask for the same picture: the result key, a digest of all that a picture is made of.
+"""Result keys, which say which requests ask for the same picture: digests of all that a picture is made of.
 
-What is only a name takes no part: the model counts by its hash, LoRAs and the weights of ControlNets by theirs, input
-images by theirs. Everything else that a completed spec says counts, also what changes no pixel: at worst a picture is
-drawn again. A request that measures something has no key, as what it asks for is the measurement.
+Names take no part: models, LoRAs, weights of ControlNets and input images count by their hashes. Everything else in a
+complete spec counts, even if it changes no pixel: at worst a picture is drawn again. A request that measures something
+has no key, because it asks for the measurement.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from collections.abc import Sequence
 
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 
-# Keys that were made by other rules are none of these. 2: pictures that an earlier version called exact may not be.
+# Version of the rules; keys of other versions do not match. 2: what an earlier version called exact may not be.
 _RULES = 2
 
 
 def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str) -> str:
-    """The key of a request, 64 hex digits; empty where it has none, as not all that it is made of is known.
+    """Return the key of a request, 64 hex digits; empty if not all that its picture is made of is known.
 
-    outline: complete, with the SHA-256 of each input image, hex, in the image's place. model_hash, dtype: of the model.
-    versions: hashes of the weights of its ControlNets, in their order. tenant: whose request it is.
+    Args:
+        outline: Complete spec with the SHA-256 of each input image, in hex, in the image's place.
+        model_hash: Hash of the model.
+        dtype: Data type of the model.
+        versions: Hashes of the weights of its ControlNets, in their order.
+        tenant: The tenant that asks.
     """
     digests = [*versions, *(lora.digest for lora in outline.loras), *(net.image for net in outline.controlnets)]
     known = len(versions) == len(outline.controlnets) and all((model_hash, dtype, *digests))
@@ -40,10 +44,14 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
 
 
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
-    """The key of the requests that a finished job's pictures answer; empty where they answer none.
+    """Return the key of the requests that a completed job's pictures answer; empty if they answer none.
 
-    bare: its spec, complete, without input images; one that says keep_unmasked had a mask. EXACT is answered by what is
-    exact only.
+    An EXACT request is answered only by what is exact.
+
+    Args:
+        bare: The job's complete spec without input images. If it says keep_unmasked, it had a mask.
+        provenance: The job's provenance.
+        tenant: The job's tenant.
     """
     if bare.fidelity == FIDELITY_EXACT and not provenance.exact:
         return ""
@@ -72,7 +80,7 @@ def _measures(spec: GenerationSpec) -> bool:
 
 
 def _forget_switch(spec: GenerationSpec) -> None:
-    """Whether a stored result may be the answer is no part of what is drawn."""
+    """Clear the switch for stored results, which is no part of what is drawn."""
     if spec.HasField("techniques"):
         spec.techniques.ClearField("identical_results")
         if not spec.techniques.ListFields():

@@ -1,8 +1,8 @@
-"""Jobs in one SQLite file: the store of a single machine.
+"""The job store of a single machine, in one SQLite file.
 
-Two threads: one writes, in groups, one reads, on a connection of its own, so that no read waits for
-the disk of a write. A file that is deleted or replaced while it is open is put back from what is open; after one that
-was truncated a new one is made, with the jobs that have not ended.
+One thread writes, in groups, and another one reads on its own connection, so that no read waits for a write. A file
+that is deleted or replaced while it is open is restored from the open one. After a file was truncated, a new one is
+made with the jobs that have not ended.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ _log = logging.getLogger(__name__)
 
 
 def _ignore(_: float) -> None:
-    """Measures nothing."""
+    """Measure nothing."""
 
 
 class SqliteJobStore:
-    """A JobStore. One process at a time has the file; several stores of that process may."""
+    """A JobStore in a SQLite file, which one process at a time may have open, with several stores.
+
+    Args:
+        path: The file.
+        on_commit: Called in a thread of the store with the seconds that each commit took.
+    """
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
-        """on_commit: called, in a thread of the store, with the seconds that each commit took."""
         self._path = path
         self._place = FilePlace(path)
         self._writer = GroupCommit(self._connect, self._typed, on_commit, self._check_place)
@@ -45,10 +49,10 @@ class SqliteJobStore:
         self._readable = self._writable = False
         self._sound = True
         self._sound_state: sqlite_schema.FileState | None = None
-        self._damaged: set[int] = set()  # as far as somebody came across them: for the log
+        self._damaged: set[int] = set()  # those that the log has named
         self._generation = 0
         self._lost = self._begun_anew = False
-        self._reading_lock = threading.Lock()  # of the reading connection, which the writer may have to close
+        self._reading_lock = threading.Lock()  # guards the reading connection, which the writer may have to close
         self._newest = 0  # sequence
 
     @property
@@ -63,11 +67,11 @@ class SqliteJobStore:
 
     @property
     def waiting(self) -> int:
-        """Operations that wait to be written."""
+        """Number of operations that wait to be written."""
         return self._writer.waiting
 
     async def open(self) -> None:
-        """Checks the file, creates its tables, and begins a new life."""
+        """Check the file, create its tables, and begin a new life."""
         if self._writable:
             return
         await self._reader.run(self._inspect)
@@ -78,12 +82,12 @@ class SqliteJobStore:
         self._readable = self._writable = True
 
     async def open_to_read(self) -> None:
-        """Checks the file, where there is one, and reads it."""
+        """Check the file, if there is one, and read it."""
         if not self._writable:
             await self._reader.run(self._inspect_if_there)
 
     async def close(self) -> None:
-        """Ends both threads and closes the file."""
+        """End both threads and close the file."""
         self._writable = False
         await self._reader.close()
         await self._writer.close()
@@ -111,7 +115,7 @@ class SqliteJobStore:
         )
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
-        """Inserts a job."""
+        """Insert a job."""
         added = await self._write(
             lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
             size_bytes=len(record.spec) + len(inputs),
@@ -120,7 +124,7 @@ class SqliteJobStore:
         return added
 
     async def update(self, job_id: str, change: Change) -> bool:
-        """Applies a change in a transaction of the next group."""
+        """Apply a change in a transaction of the next group."""
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
@@ -135,54 +139,54 @@ class SqliteJobStore:
         return found is not None
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-        """Reads the job of an id."""
+        """Read the job of an ID."""
         return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id, tenant=tenant))
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
-        """Reads the newest job of a request_id of a tenant."""
+        """Read the newest job of a tenant's request_id."""
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id, tenant=tenant))
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
-        """Reads what is counted of a tenant."""
+        """Read what is counted of a tenant."""
         found = await self._find(lambda connection: sqlite_statements.usage_of(connection, tenant, now_wall=now_wall))
         return found or TenantUsage()
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
-        """Reads the newest jobs of a result key."""
+        """Read the newest jobs of a result key."""
         return await self._list(lambda connection: sqlite_statements.with_result(connection, result_key, limit=limit))
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
-        """Reads the newest jobs that keep latents of a picture."""
+        """Read the newest jobs that keep latents of a picture."""
         return await self._list(
             lambda connection: sqlite_statements.with_kept_picture(connection, digest, tenant=tenant, limit=limit)
         )
 
     async def inputs(self, job_id: str) -> bytes:
-        """Reads the inputs of a live job."""
+        """Read the inputs of a live job."""
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
 
     async def last_end(self) -> EndTime | None:
-        """Reads the latest end."""
+        """Read the latest end."""
         return await self._find(sqlite_statements.last_end)
 
     async def live(self) -> list[JobRecord]:
-        """Reads all live jobs."""
+        """Read all live jobs."""
         return await self._list(sqlite_statements.live)
 
     async def contents(self) -> dict[str, set[str]]:
-        """Reads whose all pictures are."""
+        """Read the owners of all pictures."""
         return await self._find(sqlite_statements.contents) or {}
 
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
-        """Reads a page, newest first."""
+        """Read a page, newest first."""
         return await self._list(
             lambda connection: sqlite_statements.page(connection, wanted, size=size, before_sequence=before_sequence)
         )
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-        """Deletes ended jobs, up to `limit`."""
+        """Delete ended jobs, up to `limit`."""
         return await self._write(
             lambda connection: sqlite_statements.forget(
                 connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
@@ -190,7 +194,7 @@ class SqliteJobStore:
         )
 
     async def probe(self) -> None:
-        """Writes a page though nothing changes."""
+        """Write a page that does not change."""
         await self._write(sqlite_statements.probe)
 
     async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
@@ -232,7 +236,7 @@ class SqliteJobStore:
                 raise (self._typed(error) or error) from error
 
     def _check_place(self, connection: sqlite3.Connection, committed: bool) -> None:
-        """Raise StorageUnavailable where what is committed would not last, after the file was put back if it can be."""
+        """Restore the file if it is not in its place, and then raise StorageUnavailable: the commit would not last."""
         loss = self._place.loss(committed=committed)
         if loss is None:
             if committed:
@@ -264,7 +268,7 @@ class SqliteJobStore:
             self._inspect()
 
     def _inspect(self) -> None:
-        """Looks whether the file is ours and sound, before anything is written to it."""
+        """Check that the file is ours and sound, before anything is written to it."""
         with os_errors.translated():
             sqlite_files.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look
@@ -277,7 +281,9 @@ class SqliteJobStore:
             typed = self._typed(error)
             if not isinstance(typed, DataLoss):
                 self._stop_reading()
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:  # then another process may write
+                if (
+                    error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY
+                ):  # a busy file may be written by another process
                     self._read_as_left()
                 raise (typed or error) from error
         if not self._sound:
@@ -288,16 +294,16 @@ class SqliteJobStore:
             )
 
     def _read_as_left(self) -> None:
-        """Read what is there where nothing can be written, until the next look."""
+        """Read what is there although nothing can be written, until the next check."""
         try:
             self._reading = sqlite_files.connect_as_left(self._path)
             made = sqlite_schema.has_tables(self._reading, self._path)
             self._readable = made and self._is_sound(self._reading, made=made)
         except (sqlite3.Error, OSError, StorageUnavailable):
-            self._stop_reading()  # why it cannot be opened is told already
+            self._stop_reading()  # the caller knows already why it cannot be opened
 
     def _is_sound(self, connection: sqlite3.Connection, *, made: bool) -> bool:
-        """Whether the file is whole. It is looked at again when it has changed: a start may try twice a second."""
+        """Return whether the file is whole. It is checked only if it has changed: a start may retry twice a second."""
         with os_errors.translated():
             state = sqlite_schema.state_of(self._path)
         if state != self._sound_state:
@@ -305,7 +311,7 @@ class SqliteJobStore:
         return self._sound_state is not None
 
     def _connect(self) -> sqlite3.Connection:
-        if self._place.loss() is not None:  # while it was closed, after a failure: nobody has it open any more
+        if self._place.loss() is not None:  # it was lost while it was closed, so it cannot be restored
             self._lost, self._begun_anew = True, False
             raise _out_of_place()
         self._place.forget_log()

@@ -1,4 +1,4 @@
-"""What SQLite's errors mean to a caller: typed errors, without paths."""
+"""Typed errors for SQLite's, as callers may read them: without paths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bottega.errors import BottegaError, DataLoss
 from bottega.process import open_files
 from bottega.storage import os_errors, sqlite_files
 
-# What it says where it needed one more file: its own, the log beside it, or what readers share.
+# Errors of SQLite when it could not open a file: its own, the log beside it, or what readers share.
 _OPENS_FILES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
-# By primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
-_SAYS = {
+# Texts by primary result code, https://sqlite.org/rescode.html; extended codes have it in their low byte.
+_TEXTS = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the disk cannot be written",
     sqlite3.SQLITE_PERM: "the disk cannot be written",
@@ -25,21 +25,21 @@ _SAYS = {
 
 
 def typed(error: sqlite3.Error) -> BottegaError | None:
-    """DataLoss or StorageUnavailable, without a library's text; None for what only a fault of ours can cause.
+    """Return DataLoss or StorageUnavailable, without SQLite's text; None for what only a fault of ours can cause.
 
-    SQLite does not say why it could not open a file: where no file can be opened at all, that is why.
+    SQLite does not say why it could not open a file. If no file can be opened at all, that is the reason.
     """
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
     if sqlite_files.says_damage(error):
         return damaged()
-    says = _SAYS.get(code & 0xFF)
-    if says and code & 0xFF in _OPENS_FILES and (why := open_files.exhausted()):
+    text = _TEXTS.get(code & 0xFF)
+    if text and code & 0xFF in _OPENS_FILES and (why := open_files.exhausted()):
         return open_files.too_many(why)
-    return os_errors.unavailable(says, cause=error.sqlite_errorname) if says else None
+    return os_errors.unavailable(text, cause=error.sqlite_errorname) if text else None
 
 
 def damaged() -> DataLoss:
-    """The error for what does not read as it was written."""
+    """Return the error for what does not read as it was written."""
     return DataLoss("the job store is damaged; its operator has to look after it")

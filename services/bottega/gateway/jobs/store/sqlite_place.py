@@ -1,7 +1,7 @@
-"""Whether the job store's open file is still the one that has its name, and how it is put back in its place.
+"""The place of the job store's file: whether the open file still has its name, and how it is restored.
 
-SQLite writes on into a file that was deleted or replaced, and over one that was truncated: what it commits then is
-gone with the process. So the writer looks before and after each commit.
+SQLite goes on writing to a file that was deleted or replaced, and over one that was truncated; what it commits then is
+lost when the process ends. So the writer checks the place before and after each commit.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from bottega.gateway.jobs.store import sqlite_schema
 from bottega.storage import folders, sqlite_files
 
-# https://sqlite.org/fileformat2.html#walformat: both begin so, and differ in the last bit.
+# How a log begins, https://sqlite.org/fileformat2.html#walformat; the two differ in the last bit.
 _LOG_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
 
 
 class FileLoss(enum.Enum):
-    """What has happened to the file under its writer."""
+    """What has happened to the file of a writer."""
 
     MOVED = "deleted or replaced"
-    """Whoever has it open still reads all of it."""
+    """The open file is still complete."""
     CUT = "truncated"
-    """What was in it is gone."""
+    """The contents are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +51,22 @@ class FilePlace:
         self._log: _Seen | None = None
 
     def remember(self) -> None:
-        """Note which file has the name now, and that its log is not known yet. Raise OSError where there is none."""
+        """Remember which file has the name now, and that its log is unknown. Raises OSError if there is no file."""
         self._file = _seen(self._path.stat())
         self._log = None
 
     def forget_log(self) -> None:
-        """Note that the log may be another one from now on: SQLite deletes it with its last connection."""
+        """Forget the log, which may be another one from now on: SQLite deletes it with its last connection."""
         self._log = None
 
     def follow(self) -> None:
-        """Note how large both are, once a commit has found them in place. Raise OSError."""
+        """Remember the sizes of both, after a commit has found them in place. Raises OSError."""
         self._file = _seen(self._path.stat())
         self._log = _seen(self._log_path.stat())
 
     def loss(self, *, committed: bool = False) -> FileLoss | None:
-        """Return what has happened to them, or None. committed: the open connection has written to the log."""
-        # The file is not opened here: closing it would let go of this process's locks on it.
+        """Return what has happened to the files, or None. committed: Whether the connection has written to the log."""
+        # The file is not opened here: closing it would release this process's locks on it.
         if self._file is None:
             return None
         file, log = _stat(self._path), _stat(self._log_path)
@@ -78,14 +78,14 @@ class FilePlace:
             return FileLoss.MOVED if committed and log is None else None
         if log is None or not log.is_same(self._log):
             return FileLoss.MOVED
-        # A new round of the log begins with what it may keep of the last one.
+        # When the log begins anew, its file keeps at most this size.
         shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
         return FileLoss.CUT if shorter or not self._has_header(log) else None
 
     def put_back(self, connection: sqlite3.Connection) -> bool:
-        """Copy what an open connection reads to the file's name. Return False where not all of it can be read.
+        """Copy what an open connection reads to the file's name. Return False if not all of it can be read.
 
-        What has the name is kept aside. Raise OSError and sqlite3.Error where nothing can be written.
+        The file that has the name now is renamed. Raises OSError and sqlite3.Error if nothing can be written.
         """
         copy = self._path.with_name(f"{self._path.name}-copy")
         if not sqlite_files.copy_whole(connection, copy, self._is_whole):
@@ -97,13 +97,13 @@ class FilePlace:
         return True
 
     def begin_anew(self) -> None:
-        """Make room for a new file, or take the old one without its log where that is whole. Raise OSError."""
+        """Create a new file, or use the old one without its log if that is whole. Raises OSError."""
         self._put_aside(log_only=self._is_whole_alone())
         sqlite_files.create_file(self._path)
         self.remember()
 
     def _has_header(self, log: _Seen) -> bool:
-        """Whether the log begins as it has to: one that was truncated is zeros up to what was written since."""
+        """Return whether the log has its header: a truncated log is zeros up to what was written since."""
         if not log.size_bytes:
             return True
         try:
@@ -114,7 +114,7 @@ class FilePlace:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            return True  # Without a free descriptor it cannot be read now; the next look reads it.
+            return True  # without a free descriptor it cannot be read now; the next check reads it
 
     def _is_whole_alone(self) -> bool:
         if not self._path.exists() or not self._path.stat().st_size:
@@ -129,7 +129,7 @@ class FilePlace:
         return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(connection, made=True)
 
     def _put_aside(self, *, log_only: bool = False) -> None:
-        """Give what has the names other ones; empty files hold nothing to keep."""
+        """Rename the files that have the names, and delete empty ones."""
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         for end in ("-wal", "-shm", *([] if log_only else [""])):
             part = self._path.with_name(self._path.name + end)

@@ -1,6 +1,6 @@
-"""Job records as rows of SQLite. A row carries a checksum of itself, so that damage is seen and never answered with.
+"""Job records as rows of SQLite. Each row has a checksum, so that damaged rows are never used.
 
-SQLite's own format has none: a flipped bit in a page may read as another prompt.
+SQLite's own format has none: after a flipped bit in a page, another prompt may be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bottega.gateway.jobs.store.sqlite_errors import damaged
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
-# Columns of the table, in the order of `to_row`, with their types; `from_row` expects `sequence` before them.
+# Columns of the table and their types, in the order of `to_row`. `from_row` expects `sequence` before them.
 TYPES = {
     "job_id": "TEXT NOT NULL UNIQUE",
     "tenant": "TEXT NOT NULL",
@@ -55,12 +55,12 @@ TYPES = {
     "checksum": "INTEGER NOT NULL",
 }
 COLUMNS = tuple(TYPES)
-# Stored as REAL: an integer would come back as another value than the checksum was made of.
+# Columns that are stored as REAL: an integer would be read as a value that differs from what the checksum is of.
 _REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 
 
 def to_row(record: JobRecord) -> tuple[Value, ...]:
-    """The values of COLUMNS."""
+    """Return the values of COLUMNS for a record."""
     height, width = record.shape
     result_width, result_height = record.result_size
     special: dict[str, Value] = {
@@ -75,7 +75,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
 
 
 def from_row(row: Sequence[Any]) -> JobRecord:
-    """The record of a row of `sequence` and COLUMNS. Raises DataLoss when the row is not what was written."""
+    """Return the record of a row of `sequence` and COLUMNS. Raises DataLoss if the row is not what was written."""
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)
@@ -83,7 +83,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     shape = fields.pop("latent_height"), fields.pop("latent_width")
     result_size = fields.pop("result_width"), fields.pop("result_height")
     images = _images_of(fields.pop("images"))
-    del fields["picture_bytes"]  # for what the table sums up
+    del fields["picture_bytes"]  # it is only for sums in SQL
     fields["ends_with_caller"] = bool(fields["ends_with_caller"])
     return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
 
@@ -95,7 +95,7 @@ def _images_of(column: str) -> tuple[StoredImage, ...]:
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:
-    """`data`, when it has its checksum. Raises DataLoss."""
+    """Return `data` if it has its checksum. Raises DataLoss otherwise."""
     if checksum([data]) != expected:
         raise _damaged_row(sequence)
     return data

@@ -1,4 +1,4 @@
-"""The job store's SQLite file: how it is opened, what tables it has, and whether it is sound."""
+"""The schema of the job store's SQLite file, how the file is opened, and whether it is sound."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from bottega.storage import sqlite_files
 from bottega.v1 import image_pb2
 
 FileState = tuple[tuple[int, int, int], ...]
-"""Of a file and the log beside it: inode, size, time of the last change in ns."""
+"""Inode, size and time of the last change in ns of a file and of the log beside it."""
 
-# "Bttg": what PRAGMA application_id says of a file of ours.
+# "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
 _VERSION = 13
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
-# Days are counted since 1970, by UTC.
+# Seconds of a day; days are counted since 1970, by UTC.
 DAY_S = 86400
 
-# Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
+# Pages of 4 KiB in the log after which a commit copies it into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
-# What large inputs may leave of the log's file after a checkpoint.
+# Upper bound on the log's file after a checkpoint, which large inputs make large.
 LOG_BYTES = 64 << 20
 
-# kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes. finished: whether it
-# completed, and so is forgotten last.
+# kept_bytes: the size of an ended job's record, with an estimate for the short columns and indexes. finished: whether
+# it completed, so that it is forgotten last.
 _FINISHED = f"(state = {image_pb2.JOB_STATE_COMPLETED})"
 _TABLES = (
     f"""
@@ -43,7 +43,7 @@ _TABLES = (
     "CREATE INDEX jobs_live ON jobs (sequence) WHERE ended_wall IS NULL",
     "CREATE INDEX jobs_ended ON jobs (ended_steady, sequence) WHERE ended_steady IS NOT NULL",
     "CREATE INDEX jobs_of_peer ON jobs (finished, peer, ended_steady, sequence) WHERE ended_steady IS NOT NULL",
-    # Nobody waits longer for a page because others have many jobs.
+    # A page takes no longer because other tenants have many jobs.
     "CREATE INDEX jobs_of_tenant ON jobs (tenant, sequence)",
     "CREATE INDEX jobs_state ON jobs (tenant, state, sequence)",
     "CREATE INDEX jobs_created ON jobs (tenant, created_wall)",
@@ -83,7 +83,7 @@ _TABLES = (
         DELETE FROM holders WHERE finished = OLD.finished AND peer = OLD.peer AND jobs < 1;
     END
     """,
-    # What quotas ask for. Of days, those of today and yesterday stay.
+    # What quotas need to know. The counts of today and yesterday stay.
     f"""
     CREATE TRIGGER jobs_of_today AFTER INSERT ON jobs BEGIN
         INSERT INTO days VALUES (NEW.tenant, CAST(NEW.created_wall / {DAY_S} AS INTEGER), 1)
@@ -119,7 +119,7 @@ _TABLES = (
     ) STRICT, WITHOUT ROWID
     """,
     "CREATE TABLE stored (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID",
-    # The newest job of each.
+    # The newest job of each request_id.
     """
     CREATE TABLE request_ids (
         tenant TEXT NOT NULL,
@@ -160,11 +160,11 @@ _TABLES = (
         DELETE FROM deletions WHERE number <= NEW.number - {_MAX_DELETIONS};
     END
     """,
-    # Of live jobs only, apart so that a change of a job does not rewrite them.
+    # Inputs of live jobs, in a table of their own so that a change of a job does not rewrite them.
     "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
     "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
     "INSERT INTO totals VALUES (0, 0)",
-    # What each peer has of ended jobs, which decides whose are forgotten when there are too many.
+    # Ended jobs by peer, which decides whose are forgotten when there are too many.
     """
     CREATE TABLE holders (
         finished INTEGER NOT NULL,
@@ -198,30 +198,35 @@ def connect_to_write(path: Path) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
+    """Return a connection that changes nothing, so that it may read any file. Otherwise as `connect_to_write`."""
     return sqlite_files.connect_alone(path, "PRAGMA query_only = ON")
 
 
 def state_of(path: Path) -> FileState:
-    """Changes when the file, or the log beside it, does. Raises OSError."""
+    """Return a value that changes when the file or the log beside it does. Raises OSError."""
     parts = [part.stat() for part in (path, sqlite_files.log_of(path)) if part.exists()]
     return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
 
 
 def has_tables(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has our tables; an empty one has none. Raises ConfigError for what is no job store of ours."""
+    """Return whether the file has our tables; an empty one has none. Raises ConfigError for other files."""
     return sqlite_files.has_tables(
         connection, path, application_id=APPLICATION_ID, version=_VERSION, what="a job store of Bottega"
     )
 
 
 def is_sound(connection: sqlite3.Connection, *, made: bool) -> bool:
-    """Whether the file is whole, as far as a look of a second tells. made: it has our tables. Raises sqlite3.Error."""
+    """Return whether the file is whole, by a check of about a second. Raises sqlite3.Error.
+
+    Args:
+        connection: Connection to the file.
+        made: Whether it has our tables.
+    """
     return sqlite_files.is_whole(connection) and (not made or sqlite_files.schema_of(connection) == _expected_schema())
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
-    """Creates the tables where there are none, and begins a new life: its generation. Within a transaction."""
+    """Create the tables if there are none, begin a new life and return its number. Call it in a transaction."""
     if not has_tables(connection, path):
         _create(connection, _TABLES)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
@@ -229,9 +234,13 @@ def adopt(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newest: int) -> None:
-    """Create the tables where there are none, and go on in the same life. Within a transaction.
+    """Create the tables if there are none, and go on in the same life. Call it in a transaction.
 
-    newest: sequence that was given to a job last; later jobs come after it.
+    Args:
+        connection: Connection to the file.
+        path: The file.
+        generation: Number of the life.
+        newest: The sequence that was given last; later jobs come after it.
     """
     if not has_tables(connection, path):
         _create(connection, _TABLES)
@@ -245,7 +254,7 @@ def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newe
 
 
 def newest_sequence(connection: sqlite3.Connection) -> int:
-    """Return the sequence that was given to a job last, or 0."""
+    """Return the sequence that was given last, or 0."""
     found = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
     return int(found[0]) if found else 0
 

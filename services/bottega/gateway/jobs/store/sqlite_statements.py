@@ -1,4 +1,4 @@
-"""What the job store says to SQLite: each function is one operation within a transaction, or one query."""
+"""The SQL of the job store: each function is one operation in a transaction, or one query."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Jobs in their order. damaged: sequences of those among them that are not what was written."""
+    """A list of jobs in their order."""
 
     records: list[JobRecord]
     damaged: list[int]
+    """Sequences of the jobs that were left out because they are not what was written."""
 
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
-    """Inserts a job, unless it or its request is known; see JobStore.add."""
+    """Insert a job unless it or its request is known; see JobStore.add."""
     known = _known(connection, record, replaces) if record.request_id else None
-    # A job without a request_id, as most are, takes this one statement: each is a wait for the interpreter.
+    # A job without a request_id, as most are, takes this one statement: at each, the thread waits for the interpreter.
     inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
     if inserted is None or not inserted.rowcount:
         known = known or of_job(connection, record.job_id)
@@ -59,7 +60,7 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
 
 
 def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -> None:
-    """Insert a live job with the sequence that it had; what the file has of it goes."""
+    """Insert a live job with the sequence that it had, and remove what the file has of it."""
     connection.execute("DELETE FROM inputs WHERE sequence = ?", (record.sequence,))
     connection.execute("DELETE FROM jobs WHERE job_id = ? OR sequence = ?", (record.job_id, record.sequence))
     connection.execute(_PUT_BACK, (record.sequence, *to_row(record)))
@@ -72,7 +73,7 @@ def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -
 
 
 def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
-    """Writes what `change` makes of the job; whether it changed it."""
+    """Write what `change` makes of a job, and return whether it changed anything."""
     record = of_job(connection, job_id)
     after = change(record) if record else None
     if record is None or after is None:
@@ -111,7 +112,7 @@ def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -
 
 
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-    """The job of an id. tenant: whose; of another one it is none, and is not read. None: whoever has it."""
+    """Return the job of an ID, or None. tenant: The tenant that it must belong to; None means any."""
     query = f"SELECT {_ALL} FROM jobs WHERE job_id = ?"
     whose = [] if tenant is None else [tenant]
     found = _records(connection, query + " AND tenant = ?" * len(whose), job_id, *whose)
@@ -119,7 +120,7 @@ def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = 
 
 
 def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) -> JobRecord | None:
-    """The newest job of a request_id of a tenant."""
+    """Return the newest job of a tenant's request_id, or None."""
     query = (
         f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) "
         "WHERE request_ids.tenant = ? AND request_ids.request_id = ?"
@@ -129,7 +130,7 @@ def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) 
 
 
 def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) -> TenantUsage:
-    """What quotas ask for."""
+    """Return what quotas need to know of a tenant."""
     query = (
         "SELECT COALESCE((SELECT jobs FROM days WHERE tenant = ?1 AND day = ?2), 0), "
         "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0)"
@@ -139,15 +140,15 @@ def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) ->
 
 
 def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) -> Listing:
-    """The newest jobs of a result key."""
-    # Only jobs that have one are in the index, and SQLite uses it only where the query says so too.
+    """Return the newest jobs of a result key."""
+    # Only jobs that have a key are in the index, and SQLite uses it only if the query says so, too.
     where = "result_key = ? AND result_key <> ''"
     query = f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY jobs.sequence DESC LIMIT ?"
     return _listing(connection.execute(query, (result_key, limit)).fetchall())
 
 
 def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: str, limit: int) -> Listing:
-    """The newest jobs of a tenant that keep latents of a picture."""
+    """Return the newest jobs of a tenant that keep latents of a picture."""
     query = (
         f"SELECT {_ALL} FROM contents JOIN jobs USING (sequence) "
         "WHERE contents.tenant = ? AND digest = ? AND has_latents ORDER BY jobs.sequence DESC LIMIT ?"
@@ -156,14 +157,14 @@ def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: st
 
 
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
-    """The inputs of a live job; None where there are none."""
+    """Return the inputs of a live job, or None."""
     query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"
     rows = connection.execute(query, (job_id,)).fetchall()
     return intact(*rows[0]) if rows else None
 
 
 def last_end(connection: sqlite3.Connection) -> EndTime | None:
-    """The latest end of a job, of one of the last few where some are damaged."""
+    """Return the latest end of a job, by the first of the last few that is not damaged."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
     for record in _listing(connection.execute(query).fetchall()).records:
         if record.ended_wall is not None and record.ended_steady is not None:
@@ -172,7 +173,7 @@ def last_end(connection: sqlite3.Connection) -> EndTime | None:
 
 
 def live(connection: sqlite3.Connection) -> Listing:
-    """All jobs that have not ended, oldest first."""
+    """Return all jobs that have not ended, oldest first."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
     return _listing(connection.execute(query).fetchall())
 
@@ -186,7 +187,7 @@ def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
 
 
 def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before_sequence: int | None) -> Listing:
-    """A page of jobs. A damaged job takes no place in it, so that it is full where there are enough others."""
+    """Return a page of jobs. Damaged jobs take no place in it, so that it is full if there are enough others."""
     found = Listing(records=[], damaged=[])
     while True:
         rows = _page_rows(connection, wanted, size, before_sequence)
@@ -199,7 +200,7 @@ def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before
 
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-    """Deletes up to `limit` ended jobs; JobStore.forget says which."""
+    """Delete up to `limit` ended jobs; JobStore.forget says which."""
     connection.execute("DELETE FROM deletions WHERE steady < ?", (ended_before,))
     expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
     for job in expired:
@@ -211,14 +212,14 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
             break
         job = _dispensable(connection, "jobs" if jobs > max_jobs else "bytes")
         if job is None:
-            break  # the others live
+            break  # the others have not ended
         _forget_one(connection, *job)
         forgotten += 1
     return forgotten
 
 
 def probe(connection: sqlite3.Connection) -> None:
-    """Writes a page though nothing changes."""
+    """Write a page that does not change."""
     connection.execute("UPDATE generation SET number = number")
 
 
@@ -230,14 +231,14 @@ def _index_contents(connection: sqlite3.Connection, record: JobRecord, sequence:
 
 
 def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str, str] | None:
-    """Which ended job goes first where there are too many. by: of what a peer has the most, "jobs" or "bytes"."""
+    """Return the ended job that is forgotten first. by: Whether the peer with most "jobs" or most "bytes" loses one."""
     most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
     for finished in (False, True):
         while holder := connection.execute(most, (finished,)).fetchone():
             found: tuple[int, str, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
             if found is not None:
                 return found
-            # The count is wrong, which only damage can do; it must not keep everything for ever.
+            # The count is wrong because of damage; without this, nothing would ever be forgotten.
             connection.execute("DELETE FROM holders WHERE finished = ? AND peer = ?", (finished, *holder))
     return None
 
@@ -250,7 +251,7 @@ def _forget_one(connection: sqlite3.Connection, sequence: int, tenant: str, requ
 
 
 def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> JobRecord | None:
-    """The job that has the job_id or the request_id of `record` and does not give way to it."""
+    """Return the job that has the job_id or the request_id of `record` and is not replaced by it, or None."""
     known = of_job(connection, record.job_id)
     if known is None:
         known = of_request(connection, record.request_id, tenant=record.tenant)
@@ -288,5 +289,5 @@ def _listing(rows: list[tuple[Any, ...]]) -> Listing:
 
 
 def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
-    # All rows at once: a statement that is not read to its end holds the others to what was there when it began.
+    # All rows at once: a statement that is not read to its end keeps later ones from seeing newer data.
     return [from_row(row) for row in connection.execute(query, parameters).fetchall()]

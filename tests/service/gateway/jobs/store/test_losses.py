@@ -191,7 +191,7 @@ async def test_nothing_of_a_forgotten_job_stays_in_the_file(tmp_path: Path) -> N
         assert [job.job_id for job in await store.with_kept_picture(image.digest, limit=9)] == ["j1"]
         await store.forget(ended_before=2.0, max_jobs=9, max_bytes=MIB, limit=9)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        for table in ("jobs", "request_ids", "inputs", "kept_pictures", "holders"):
+        for table in ("jobs", "request_ids", "inputs", "contents", "holders"):
             assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
 
 
@@ -327,7 +327,7 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     ("change", "reason"),
     [
         ("PRAGMA user_version = 99", "later version"),
-        ("PRAGMA user_version = 7", r"earlier version.*schema 7; this one has 12.*move the file away"),
+        ("PRAGMA user_version = 7", r"earlier version.*schema 7; this one has 13.*move the file away"),
         ("PRAGMA application_id = 1", "not a job store of Bottega"),
     ],
 )

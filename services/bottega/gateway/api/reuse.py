@@ -1,0 +1,218 @@
+"""What a new job uses of earlier ones: the pictures of an identical job, and the latents kept of an edit's image.
+
+Only requests that give their seed are answered with stored pictures: without one, a caller wants another picture each
+time. It must be certain what would be drawn with, else the request is drawn. An edit of a picture that a job of this
+gateway has drawn and kept finds the latents of its steps by the picture's digest: the bytes are enough, and the caller
+need not name the job. What cannot be read is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bottega.codec import ImageSize
+from bottega.errors import DataLoss, StorageUnavailable
+from bottega.gateway.addons.addon import AddOn
+from bottega.gateway.api.validation import SeenImages
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.specs import without_images
+from bottega.gateway.jobs.storage import Storage, digest
+from bottega.gateway.jobs.store.result_keys import result_key
+from bottega.gateway.jobs.values import JobRequest
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.masked_blocks import may_mask_blocks
+from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
+from bottega.v1.image_pb2 import Model
+
+_log = logging.getLogger(__name__)
+
+
+async def outline_of(spec: GenerationSpec) -> GenerationSpec:
+    """Return a copy of `spec` with the SHA-256 of each input image, in hex, in the image's place."""
+    outline = without_images(spec)
+    for name in ("image", "mask_image"):
+        if spec.HasField(name):
+            setattr(outline, name, (await digest(getattr(spec, name))).encode())
+    for net, given in zip(outline.controlnets, spec.controlnets, strict=True):
+        net.image = (await digest(given.image)).encode()
+    return outline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdenticalResult:
+    """The stored result that answers a request."""
+
+    spec: GenerationSpec
+    """The complete spec of the request, without input images."""
+    source: Job
+    """The job that has the pictures; read-only."""
+
+
+class IdenticalResults:
+    """Finds the job whose stored pictures are the ones that a request asks for.
+
+    Args:
+        default: Whether a request that does not say so may be answered with stored pictures.
+    """
+
+    def __init__(
+        self,
+        *,
+        default: bool,
+        jobs: JobRepository,
+        storage: Storage,
+        addons: Sequence[AddOn],
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._default = default
+        self._jobs = jobs
+        self._storage = storage
+        self._addons = addons
+        self._metrics = metrics
+
+    async def find(
+        self,
+        spec: GenerationSpec,
+        model: Model,
+        complete: Callable[[GenerationSpec], GenerationSpec],
+        *,
+        tenant: str,
+    ) -> IdenticalResult | None:
+        """Return the stored result that answers a request, or None if the request has to be drawn.
+
+        Args:
+            spec: A valid spec as the caller sent it.
+            model: The model that draws it.
+            complete: Fills in what a spec leaves open.
+            tenant: The tenant that asks. Only its own pictures answer it.
+        """
+        if not self._may_answer(spec):
+            return None
+        outline = complete(await outline_of(spec))
+        source = await self._source(self._key(outline, model, tenant), kept=outline.keep_for_editing)
+        return None if source is None else IdenticalResult(spec=without_images(outline), source=source)
+
+    def _may_answer(self, spec: GenerationSpec) -> bool:
+        if not spec.HasField("seed"):
+            return False
+        techniques = spec.techniques
+        return techniques.identical_results if techniques.HasField("identical_results") else self._default
+
+    async def _source(self, key: str, *, kept: bool) -> Job | None:
+        """Return a job with that key whose pictures are still there, to be read only, and renew their time.
+
+        Args:
+            key: The result key.
+            kept: Whether latents of every picture must be there, too.
+        """
+        outcome = "none"
+        try:
+            for job in await self._jobs.with_result(key) if key else ():
+                if kept and not all(image.latents for image in job.images):
+                    continue
+                if await self._storage.renew_images(job.images):
+                    outcome = "answered"
+                    return job
+                outcome = "gone"
+        except (StorageUnavailable, DataLoss) as error:
+            outcome = "failed"
+            _log.info("a stored result could not be looked for", extra={"text": error.message})
+        finally:
+            self._metrics.identical_results.labels(outcome).inc()
+        return None
+
+    def _key(self, outline: GenerationSpec, model: Model, tenant: str) -> str:
+        found: list[str] = []
+        for addon in self._addons:
+            versions = addon.versions(outline, model)
+            if versions is None:
+                return ""
+            found += versions
+        return result_key(outline, model_hash=model.model_hash, dtype=model.dtype, versions=found, tenant=tenant)
+
+
+class ImageSources:
+    """Finds what the gateway knows of the images that a request draws from."""
+
+    def __init__(self, jobs: JobRepository, storage: Storage) -> None:
+        self._jobs = jobs
+        self._storage = storage
+
+    async def describe(self, request: JobRequest, spec: GenerationSpec, model: Model, seen: SeenImages) -> JobRequest:
+        """Return the request with what is known of its images. What its tenant keeps of an image gets a new time.
+
+        Args:
+            request: The request.
+            spec: Its complete spec.
+            model: The model that draws it.
+            seen: What was seen of its images.
+        """
+        if not spec.HasField("image"):
+            return request
+        image_digest = await digest(spec.image)
+        if not spec.HasField("mask_image"):
+            return dataclasses.replace(request, image_digest=image_digest)
+        kept = await self._kept_latents(spec, image_digest, request.tenant) if _may_use_kept(spec) else ""
+        masked = may_mask_blocks(spec)
+        template = _template(spec, model, kept or image_digest, mask=seen.mask, tenant=request.tenant)
+        return dataclasses.replace(
+            request,
+            image_digest=image_digest,
+            mask_digest=await digest(spec.mask_image),
+            kept_latents=kept,
+            result_size=_result_size(spec, seen.size),
+            template=template if masked else "",
+            computed_share=(seen.mask.computed_share or 1.0) if masked else 1.0,
+        )
+
+    async def _kept_latents(self, spec: GenerationSpec, image_digest: str, tenant: str) -> str:
+        """Return the digest of latents of a picture that a tenant's job keeps and that fit the edit; "" if none do."""
+        try:
+            for job in await self._jobs.with_kept_picture(image_digest, tenant=tenant):
+                if not _may_fit(job.bare, spec):
+                    continue
+                kept = next(image.latents for image in job.images if image.digest == image_digest and image.latents)
+                if await self._storage.images.renew(kept):
+                    _log.info("an edit uses what is kept of its image", extra={"drawn_by": job.job_id})
+                    return kept
+        except (StorageUnavailable, DataLoss) as error:
+            _log.info("what is kept of an image could not be looked for", extra={"text": error.message})
+        return ""
+
+
+def _may_use_kept(spec: GenerationSpec) -> bool:
+    """Return whether an edit may use the latents that drew its image: they are of the whole image, and not exact."""
+    return may_mask_blocks(spec) and not spec.HasField("padding_mask_crop")
+
+
+def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
+    """Return whether latents of a picture may be those of an edit's steps; both specs are complete.
+
+    An edit whose step count divides the picture's may have only timesteps that the picture had.
+    """
+    same = (drawn.model, drawn.width, drawn.height) == (edit.model, edit.width, edit.height)
+    drawn_strength = drawn.strength if drawn.HasField("strength") else 1.0
+    return same and drawn.num_inference_steps % edit.num_inference_steps == 0 and drawn_strength >= edit.strength
+
+
+def _template(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
+    """Return the name of what an edit draws from: an image, or what is kept of it, at a size, or a part of it.
+
+    Two tenants have different names for it. See ActivationsOrder.source.
+    """
+    part = [mask.crop_x, mask.crop_y, mask.crop_width, mask.crop_height]
+    facts = [tenant, model.model_hash, image_digest, spec.width, spec.height, part]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _result_size(spec: GenerationSpec, image_size: ImageSize | None) -> tuple[int, int]:
+    """Return the size of an edit's picture if it is put back into its image (padding_mask_crop), else (0, 0)."""
+    if image_size is None or not spec.HasField("padding_mask_crop"):
+        return 0, 0
+    return image_size.width, image_size.height
