@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway. Make it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
+    """A gateway. Make it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()

@@ -151,7 +151,7 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImages:
-    """What was seen of the images of a request."""
+    """The sizes and the mask that decoding a request's images has shown."""
 
     size: ImageSize | None = None
     """Size of `image`; None without one."""

@@ -92,7 +92,7 @@ class DispatchedAttempt:
     sent_at: float = 0.0
     """When the attempt was sent, on the monotonic clock."""
     reported_at: float = 0.0
-    """When the worker last said how far it is, or was sent the attempt, on the monotonic clock."""
+    """When the worker last reported progress, or was sent the attempt, on the monotonic clock."""
     traced: bool = False
     started: bool = False
     previewed: bool = False

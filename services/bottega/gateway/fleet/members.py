@@ -17,7 +17,7 @@ from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedKind:
-    """What a service hosts of one kind."""
+    """The items of one kind that a service hosts."""
 
     items: tuple[Hosted, ...] = ()
     digests: frozenset[str] = frozenset()

@@ -333,7 +333,7 @@ class Fleet:
             observer.member_lost(member)
 
     def _note_refusal(self, member: Member) -> None:
-        """Remember a worker that had no model and said why, now that it has left."""
+        """Remember a worker that has left and had reported why it serves no model."""
         if not member.is_worker or member.models or not member.load.left_out:
             return
         self._refused[member.kind, member.name] = member

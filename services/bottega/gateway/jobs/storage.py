@@ -243,7 +243,7 @@ class Storage:
         return all([await self.images.renew(digest) for digest in contents])
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
-        """Keep images and what is kept of them while the block runs, whoever deletes another job with them."""
+        """Keep images and what is kept of them while the block runs, even if another job with them is deleted."""
         return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:

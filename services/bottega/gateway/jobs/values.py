@@ -13,7 +13,7 @@ from bottega.v1.image_pb2 import PRIORITY_NORMAL, JobState, Priority
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What the gateway keeps of the request that a job was made of, beside its spec."""
+    """The request that a job was made of, without its spec."""
 
     fingerprint: str
     """Hash of the spec as the caller sent it."""

@@ -134,7 +134,7 @@ def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addo
 
     Args:
         job: The job.
-        error: What the worker said.
+        error: The error of the worker.
         workers: Number of workers of the job's model.
         by_addon: Whether an add-on was the cause.
     """

@@ -61,7 +61,7 @@ Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What was already computed from a worker's state, by question, for later rounds."""
+    """Results computed from a worker's state, by question, which later rounds reuse."""
 
     widths: dict[Question, int] = field(default_factory=dict)
     """Widths of groups. They outlive the state while the same jobs run: a step or two changes none of them."""

@@ -43,7 +43,7 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """What the store has of a tenant."""
+    """The jobs and bytes that the store has of a tenant."""
 
     jobs_today: int = 0
     """Number of jobs since midnight UTC, forgotten ones included."""
@@ -71,7 +71,7 @@ ALL_JOBS = JobFilter()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """One job. Fields that JobRequest has as well are documented there; times that end in _wall are in Unix seconds."""
+    """The record of a job. JobRequest documents the fields that it has as well; times in _wall are in Unix seconds."""
 
     job_id: str
     fingerprint: str

@@ -23,7 +23,7 @@ _LOG_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
 
 
 class FileLoss(enum.Enum):
-    """What has happened to the file of a writer."""
+    """The kinds of losses of a writer's file."""
 
     MOVED = "deleted or replaced"
     """The open file is still complete."""
