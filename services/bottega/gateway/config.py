@@ -161,7 +161,7 @@ class GatewayConfig:
     """Seconds without an input image after which codec processes end until the next image. null keeps them."""
 
     def __post_init__(self) -> None:
-        # Members, as many that come back, and those that have not said yet who they are.
+        # Members, as many that reconnect, and joins that have not sent their registration yet.
         needed = 2 * self.max_members + MAX_NAMELESS
         if self.fleet.max_calls < needed:
             raise ValueError(
