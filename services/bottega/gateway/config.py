@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
-from bottega.gateway.jobs.job import MOST_ATTEMPTS
+from bottega.gateway.jobs.job import MAX_ATTEMPTS
 from bottega.rpc.address import Address
 from bottega.rpc.security.tenant_file import read_tenants
 from bottega.rpc.server import ListenerConfig, ServerConfig
@@ -137,7 +137,7 @@ class GatewayConfig:
     """
     max_members: AtLeastOne = 256
     """Bound on services of all kinds that are in the fleet at once."""
-    max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
+    max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] = 8
     """Number of workers that are lost with a job before the job fails.
 
     A worker that is stopping or full does not count. Two workers that die while the job runs alone make it fail at

@@ -25,7 +25,7 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
 # Services of a kind that a member is told about; a fleet has one or a few.
-_MOST_SERVICES = 8
+_MAX_SERVICES = 8
 # Time between two messages to a member on how many jobs wait for it: a fraction of a turn. Under a flood of submissions
 # the number changes all the time.
 _PAUSE_S = 0.015
@@ -100,7 +100,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return [
             fleet_pb2.ServiceAddress(kind=kind, name=service.name, address=service.registration.address)
             for kind in member.registration.uses
-            for service in self._fleet.services(kind)[:_MOST_SERVICES]
+            for service in self._fleet.services(kind)[:_MAX_SERVICES]
         ]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
@@ -166,7 +166,7 @@ def _check_name(registration: fleet_pb2.Registration, known: Caller) -> None:
     if known.role is Role.LOCAL or (registration.kind, registration.name) == (known.role, known.name):
         return
     joins, shown = f"{registration.kind}/{registration.name}", f"{known.role}/{known.name}"
-    raise Forbidden(f"{joins} joins with the certificate of {shown}: give it that name, or a certificate of its own")
+    raise Forbidden(f"{joins} joins with the certificate of {shown}: give it that name or a certificate of its own")
 
 
 def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:

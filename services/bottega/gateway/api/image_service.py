@@ -47,7 +47,7 @@ _PART_OF_PAGE = 5
 # A caller that pages through adapters gets all pages from one list, unless it pauses for longer than this.
 _LISTED_S = 5.0
 # Of so many callers.
-_MOST_LISTINGS = 8
+_MAX_LISTINGS = 8
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -250,7 +250,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         listing = _AdapterListing(access=access, made_at=now, tokens=tokens, adapters=adapters)
         self._listings.pop(key, None)
         self._listings[key] = listing
-        if len(self._listings) > _MOST_LISTINGS:
+        if len(self._listings) > _MAX_LISTINGS:
             self._listings.popitem(last=False)
         return listing
 

@@ -27,7 +27,7 @@ _PREVIEW_DEADLINE_S = 2.0
 _LIST_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
 # Calls that stop stale attempts of a worker at once. It runs some tens of attempts, and may report thousands.
-MOST_STALE = 64
+MAX_STALE = 64
 
 _log = logging.getLogger(__name__)
 
@@ -223,8 +223,8 @@ class WorkerConnection:
         self._calls.start(self._stop_attempt(attempt))
 
     def stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
-        """Have the worker stop an attempt that it reports. Beyond MOST_STALE calls, it waits for the next report."""
-        if self._stale < MOST_STALE:
+        """Have the worker stop an attempt that it reports. Beyond MAX_STALE calls, it waits for the next report."""
+        if self._stale < MAX_STALE:
             self._stale += 1
             self._calls.start(self._stop_stale_attempt(attempt))
 
@@ -267,4 +267,6 @@ class WorkerConnection:
             await self.client.preview_attempt(attempt.id, deadline_s=_PREVIEW_DEADLINE_S)
         except BottegaError as error:
             # The attempt goes on without previews. If it is lost, the next attempt has them.
-            _log.warning("no previews", extra={**log_lines.job_fields(attempt.job), "text": error.message})
+            _log.warning(
+                "previews could not be requested", extra={**log_lines.job_fields(attempt.job), "text": error.message}
+            )

@@ -31,7 +31,7 @@ _AFTER_LEASE_S = 0.05
 
 # How long, and how many, workers that cannot serve their model are listed, so that operators can see why.
 _REFUSED_KEPT_S = 600.0
-_MOST_REFUSED = 64
+_MAX_REFUSED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -114,39 +114,11 @@ class Fleet:
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
         """Take a member's report of its load. Raises InvalidRequest."""
-        rules.refuse(list(check_load(load)))
-        has_started = load.start_s != member.load.start_s  # once for each instance
+        repeated = member.has_reported and not load.running and load == member.load
+        if not repeated:  # an idle service says the same twice a second
+            rules.refuse(list(check_load(load)))
+            self._apply(member, load)
         member.heard_at = self._clock.monotonic()
-        member.load, member.has_reported = load, True
-        if has_started:
-            self._seen.note_start(member)
-        member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
-        member.shares = {
-            running.attempt.job_id: running.computed_share
-            for running in load.running
-            if 0 < running.computed_share <= 1  # NaN is not
-        }
-        member.fractions = RowFractions.from_entries(
-            ((time.latent_height, time.latent_width), time.fixed_share)
-            for time in load.masked_times
-            if time.HasField("fixed_share")
-        )
-        member.planned = StepTable.from_entries(
-            ((time.latent_height, time.latent_width), step.rows, step.seconds)
-            for time in load.masked_times
-            for step in time.planned
-        )
-        member.times = StepTimes.from_entries(
-            (
-                ((time.latent_height, time.latent_width), time.rows, time.seconds)
-                for time in load.step_times
-                if math.isfinite(time.seconds) and time.seconds > 0
-            ),
-            outdated={
-                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
-            },
-        )
-        member.hosted = hosted_by_kind(load)
         for observer in self._observers:
             observer.member_changed(member)
 
@@ -263,6 +235,40 @@ class Fleet:
         """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
         return self._seen.get(model) or image_pb2.Model()
 
+    def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
+        """Replace what is known of a member by a report."""
+        has_started = load.start_s != member.load.start_s  # once for each instance
+        member.load, member.has_reported = load, True
+        if has_started:
+            self._seen.note_start(member)
+        member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
+        member.shares = {
+            running.attempt.job_id: running.computed_share
+            for running in load.running
+            if 0 < running.computed_share <= 1  # NaN is not
+        }
+        member.fractions = RowFractions.from_entries(
+            ((time.latent_height, time.latent_width), time.fixed_share)
+            for time in load.masked_times
+            if time.HasField("fixed_share")
+        )
+        member.planned = StepTable.from_entries(
+            ((time.latent_height, time.latent_width), step.rows, step.seconds)
+            for time in load.masked_times
+            for step in time.planned
+        )
+        member.times = StepTimes.from_entries(
+            (
+                ((time.latent_height, time.latent_width), time.rows, time.seconds)
+                for time in load.step_times
+                if math.isfinite(time.seconds) and time.seconds > 0
+            ),
+            outdated={
+                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
+            },
+        )
+        member.hosted = hosted_by_kind(load)
+
     def _reconnect(self, member: Member, registration: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != registration:
             rule = "an instance that has joined must say the same when it connects again"
@@ -337,7 +343,7 @@ class Fleet:
         if not member.is_worker or member.models or not member.load.left_out:
             return
         self._refused[member.kind, member.name] = member
-        for key in list(self._refused)[:-_MOST_REFUSED]:
+        for key in list(self._refused)[:-_MAX_REFUSED]:
             del self._refused[key]
 
     def _note_presence(self, member: Member, now: float) -> None:

@@ -65,7 +65,7 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 # The low bits of an attempt's number count the job's attempts, the high bits the lives of the gateway. So a later life
 # outranks every earlier one, even if that one's last attempts were not written. An int32 has room for 500,000 lives.
 _COUNT_BITS = 12
-MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
+MAX_ATTEMPTS = (1 << _COUNT_BITS) - 1
 # A caller that attaches again gives the same deadline, a little later because of the time on the wire.
 _SAME_DEADLINE_S = 0.5
 
@@ -180,7 +180,7 @@ class Job:
     @property
     def attempts(self) -> int:
         """Number of attempts so far, in all lives of the gateway."""
-        return self.number & MOST_ATTEMPTS
+        return self.number & MAX_ATTEMPTS
 
     @property
     def quarantined(self) -> bool:
@@ -349,7 +349,7 @@ class Job:
     def fail_if_exhausted(self) -> bool:
         """Decide that a job fails if there is no number for another attempt."""
         why = WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0)
-        return self.attempts >= MOST_ATTEMPTS and self.fail(why)
+        return self.attempts >= MAX_ATTEMPTS and self.fail(why)
 
     def cancel(self, why: str = "the job was cancelled") -> bool:
         """Decide that the job is cancelled."""

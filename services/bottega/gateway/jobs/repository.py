@@ -124,7 +124,7 @@ class JobRepository:
         new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
         if len(new.spec) > _MAX_SPEC_BYTES:
             metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
-            raise TooLarge("a request has too much beside its images", metadata=metadata)
+            raise TooLarge("the request is too large, its images aside", metadata=metadata)
         self._adding[job.job_id] = job
         try:
             record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
@@ -208,7 +208,9 @@ class JobRepository:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
             self._storage.check_writable()
-            raise StorageUnavailable("the disk takes long", retry_after_s=os_errors.RETRY_AFTER_S) from None
+            raise StorageUnavailable(
+                "the disk did not write the job's end in time", retry_after_s=os_errors.RETRY_AFTER_S
+            ) from None
 
     async def live_records(self) -> AsyncIterator[tuple[JobRecord, bytes]]:
         """Yield the records and inputs of the jobs that have not ended, for a store that has lost them."""

@@ -142,7 +142,7 @@ class Storage:
             try:
                 await store.close()
             except StorageUnavailable as error:
-                _log.warning("the disk did not end in time", extra={"text": error.message})
+                _log.warning("a store did not close in time", extra={"text": error.message})
 
     def check_writable(self) -> None:
         """Raise the reason if no job can be accepted now."""
@@ -285,7 +285,7 @@ class Storage:
             except (StorageUnavailable, DataLoss) as error:
                 self.report_failure(error)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
-                _log.exception("the disk could not be looked after")
+                _log.exception("the upkeep of the disk failed")
 
     async def _probe(self) -> None:
         await self.images.probe()

@@ -90,7 +90,7 @@ class WriteQueue:
             if pending.result is not None and not pending.result.done():
                 pending.result.set_exception(error)
             elif not isinstance(error, BottegaError):
-                _log.exception("something could not be written of a job")
+                _log.exception("a write of a job failed unexpectedly")
             return
         if pending.result is not None and not pending.result.done():
             pending.result.set_result(result)

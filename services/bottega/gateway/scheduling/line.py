@@ -64,7 +64,7 @@ class DuePolicy:
 _KINDS = 1024
 # A tenant may be passed over because no worker can have its jobs. Afterwards it is served first, but for no more than
 # these device seconds over its weight, however long that lasted.
-_MOST_BEHIND_S = 60.0
+_MAX_BEHIND_S = 60.0
 # By how many head starts a job is served earlier.
 _EARLIER = {PRIORITY_HIGH: 1.0, PRIORITY_LOW: -1.0}
 
@@ -190,7 +190,7 @@ class Line:
         """Remove a job that is served now, and charge its tenant what it is expected to take until `settle`."""
         tenant = job.request.tenant
         least = min((self._order.next_tag(name) for name in self.tenants), default=0.0)
-        self._order.served(max(least, self._order.next_tag(tenant) - _MOST_BEHIND_S))
+        self._order.served(max(least, self._order.next_tag(tenant) - _MAX_BEHIND_S))
         charge = _Charge(tenant=tenant, weight=self._weigh(tenant), seconds=self._cost_s(job))
         self._charged[job.job_id] = charge
         self._order.charge(tenant, cost=charge.seconds, weight=charge.weight)

@@ -16,7 +16,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.v1.image_pb2 import JOB_STATE_RUNNING, JobState
 
 # How often each worker of a model may refuse or return a job. It is backed off each time, so this is half a minute.
-_MOST_RETURNS = 60
+_MAX_RETURNS = 60
 # Two workers that died of a job, each running it exclusively, make it a poison pill: README, What is promised.
 _POISON_DEATHS = 2
 # A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
@@ -105,7 +105,7 @@ async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool
 
 def draining() -> Draining:
     """Return the error of callers that follow a job at a gateway that stops."""
-    return Draining("the gateway is stopping; call again", retry_after_s=1.0)
+    return Draining("the gateway is stopping; retry", retry_after_s=1.0)
 
 
 async def _without_worker(job: Job) -> None:
@@ -138,7 +138,7 @@ def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addo
         workers: Number of workers of the job's model.
         by_addon: Whether an add-on was the cause.
     """
-    if job.losses.returns < _MOST_RETURNS * max(1, workers):
+    if job.losses.returns < _MAX_RETURNS * max(1, workers):
         return None
     return error if by_addon else NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0)
 

@@ -31,7 +31,7 @@ _TICK_S = 0.1
 _ABOUT_TO_END_S = 0.5
 _QUEUE_S = 1.0
 # Number of checks that failed within so many seconds, after which the gateway says that it does not serve.
-_MOST_FAULTS = 3
+_MAX_FAULTS = 3
 _FAULTS_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -65,13 +65,13 @@ class PeriodicChecks:
         """When the queue is checked next, on the clock of the event loop."""
         self._checking = BackgroundTasks("checks of the fleet and the queue")
         self._publishing = BackgroundTasks("publishing of estimates")
-        self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
+        self._faults: deque[float] = deque(maxlen=_MAX_FAULTS)
 
     @property
     def healthy(self) -> bool:
         """Whether fleet and queue are checked: a single fault may pass, several within seconds stay."""
         faults = self._faults
-        return len(faults) < _MOST_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
+        return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def start_grace(self) -> None:
         """Begin the grace of the jobs of an earlier life, which are queued now."""

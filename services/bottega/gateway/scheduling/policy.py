@@ -32,7 +32,7 @@ from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, ResourceRequest, 
 # Pending jobs that are considered in one round; those behind them cannot change who is next.
 _HORIZON = 32
 # Of these, jobs that are planned at a worker without a place, because they would be done sooner there.
-_MOST_UNBOUND = 2
+_MAX_UNBOUND = 2
 # Of many workers, those with least to do are compared. Of these, the ones that would have a job done soonest if no
 # turns were shared are looked at closely, and the idlest ones, where a place is likely.
 _LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2
@@ -180,7 +180,7 @@ def assign(
         best.plan.add(best.request, bound=best.has_slack, due_s=job.due_s)
         best.plan.closed = job.exclusive
         unbound += not best.has_slack
-        if unbound > _MOST_UNBOUND:
+        if unbound > _MAX_UNBOUND:
             break
     return assignments
 

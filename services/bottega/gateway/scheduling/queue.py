@@ -14,7 +14,7 @@ from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line, Weigh, eq
 
 # The rate is measured over the completed jobs of this window, at most so many. The newest few count whatever their age,
 # because a picture may take minutes.
-_RATE_JOBS, _LEAST_RATE_JOBS = 32, 4
+_RATE_JOBS, _MIN_RATE_JOBS = 32, 4
 _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
 # A caller that returns after this share of the queue was served finds room beside the others that wait.
@@ -225,7 +225,7 @@ class JobQueue:
         """Return the completed jobs per second, and no more than if the next one completed now."""
         now = self._clock.monotonic()
         recent = sum(at > now - _RATE_WINDOW_S for at in self._completed_at)
-        ends = list(self._completed_at)[-max(recent, _LEAST_RATE_JOBS) :]
+        ends = list(self._completed_at)[-max(recent, _MIN_RATE_JOBS) :]
         took_s = ends[-1] - ends[0]
         # Idle periods do not count.
         silent_s = now - max(ends[-1], self._waited_for_since)

@@ -33,11 +33,11 @@ _FOREIGN_ROWS = 2
 # shares are rounded.
 _REQUESTS = 1024
 # Kinds of jobs whose add-ons' costs are remembered; of more, the one that was measured longest ago is forgotten.
-_MOST_KINDS = 4096
+_MAX_KINDS = 4096
 # Turns over which these costs are averaged: about five pictures of 50 steps.
 _AVERAGED_TURNS = 250.0
 # A ratio beyond this bound is a mistake, such as of a machine that was stopped meanwhile.
-_MOST_SLOWDOWN = 32.0
+_MAX_SLOWDOWN = 32.0
 # Slowdowns are rounded to a quarter of a doubling, so that jobs of a kind have equal resource requests.
 _STEPS_A_DOUBLING = 4
 # Workers by which the length of a job is estimated: most fleets are of one kind of machine.
@@ -85,14 +85,14 @@ class AddOnCosts:
         turns = job.steps.total / job.num_images
         if not (0.0 < plain_s < math.inf and 0.0 < device_s < math.inf and turns > 0):
             return
-        most = math.log(_MOST_SLOWDOWN)
+        most = math.log(_MAX_SLOWDOWN)
         ratio = max(-most, min(math.log(device_s / plain_s), most))
         kind = _kind(job)
         before = self._ratios.pop(kind, _Ratio(log=ratio, turns=0.0))
         known_turns = min(before.turns + turns, _AVERAGED_TURNS)
         weight = min(1.0, turns / known_turns)
         self._ratios[kind] = _Ratio(log=before.log + weight * (ratio - before.log), turns=known_turns)
-        if len(self._ratios) > _MOST_KINDS:
+        if len(self._ratios) > _MAX_KINDS:
             self._ratios.popitem(last=False)
 
     def slowdown(self, job: Job) -> float:
@@ -102,7 +102,7 @@ class AddOnCosts:
             return 1.0
         plain = self._ratios.get((job.request.tenant, job.bare.model, (), 0), _Ratio(log=0.0, turns=0.0))
         doublings = round((own.log - plain.log) / math.log(2.0) * _STEPS_A_DOUBLING) / _STEPS_A_DOUBLING
-        return float(max(1.0, min(2.0**doublings, _MOST_SLOWDOWN)))
+        return float(max(1.0, min(2.0**doublings, _MAX_SLOWDOWN)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

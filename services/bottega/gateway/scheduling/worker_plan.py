@@ -99,7 +99,7 @@ class WorkerState:
     """Findings of this state; a worker that has moved or reported gets new ones."""
 
     @property
-    def most_rows(self) -> int:
+    def row_limit(self) -> int:
         """Upper bound on the rows of a turn."""
         return self.max_rows or 1 << 30
 
@@ -224,7 +224,7 @@ class WorkerPlan:
             return []
         shape = planned[-1].shape
         works, seconds = _works(planned, shape, self.state), self.state.turn_seconds(shape)
-        width = best_width(works[: 2 * LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
+        width = best_width(works[: 2 * LOOK_AHEAD], seconds, max_rows=self.state.row_limit)
         running, due_s = self.state.running, self.state.due_s
         few_wait = 0 < len(planned) - len(running) <= LOOK_AHEAD
         if width > len(running) and few_wait and _makes_late(self.state, running, due_s, planned[len(running)]):
@@ -253,7 +253,7 @@ class WorkerPlan:
         if question not in known:
             works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
             seconds = self.state.turn_seconds(request.shape)
-            known[question] = best_width(works, seconds, max_rows=self.state.most_rows)
+            known[question] = best_width(works, seconds, max_rows=self.state.row_limit)
         return known[question]
 
 
@@ -306,7 +306,7 @@ def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], widt
         return False
     rows = sum(request.rows for request in requests)
     in_full = requests[0].share >= 1.0
-    return in_full and rows <= state.most_rows and state.times.outdated(requests[0].shape, rows)
+    return in_full and rows <= state.row_limit and state.times.outdated(requests[0].shape, rows)
 
 
 def _works(requests: Iterable[ResourceRequest], shape: Shape, state: WorkerState) -> list[RemainingWork]:

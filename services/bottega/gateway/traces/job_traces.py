@@ -12,9 +12,9 @@ from bottega.rpc import telemetry
 from bottega.v1.trace_pb2 import Span, Trace
 
 # Upper bound on the spans of a job, whose attempts may be many; more are dropped and counted.
-_MOST_SPANS = 4000
+_MAX_SPANS = 4000
 # Upper bound on the trace that a worker sends of an attempt.
-_MOST_ATTEMPT_BYTES = 1 << 20
+_MAX_ATTEMPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class JobTraces:
         trace.spans.extend(made.spans)
         trace.dropped += made.dropped
         trace.spans.sort(key=lambda span: span.begin_ns)
-        if len(trace.spans) > _MOST_SPANS:
-            trace.dropped += len(trace.spans) - _MOST_SPANS
-            del trace.spans[_MOST_SPANS:]
+        if len(trace.spans) > _MAX_SPANS:
+            trace.dropped += len(trace.spans) - _MAX_SPANS
+            del trace.spans[_MAX_SPANS:]
         self._keep(job.job_id, trace)
 
     def _keep(self, job_id: str, trace: Trace) -> None:
@@ -111,7 +111,7 @@ def _add(
 def _take(trace: Trace, attempt: AttemptTimes, *, since_ns: int) -> None:
     """Add the worker's spans, which cannot claim to be the gateway's. since_ns: When the worker got the attempt."""
     reported = attempt.trace
-    if reported.ByteSize() > _MOST_ATTEMPT_BYTES:
+    if reported.ByteSize() > _MAX_ATTEMPT_BYTES:
         trace.dropped += len(reported.spans)
         return
     trace.dropped += max(0, reported.dropped)

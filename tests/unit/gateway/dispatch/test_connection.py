@@ -8,7 +8,7 @@ from typing import cast
 
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
-from bottega.gateway.dispatch.connection import MOST_STALE, WorkerClient, WorkerConnection
+from bottega.gateway.dispatch.connection import MAX_STALE, WorkerClient, WorkerConnection
 from bottega.gateway.fleet.members import Member
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.worker_pb2 import AttemptId, WatchCheckpointsResponse
@@ -47,7 +47,7 @@ async def test_a_worker_that_reports_thousands_of_stale_attempts_is_called_for_a
         await asyncio.sleep(0)
     other.stop_stale_attempt(AttemptId(job_id="another's", number=1))
     await asyncio.sleep(0)
-    assert len(workers[0].asked) == MOST_STALE
+    assert len(workers[0].asked) == MAX_STALE
     assert workers[1].asked == ["another's"], "one worker's lies are no other worker's"
 
     for worker in workers:
@@ -57,4 +57,4 @@ async def test_a_worker_that_reports_thousands_of_stale_attempts_is_called_for_a
     liar.close()
     other.close()
     await calls.join()
-    assert workers[0].asked[MOST_STALE:] == ["later"]
+    assert workers[0].asked[MAX_STALE:] == ["later"]

@@ -58,6 +58,21 @@ def test_a_silent_member_is_lost_after_the_lease_and_a_talking_one_is_not() -> N
     assert watcher.told[-1] == "lost w1"
 
 
+def test_an_idle_member_that_says_the_same_again_keeps_its_lease_and_what_is_known_of_it() -> None:
+    fleet, watcher = _fleet()
+    member = fleet.join(worker("w1"))
+    times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=1, seconds=0.1)]
+    fleet.report(member, fleet_pb2.Load(step_times=times))
+    known = member.times, member.load
+    watcher.now += 1.0
+    fleet.report(member, fleet_pb2.Load(step_times=times))
+    assert (member.heard_at, member.times is known[0], member.load is known[1]) == (watcher.now, True, True)
+    assert watcher.told[-1] == "changed w1"
+    times[0].seconds = 0.2
+    fleet.report(member, fleet_pb2.Load(step_times=times))
+    assert member.times.seconds((16, 16), 1) == 0.2
+
+
 def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_back() -> None:
     fleet, watcher = _fleet()
     member = fleet.join(worker())

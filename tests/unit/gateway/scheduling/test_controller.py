@@ -26,7 +26,7 @@ from bottega.errors import (
 from bottega.gateway.addons.addon import AddOn, WorkerCosts
 from bottega.gateway.dispatch.connection import DispatchedAttempt
 from bottega.gateway.fleet.members import Member
-from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
+from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
 from bottega.gateway.scheduling import periodic
 from bottega.planning import MAX_BACKLOG
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
@@ -403,16 +403,16 @@ def _near_its_last_attempt(shop: Shop) -> Job:
     """As after all attempts but one that a job may have, in the second life of a gateway."""
     job = sample_job(shop.time)
     job.life = 1
-    job.number = (1 << 12) + MOST_ATTEMPTS - 1
+    job.number = (1 << 12) + MAX_ATTEMPTS - 1
     return shop.take(job)
 
 
 @pytest.mark.parametrize("error", [WorkerLost("cut off"), QueueFull("full")], ids=["lost", "returned"])
 async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: BottegaError) -> None:
-    shop = Shop(max_attempts=MOST_ATTEMPTS)
+    shop = Shop(max_attempts=MAX_ATTEMPTS)
     job = _near_its_last_attempt(shop)
     shop.worker()
-    assert (job.number, job.attempts) == ((2 << 12) - 1, MOST_ATTEMPTS)
+    assert (job.number, job.attempts) == ((2 << 12) - 1, MAX_ATTEMPTS)
     await shop.fail(job, error)
     await asyncio.wait_for(job.ended.wait(), 2)
     assert isinstance(job.error, WorkerLost)
@@ -422,7 +422,7 @@ async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: Botteg
 
 @pytest.mark.parametrize("lost", [False, True], ids=["unclaimed", "in the queue"])
 async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost: bool) -> None:
-    shop = Shop(max_attempts=MOST_ATTEMPTS, hold_s=0.01)
+    shop = Shop(max_attempts=MAX_ATTEMPTS, hold_s=0.01)
     job = _near_its_last_attempt(shop)
     shop.worker()
     await shop.stop()

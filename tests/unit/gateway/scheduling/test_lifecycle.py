@@ -33,7 +33,7 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.gateway.fleet.members import Member
-from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
+from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.channel import Target
 from bottega.rpc.status import to_job_error
@@ -560,7 +560,7 @@ class Lifecycle(RuleBasedStateMachine):
     def quarantined_jobs_are_exclusive(self) -> None:
         running = [job for job in self.jobs if job.state == image_pb2.JOB_STATE_RUNNING]
         for job in running:
-            if job.quarantined and job.number > job.life * (MOST_ATTEMPTS + 1):  # else it was adopted as it stood
+            if job.quarantined and job.number > job.life * (MAX_ATTEMPTS + 1):  # else it was adopted as it stood
                 assert [other for other in running if other.worker == job.worker] == [job]
 
     @invariant()
