@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bottega import errors
+from bottega.gateway.jobs.store import JobRecord
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, Lora, Provenance, Techniques
 from tests.fakes.scripted_controlnet import hosted
@@ -66,6 +67,24 @@ async def test_an_identical_request_is_a_job_of_its_own_with_the_stored_pictures
     assert (await house.ended(job.job_id)).provenance == event.completed.provenance
     lines = {line.__dict__.get("identical_job") for line in caplog.records if line.message == "job completed"}
     assert lines == {None, source}
+
+
+async def test_a_job_that_is_deleted_while_its_pictures_answer_another_takes_none_of_them(
+    house: Running, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await _source(house, await house.draw(**STAR))
+    store = house.gateway._storage.jobs
+    add = store.add
+
+    async def add_after_a_deletion(*args: Any, **kwargs: Any) -> JobRecord:
+        await house.gateway._jobs.delete(source)
+        return await add(*args, **kwargs)
+
+    monkeypatch.setattr(store, "add", add_after_a_deletion)
+    job = await house.submit(**STAR)
+    assert (job.state, len(worker.requests)) == (COMPLETED, 1)
+    assert await house.image(job.job_id) == b"picture 0 of request 1"
+    assert await house.listed() == [job.job_id]
 
 
 async def test_its_provenance_is_that_of_the_drawing_with_its_own_attempts_and_times(
