@@ -55,7 +55,7 @@ class IdenticalResult:
 
 
 class IdenticalResults:
-    """Finds the job whose stored pictures are the ones that a request asks for.
+    """A finder of jobs whose stored pictures are the ones that a request asks for.
 
     Args:
         default: Whether a request that does not say so may be answered with stored pictures.
@@ -138,7 +138,7 @@ class IdenticalResults:
 
 
 class ImageSources:
-    """Finds what the gateway knows of the images that a request draws from."""
+    """A finder of what the gateway knows of the images that a request draws from."""
 
     def __init__(self, jobs: JobRepository, storage: Storage) -> None:
         self._jobs = jobs

@@ -160,7 +160,7 @@ class SeenImages:
 
 
 class ImageInspector(Protocol):
-    """Decodes images in another process. It is the codec pool, or a test's."""
+    """A decoder of images in another process: the codec pool, or a test's."""
 
     async def inspect(self, image: bytes, *, share: Share) -> ImageSize:
         """Decode an image completely and return its size. Raises BadImage."""

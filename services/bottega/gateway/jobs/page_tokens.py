@@ -23,7 +23,7 @@ _TOKEN_CHARACTERS = 48
 
 
 class PageTokens:
-    """Makes and reads page tokens. Tokens of an earlier life are read while its key is still there.
+    """A maker and reader of page tokens. Tokens of an earlier life are read while its key is still there.
 
     Args:
         key_file: File of the key; it is written at the first use.

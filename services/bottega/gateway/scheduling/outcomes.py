@@ -55,7 +55,7 @@ class Deadlines:
 
 
 class JobFinisher:
-    """Writes how jobs end, and publishes it once that is durable."""
+    """The finisher of jobs, which writes how they end and publishes that once it is durable."""
 
     def __init__(self, queue: JobQueue, deadlines: Deadlines, jobs: JobRepository, metrics: GatewayMetrics) -> None:
         self._queue = queue

@@ -83,9 +83,9 @@ class Assignment:
 
 
 class RunningShares:
-    """Says which tenants have less than their share of the running jobs of a model, in one look at its queue.
+    """The tenants' shares of the running jobs of a model, for one look at its queue.
 
-    A job of such a tenant need not wait for a place that another tenant has.
+    A job of a tenant that has less than its share need not wait for a place that another tenant has.
 
     Args:
         running: Number of attempts by tenant.

@@ -32,7 +32,7 @@ _HELD_UP = 1.2
 
 
 class Scheduler:
-    """Hands out the jobs of a queue.
+    """The scheduler, which hands out the jobs of a queue.
 
     It hands out nothing while the disk cannot be written, because results could not be stored, nor while `draining`.
     """

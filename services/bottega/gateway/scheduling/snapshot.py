@@ -63,7 +63,7 @@ class _CachedState:
 
 
 class AddOnCosts:
-    """How many times as long jobs with ControlNets and LoRAs take as plain jobs of their rows, shape and steps.
+    """The slowdowns of jobs with ControlNets and LoRAs, relative to plain jobs of their rows, shape and steps.
 
     Step times are of plain rows. How much add-ons slow them down depends on the add-ons, on where they run and on the
     link to there, so it is measured from what finished jobs used of their devices: by tenant, so that no tenant's jobs
@@ -120,7 +120,7 @@ def _kind(job: Job) -> Hashable:
 
 
 class FleetSnapshot:
-    """Makes the policy's view of workers and jobs."""
+    """The policy's view of workers and jobs."""
 
     def __init__(self, fleet: Fleet, dispatcher: Dispatcher, jobs: JobRepository, addons: Sequence[AddOn]) -> None:
         self._fleet = fleet

@@ -61,7 +61,7 @@ class Admittance:
 
 
 class QuotaLedger:
-    """Counts the jobs of each tenant and compares them with its quotas.
+    """A ledger that counts the jobs of each tenant and compares them with its quotas.
 
     Args:
         terms: The quotas of tenants.

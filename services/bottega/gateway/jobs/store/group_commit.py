@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """Runs operations in the order in which they came. Each is durable when its future is done.
+    """A queue of operations that run in the order in which they came. Each is durable when its future is done.
 
     Args:
         connect: Opens a connection without implicit transactions; called in the thread, and again after a failure.
