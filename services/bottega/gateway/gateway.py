@@ -68,8 +68,6 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
         self._health = BackgroundTasks("health of the gateway")
-        self._serving: bool | None = None
-        """What health says; None before it says anything."""
         authenticator = TenantAuthenticator(Path(config.tenants), clock) if config.tenants else None
         terms = authenticator or TenantTerms()
         self.server = Server("gateway", config.server, authenticator=authenticator)
@@ -183,10 +181,7 @@ class Gateway:
             if writable and self._storage.changed.is_set():
                 self._controller.scheduler.schedule_all()
             self._storage.changed.clear()
-            serving = writable and self._periodic.healthy
-            if serving is not self._serving:
-                await self.server.set_serving(serving)
-                self._serving = serving
+            await self.server.set_serving(writable and self._periodic.healthy)
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):
