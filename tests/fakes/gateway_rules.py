@@ -130,7 +130,6 @@ class Shop:
             config=config,
             fleet=self.fleet,
             jobs=self.log,
-            storage=self.storage,
             addons=addons,
             connect=self._connect,
             terms=TenantTerms(),

@@ -85,7 +85,6 @@ class Gateway:
             config=config,
             fleet=fleet,
             jobs=self._jobs,
-            storage=self._storage,
             addons=addons,
             connect=functools.partial(GrpcWorkerClient, channels=self.server.channels),
             terms=terms,
@@ -110,7 +109,6 @@ class Gateway:
             storage=self._storage,
             addons=addons,
             inspector=self._codec,
-            terms=terms,
             metrics=metrics,
         )
         images = ImageService(

@@ -43,7 +43,7 @@ from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants.access import Access
-from bottega.gateway.tenants.quotas import Admittance, TenantTerms
+from bottega.gateway.tenants.quotas import Admittance
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -100,7 +100,6 @@ class Admission:
         storage: Storage,
         addons: Sequence[AddOn],
         inspector: ImageInspector,
-        terms: TenantTerms,
         metrics: GatewayMetrics,
     ) -> None:
         self._config = config
@@ -114,7 +113,6 @@ class Admission:
         )
         self._sources = ImageSources(jobs, storage)
         self._inspector = inspector
-        self._terms = terms
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
 
@@ -242,7 +240,7 @@ class Admission:
             self._inspector,
             max_pixels=self._config.max_image_pixels,
             model=model,
-            share=Share(tenant=request.tenant, weight=self._terms.weight(request.tenant)),
+            share=Share(tenant=request.tenant, weight=self._controller.queue.terms.weight(request.tenant)),
             tokens=self._fleet.mask_tokens(model.name) if model is not None else None,
         )
 

@@ -73,7 +73,10 @@ class WorkerClient(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """An attempt that is followed, and what it has brought so far."""
+    """An attempt that is followed.
+
+    It has many fields because it gathers everything that the attempt brings.
+    """
 
     job: Job
     number: int

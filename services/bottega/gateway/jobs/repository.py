@@ -63,11 +63,12 @@ class JobRepository:
     Every method that reads may raise StorageUnavailable and DataLoss.
 
     Attributes:
+        storage: The disk that the jobs are on.
         restored: Whether the jobs of earlier lives are known, so that an unknown job is one that has ended.
     """
 
     def __init__(self, *, storage: Storage, clock: Clock) -> None:
-        self._storage = storage
+        self.storage = storage
         self._store = storage.jobs
         self._writes = WriteQueue(storage)
         self._tokens = PageTokens(storage.folder / "page_tokens.key")
@@ -120,7 +121,7 @@ class JobRepository:
             replaces: job_id of the ended job from which this one takes the request_id.
         """
         await self._wait_readable()
-        steady = self._storage.steady()
+        steady = self.storage.steady()
         new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
         if len(new.spec) > _MAX_SPEC_BYTES:
             metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
@@ -131,7 +132,7 @@ class JobRepository:
         except (StorageUnavailable, DataLoss) as error:
             if error.metadata.get("cause") != os_errors.BUSY:  # a busy disk was not asked to write it
                 self._doubtful.add(job.job_id)
-            self._storage.report_failure(error)
+            self.storage.report_failure(error)
             raise
         finally:
             del self._adding[job.job_id]
@@ -147,7 +148,7 @@ class JobRepository:
 
     def save(self, job: Job) -> None:
         """Have the status of a live job written: its attempt, deadline and decisions. No caller waits for that."""
-        job_id, progress = job.job_id, progress_of(job, steady=self._storage.steady())
+        job_id, progress = job.job_id, progress_of(job, steady=self.storage.steady())
         self._writes.enqueue(job_id, lambda: self._store.update(job_id, lambda record: record.progressed(progress)))
 
     async def finish(self, job: Job) -> None:
@@ -187,14 +188,14 @@ class JobRepository:
                     raise
         # A picture that another job is about to have stays: one that is pinned now or decided, or that is put or
         # renewed from now on. A job that was stored before is found in the store.
-        began = self._storage.images.steady()
-        needed = self._storage.images.pins | self._decided_contents()
+        began = self.storage.images.steady()
+        needed = self.storage.images.pins | self._decided_contents()
         try:
-            for content in await self._store.delete(job_id, tenant=tenant, steady=self._storage.steady()) or ():
+            for content in await self._store.delete(job_id, tenant=tenant, steady=self.storage.steady()) or ():
                 if content not in needed:
-                    await self._storage.images.release(content, owner=tenant, put_before=began)
+                    await self.storage.images.release(content, owner=tenant, put_before=began)
         except (StorageUnavailable, DataLoss) as error:
-            self._storage.report_failure(error)
+            self.storage.report_failure(error)
             raise
 
     def check_changeable(self, job: Job) -> None:
@@ -207,7 +208,7 @@ class JobRepository:
         try:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
-            self._storage.check_writable()
+            self.storage.check_writable()
             raise StorageUnavailable(
                 "the disk did not write the job's end in time", retry_after_s=os_errors.RETRY_AFTER_S
             ) from None
@@ -216,7 +217,7 @@ class JobRepository:
         """Yield the records and inputs of the jobs that have not ended, for a store that has lost them."""
         for job in list(self._live.values()):
             if self._live.get(job.job_id) is job:
-                yield live_record_of(job, steady=self._storage.steady()), await inputs_of(job)
+                yield live_record_of(job, steady=self.storage.steady()), await inputs_of(job)
 
     def live(self) -> Iterator[Job]:
         """Return the jobs that have not ended."""
@@ -317,7 +318,7 @@ class JobRepository:
             yield
         except StorageUnavailable as error:
             if error.metadata.get("cause") == os_errors.NOT_OPEN:
-                self._storage.check_writable()
+                self.storage.check_writable()
             raise
 
     async def _resolve(self, job_id: str) -> None:
@@ -337,10 +338,10 @@ class JobRepository:
         try:
             inputs = await self._store.inputs(record.job_id)
         except DataLoss:
-            job = job_of(record, life=self.life, clock=self._clock, steady=self._storage.steady())
+            job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
             job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
             return job
-        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock, steady=self._storage.steady())
+        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock, steady=self.storage.steady())
         if job.state == JOB_STATE_QUEUED:
             job.fail_if_exhausted()
         return job
@@ -358,7 +359,7 @@ class JobRepository:
             job = self._live.get(record.job_id)
             if job is None:
                 job = job_of(
-                    fresh or record, inputs=inputs, life=self.life, clock=self._clock, steady=self._storage.steady()
+                    fresh or record, inputs=inputs, life=self.life, clock=self._clock, steady=self.storage.steady()
                 )
                 if job.live:
                     self._remember(job)
@@ -367,9 +368,9 @@ class JobRepository:
 
     def _read_only(self, record: JobRecord) -> Job:
         """Return the job as it was written, read-only."""
-        job = job_of(record, life=self.life, clock=self._clock, steady=self._storage.steady())
+        job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
         if job.live:
-            job.detach(self._storage.trouble or StorageUnavailable("the job cannot be followed now"))
+            job.detach(self.storage.trouble or StorageUnavailable("the job cannot be followed now"))
         return job
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
@@ -383,7 +384,7 @@ class JobRepository:
         return outcome_of(record)
 
     def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, tenant: str, number: int = 0) -> Change:
-        end = EndTime(wall=outcome.ended_wall, steady=self._storage.steady())
+        end = EndTime(wall=outcome.ended_wall, steady=self.storage.steady())
         return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
 
     def _decided_contents(self) -> set[str]:

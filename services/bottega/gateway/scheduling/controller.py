@@ -21,7 +21,6 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.estimates import QueueEstimates
@@ -67,7 +66,6 @@ class JobController:
         config: GatewayConfig,
         fleet: Fleet,
         jobs: JobRepository,
-        storage: Storage,
         addons: Sequence[AddOn],
         connect: Callable[[Target], WorkerClient],
         terms: TenantTerms,
@@ -86,7 +84,7 @@ class JobController:
         self.traces = JobTraces(config.traces_bytes)
         self._dispatcher = Dispatcher(
             connect,
-            storage,
+            jobs.storage,
             addons,
             self,
             traces=self.traces,
@@ -98,7 +96,7 @@ class JobController:
             max_jobs=config.max_queued,
             budget_bytes=config.max_queued_bytes,
             clock=clock,
-            weigh=terms.weight,
+            terms=terms,
             due=DuePolicy(slo_scale=config.slo_scale, head_start_s=config.priority_head_start_s),
             sizes=self._snapshot,
         )
@@ -112,10 +110,9 @@ class JobController:
             queue=self.queue,
             snapshot=self._snapshot,
             jobs=jobs,
-            storage=storage,
+            storage=jobs.storage,
             dispatcher=self._dispatcher,
             finisher=self._finisher,
-            terms=terms,
             clock=clock,
         )
         self._recovery = AttemptRecovery(self._dispatcher, self.scheduler, self.queue, jobs, hold_s=config.hold_s)

@@ -32,12 +32,6 @@ Weigh = Callable[[str], float]
 """The weight of a tenant, by its name; above 0."""
 
 
-def equal_weights(tenant: str) -> float:
-    """Return the same weight for every tenant."""
-    del tenant
-    return 1.0
-
-
 class JobSizes(Protocol):
     """The lengths of jobs."""
 

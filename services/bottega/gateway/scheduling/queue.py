@@ -10,7 +10,8 @@ from bottega.clocks import Clock
 from bottega.errors import QueueFull
 from bottega.fair_order import fair_room
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line, Weigh, equal_weights
+from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line
+from bottega.gateway.tenants.quotas import TenantTerms
 
 # The rate is measured over the completed jobs of this window, at most so many. The newest few count whatever their age,
 # because a picture may take minutes.
@@ -32,7 +33,7 @@ class JobQueue:
         max_jobs: Upper bound on the jobs of all models.
         budget_bytes: Upper bound on the bytes of their requests.
         clock: Clock of the gateway.
-        weigh: Returns the weight of a tenant.
+        terms: Weights and quotas of tenants; None counts all tenants as equal.
         due: When jobs are due, see Line.
         sizes: How long jobs are; None counts all of them as equally long.
     """
@@ -43,11 +44,11 @@ class JobQueue:
         max_jobs: int,
         budget_bytes: int,
         clock: Clock,
-        weigh: Weigh = equal_weights,
+        terms: TenantTerms | None = None,
         due: DuePolicy | None = None,
         sizes: JobSizes | None = None,
     ) -> None:
-        self._weigh = weigh
+        self.terms = terms or TenantTerms()
         self._sizes = sizes
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
@@ -183,7 +184,7 @@ class JobQueue:
     def _line_of(self, model: str) -> Line:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = Line(self._weigh, self._due, self._sizes)
+            line = self._lines[model] = Line(self.terms.weight, self._due, self._sizes)
         return line
 
     def _drop_if_idle(self, model: str) -> None:

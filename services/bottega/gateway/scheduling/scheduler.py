@@ -20,7 +20,6 @@ from bottega.gateway.scheduling.outcomes import JobFinisher, unmeetable
 from bottega.gateway.scheduling.policy import RunningShares, assign
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import MAX_BACKLOG
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
@@ -47,7 +46,6 @@ class Scheduler:
         storage: Storage,
         dispatcher: Dispatcher,
         finisher: JobFinisher,
-        terms: TenantTerms,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
@@ -57,7 +55,6 @@ class Scheduler:
         self._storage = storage
         self._dispatcher = dispatcher
         self._finisher = finisher
-        self._terms = terms
         self._clock = clock
         self._held_back: set[Member] = set()
         self._looked_at: dict[str, float] = {}
@@ -140,7 +137,7 @@ class Scheduler:
         """Run one round of the policy. Return whether a job was dropped because its turn came too late."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
         shares = RunningShares(
-            self._dispatcher.running(model), self._queue.tenants(model), self._terms.weight, self._may_begin
+            self._dispatcher.running(model), self._queue.tenants(model), self._queue.terms.weight, self._may_begin
         )
         pending = self._snapshot.pending(self._queue.line(model), members, shares)
         late: list[Job] = []
@@ -163,7 +160,7 @@ class Scheduler:
 
     def _may_begin(self, tenant: str) -> int | None:
         """Return how many more jobs of a tenant may run, of all models; None means no bound."""
-        most = self._terms.quotas(tenant).concurrent
+        most = self._queue.terms.quotas(tenant).concurrent
         return most - self._dispatcher.running_of(tenant) if most else None
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:

@@ -17,9 +17,9 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.policy import RunningShares
 from bottega.gateway.tenants.access import ANYTHING
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
@@ -44,6 +44,8 @@ from bottega.v1.worker_pb2 import RunAttemptRequest
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import again, bounds
+
+_EQUAL = TenantTerms().weight
 
 RECORDING = "ab" * 16
 CAT, DOG = "a" * 64, "b" * 64
@@ -161,7 +163,7 @@ async def test_what_waits_counts_by_its_mask_where_somebody_has_its_template(sho
     snapshot = shop.controller._snapshot
     assert snapshot.resource_request(near).share == pytest.approx(0.2, abs=1 / 32)
     assert snapshot.resource_request(far).share == 1.0
-    first, second = snapshot.pending([near, far], {"w1": worker}, RunningShares({}, (), equal_weights))
+    first, second = snapshot.pending([near, far], {"w1": worker}, RunningShares({}, (), _EQUAL))
     assert first.request.share == second.request.share == 1.0
     assert first.request_at("w1").share == pytest.approx(0.2, abs=1 / 32)
     assert second.request_at("w1").share == 1.0

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 
 from bottega.gateway.scheduling.estimates import forecast
-from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.policy import Assignment, PendingJob, RunningShares, assign
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import RowFractions, StepTimes
 from tests.support.processor_speed import on_this_machine
+
+_EQUAL = TenantTerms().weight
 
 SHAPE = (16, 16)
 
@@ -361,13 +363,13 @@ def _claims(shares: RunningShares, tenant: str) -> int:
 
 
 def test_a_tenant_alone_has_no_share_to_claim() -> None:
-    assert not RunningShares({}, ("",), equal_weights).claim("")
-    assert not RunningShares({"a": 3}, ("a",), equal_weights).claim("a")
+    assert not RunningShares({}, ("",), _EQUAL).claim("")
+    assert not RunningShares({"a": 3}, ("a",), _EQUAL).claim("a")
 
 
 @pytest.mark.parametrize(("running", "more"), [(1, 1), (2, 2), (10, 10)])
 def test_of_equal_tenants_each_may_have_as_much_as_the_other(running: int, more: int) -> None:
-    shares = RunningShares({"flood": running}, ("flood", "one"), equal_weights)
+    shares = RunningShares({"flood": running}, ("flood", "one"), _EQUAL)
     assert not shares.claim("flood")
     assert _claims(shares, "one") == more
 
@@ -380,15 +382,15 @@ def test_shares_are_by_weight_and_of_those_alone_who_have_jobs() -> None:
 
 def test_no_more_of_a_tenant_begins_than_may_run() -> None:
     left = {"bounded": 2, "full": 0}
-    shares = RunningShares({}, ("bounded", "full", "free"), equal_weights, left.get)
+    shares = RunningShares({}, ("bounded", "full", "free"), _EQUAL, left.get)
     assert [shares.begin("bounded") for _ in range(4)] == [True, True, False, False]
     assert not shares.begin("full")
     assert all(shares.begin("free") for _ in range(50))
 
 
 def test_a_tenant_of_which_nothing_runs_is_told_apart_until_it_has_begun_one() -> None:
-    shares = RunningShares({"flood": 3}, ("flood", "one"), equal_weights)
+    shares = RunningShares({"flood": 3}, ("flood", "one"), _EQUAL)
     assert (shares.has_none("one"), shares.has_none("flood")) == (True, False)
     assert shares.claim("one")
     assert not shares.has_none("one")
-    assert not RunningShares({}, ("one",), equal_weights).has_none("one"), "nobody else has any"
+    assert not RunningShares({}, ("one",), _EQUAL).has_none("one"), "nobody else has any"

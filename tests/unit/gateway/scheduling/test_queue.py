@@ -15,6 +15,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.worker_plan import ResourceRequest
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job
@@ -78,11 +79,16 @@ def test_a_lost_job_goes_before_the_others() -> None:
     assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
 
 
+class _Terms(TenantTerms):
+    """Terms of tenants of which one has three times the weight of others."""
+
+    def weight(self, tenant: str) -> float:
+        return 3.0 if tenant == "one" else 1.0
+
+
 def test_tenants_take_turns_by_weight_however_many_jobs_each_has() -> None:
     time = FakeTime()
-    queue = JobQueue(
-        max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), weigh=lambda tenant: {"one": 3.0}.get(tenant, 1.0)
-    )
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), terms=_Terms())
     for tenant in ("other", "one"):
         for _ in range(40):
             queue.add(sample_job(time, tenant=tenant))
