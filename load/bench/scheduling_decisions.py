@@ -24,8 +24,8 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.policy import RunningShares
+from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning.step_table import MAX_POINTS
 from bottega.process.memory import tune_garbage_collector
 from bottega.v1 import fleet_pb2, worker_pb2
@@ -172,7 +172,7 @@ def _answer() -> PrefetchTemplatesResponse:
 def _check_loads(shop: Shop) -> None:
     """What is measured is the decision where templates have to be loaded: every edit that waits must cost that."""
     members = {member.name: member for member in shop.fleet.workers("m")}
-    shares = RunningShares({}, (), equal_weights)
+    shares = RunningShares({}, (), TenantTerms().weight)
     line = [job for job in shop.queue.line("m") if job.request.computed_share < _MOST_SHARE]
     for job, pending in zip(line, shop.controller._snapshot.pending(line, members, shares), strict=True):
         template = job.request.template
