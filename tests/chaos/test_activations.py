@@ -1,7 +1,7 @@
 """Of what `make chaos` does to activation stores, and to workers whose edits reuse activations, one of each.
 
-On one suite, which pads no rows. Killed stores are slow here: tests/service/worker/test_activations.py kills real ones
-beside engines without a suite.
+On one suite, which pads no rows. All of it is slow: tests/service/worker/test_activations.py kills real stores beside
+engines without a suite, and test_activation_stores.py there shows what an attempt that goes on finds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from tests.chaos.activation_stores import kill_loading_stores, kill_recording_st
 from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.scene import Scene
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
@@ -22,13 +24,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield scene
 
 
-@pytest.mark.slow
 def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:
     kill_loading_stores(scene, times=1, rng=random.Random(5))
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
 
 
-@pytest.mark.slow
 def test_a_recording_whose_store_is_killed_is_the_same_picture_and_no_half_template(scene: Scene) -> None:
     kill_recording_stores(scene, times=1, rng=random.Random(5))
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)

@@ -1,4 +1,8 @@
-"""Of what `make chaos` does, what no test of one service shows with less: each of it once, in one suite."""
+"""Of what `make chaos` does one of each kind, in one suite.
+
+In the default run a worker is killed and a gateway is told to stop. The others are slow: each is also shown by tests of
+one service, with real processes of it and the others scripted.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,13 @@ def _begin(scene: Scene) -> tuple[Drawing, str]:
     return drawing, scene.who_draws(status.job_id)
 
 
+@pytest.mark.slow  # as tests/service/gateway/jobs/test_killed.py and test_restart.py
 def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:
     kill_gateways(scene, times=2, rng=random.Random(7), ready_s=10.0)
     _expect_well(scene)
 
 
+@pytest.mark.slow  # as tests/service/gateway/dispatch/test_losses.py and tests/service/worker/test_front_losses.py
 @pytest.mark.alone  # it has to be noticed within two seconds
 def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(scene: Scene) -> None:
     freeze_workers(scene, times=1, rng=random.Random(3))
@@ -64,6 +70,7 @@ def test_a_worker_killed_in_mid_edit_of_each_kind_leaves_the_same_picture(scene:
     _expect_well(scene)
 
 
+@pytest.mark.slow  # as tests/service/worker/test_front_losses.py and tests/service/gateway/dispatch/test_losses.py
 def test_a_worker_that_is_told_to_stop_loses_no_picture(scene: Scene) -> None:
     scene.wait_for_workers(2)
     drawing, name = _begin(scene)

@@ -270,6 +270,7 @@ def test_a_trace_says_where_the_time_went_in_all_services(house: House, recorded
     assert any(span.name.startswith("load step") for span in traces[WHOLE].spans)
 
 
+@pytest.mark.slow  # `make like`; the files beside this one draw again what each technique has made
 def test_random_requests_of_every_kind_are_drawn_again_by_their_parameters(house: House, tmp_path: Path) -> None:
     allow_cached_starts(house.client)
     requests = RandomRequests(random.Random(SEED), loras=LORAS, late_loras=LORAS, few=True)

@@ -97,15 +97,19 @@ def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Up, model: 
     assert "2 ControlNets of" in shown[-1]
 
 
-@pytest.mark.parametrize("loras", [[], ["style"], ["words"], ["trained"], list(LORAS)], ids="+".join)
+# One by one, they are read in every layout by tests/unit/diffusion/loras/test_layouts.py.
+@pytest.mark.parametrize(
+    "loras",
+    [[], *(pytest.param([name], marks=pytest.mark.slow) for name in LORAS), list(LORAS)],
+    ids="+".join,
+)
 def test_pictures_with_loras_are_stocks(client: Client, stock: Any, loras: Sequence[str]) -> None:
     drawn = client.generate(PROMPT, seed=7, lora=[(name, LORAS[name]) for name in loras], **DRAW)
     _assert_stock(drawn, _stock_pixels(variant(stock), loras, seed=7))
     assert [use.name for use in drawn.provenance.loras] == list(loras)
 
 
-@pytest.mark.parametrize("loras", [[], list(LORAS)], ids=["alone", "with three LoRAs"])
-@pytest.mark.parametrize("names", [["canny"], ["canny", "depth"]], ids="+".join)
+@pytest.mark.parametrize(("names", "loras"), [(["canny"], []), (["canny", "depth"], list(LORAS))], ids=["one", "all"])
 def test_pictures_with_controlnets_are_stocks(
     client: Client, stock: Any, nets: Mapping[str, ControlNetModel], names: Sequence[str], loras: Sequence[str]
 ) -> None:

@@ -9,7 +9,7 @@ killed when it is. Where the server refuses or is not there, the process goes on
 import os
 import sys
 
-ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine")
+ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine", "tests.fakes.accelerated_engine")
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
 FORKED = b"forked"
