@@ -200,9 +200,15 @@ def _become(order: Mapping[str, Any], files: list[int]) -> NoReturn:
         sys.argv = [order["module"], *order["arguments"]]
         sys.path[:] = [order["folder"], *order["path"]]
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:  # noqa: BLE001 - a fork must not go on as the server
         traceback.print_exc()
-    os._exit(1)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def traits() -> dict[str, object]:
     }
 
 
-def _stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
+def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     """Return only if there is no fork."""
     import json
     import signal
@@ -67,4 +67,4 @@ def _stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
 
 
 if SERVER in os.environ and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ENGINES:
-    _stand_for_a_fork(os.environ[SERVER], sys.orig_argv[2], sys.orig_argv[3:])
+    stand_for_a_fork(os.environ[SERVER], sys.orig_argv[2], sys.orig_argv[3:])
