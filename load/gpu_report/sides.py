@@ -14,8 +14,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.runtime import Runtime, load_runtime
-from bottega.worker.link_requests import LinkRequests
+from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, THREADS, Rig
 from load.gpu_report.timing import give_back
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
@@ -22,52 +22,26 @@ from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.lora_pb2 import LoraDecision
 from bottega.v1.trace_pb2 import Trace
-from bottega.v1.worker_pb2 import AttemptDecisions, TenantShare
-from bottega.worker.attempt_trace import AttemptTrace
+from bottega.v1.worker_pb2 import AttemptDecisions, RunAttemptRequest
+from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import (
     Attempt,
-    AttemptKey,
     FailedEvent,
     KeptEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.engine_client import CommandSender
+from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.image_codec import ImageCodec
-from bottega.worker.input_images import InputImages
 from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
 
-# A frame to the engine, less what a spec and a checkpoint may add.
+# Trace track of the front's work: images in the codec processes.
+_TRACK = "codec"
+# The largest frame to the engine, less what a spec may add.
 _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptOrder:
-    """An attempt as the gateway orders it.
-
-    spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
-    empty. mask: of an edit of it, encoded, or empty; kept_latents: of the job that drew the image, or empty.
-    control_images: one for each of the spec's ControlNets, encoded. addons: what those of the engine are told,
-    by kind. decisions: of earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now.
-    request_id: for logs. share: of the tenant whose it is.
-    """
-
-    key: AttemptKey
-    spec: GenerationSpec
-    image: bytes = b""
-    mask: bytes = b""
-    kept_latents: bytes = b""
-    control_images: tuple[bytes, ...] = ()
-    addons: Mapping[str, bytes] = field(default_factory=dict)
-    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
-    checkpoint: bytes = b""
-    deadline_s: float | None = None
-    preview: bool = False
-    request_id: str = ""
-    share: TenantShare = field(default_factory=lambda: TenantShare(weight=1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +56,36 @@ class PictureOrigin:
     """Hash of the model's weights and configuration, hex."""
 
 
+class AttemptTrace:
+    """Begins now."""
+
+    def __init__(self) -> None:
+        self._began_ns = time.monotonic_ns()
+        self._trace = Trace()
+
+    def add(self, name: str, *, began_s: float, seconds: float) -> None:
+        """Something in the front. began_s: on CLOCK_MONOTONIC."""
+        self._trace.spans.add(
+            name=name,
+            track=_TRACK,
+            begin_ns=round(began_s * 1e9) - self._began_ns,
+            duration_ns=round(seconds * 1e9),
+        )
+
+    def take(self, engine: Trace) -> None:
+        """All that the engine says, which counts from the beginning of the clock that both have."""
+        self._trace.dropped += engine.dropped
+        for span in engine.spans:
+            taken = self._trace.spans.add()
+            taken.CopyFrom(span)
+            taken.begin_ns -= self._began_ns
+
+    def message(self) -> Trace:
+        """As it goes to the gateway."""
+        self._trace.spans.sort(key=lambda span: span.begin_ns)
+        return self._trace
+
+
 class AttemptRunner:
     """One attempt under way. `start` it; afterwards the engine's events about it come in by `on_engine_event`.
 
@@ -90,27 +94,26 @@ class AttemptRunner:
 
     def __init__(
         self,
-        order: AttemptOrder,
+        request: RunAttemptRequest,
+        inputs: AttemptInputs,
         attempt: Attempt,
         *,
-        engine: CommandSender,
+        engine: WorkerEngineClient,
         images: ImageCodec,
         metrics: WorkerMetrics,
         origin: PictureOrigin,
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
-        # Not kept while the engine works.
-        self._order = replace(order, image=b"", mask=b"", kept_latents=b"", control_images=(), checkpoint=b"")
-        self._inputs = InputImages(order.spec, order.image, order.mask, order.control_images)
-        self._kept_latents, self._checkpoint = order.kept_latents, order.checkpoint
+        self._request = request
+        self._inputs = inputs
         self._engine = engine
         self._images = images
         self._metrics = metrics
         self._origin = origin
         self._on_end = on_end
         self._began_s = time.monotonic()
-        self._facts = _facts(order)
+        self._facts = _facts(request)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Provenance | None = None
         self._trace = AttemptTrace()
@@ -122,7 +125,7 @@ class AttemptRunner:
     @property
     def steps_expected(self) -> int:
         """Denoising steps in all, as far as the order tells before the engine does."""
-        spec = self._order.spec
+        spec = self._request.spec
         strength = spec.strength if spec.HasField("strength") else None
         return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
 
@@ -135,18 +138,18 @@ class AttemptRunner:
         """Begins, in the background."""
         _log.info("attempt started", extra=self._facts)
         self._metrics.attempt_began()
-        if self._order.deadline_s is not None:
+        if self._request.HasField("deadline_s"):
             loop = asyncio.get_running_loop()
-            self._expiry = loop.call_later(max(0.0, self._order.deadline_s), self._expire)
+            self._expiry = loop.call_later(max(0.0, self._request.deadline_s), self._expire)
         self._spawn(self._send_start())
 
     def enable_previews(self) -> None:
         """Sends previews with the progress from now on. Harmless when it does already."""
-        if self._order.preview:
+        if self._request.preview:
             return
-        self._order = replace(self._order, preview=True)
+        self._request.preview = True
         if self.in_engine:
-            preview = engine_pb2.EnginePreview(attempt=self._order.key.message())
+            preview = engine_pb2.EnginePreview(attempt=self._request.attempt)
             self._send_if_alive(engine_pb2.EngineCommand(preview=preview))
 
     def abort(self, error: BottegaError) -> None:
@@ -189,32 +192,29 @@ class AttemptRunner:
 
     async def _send_start(self) -> None:
         command = engine_pb2.EngineCommand()
-        start = command.start
-        start.attempt.CopyFrom(self._order.key.message())
-        start.spec.CopyFrom(self._order.spec)
-        start.checkpoint = self._checkpoint
-        start.addons.update(self._order.addons)
-        start.decisions.CopyFrom(self._order.decisions)
-        start.kept_latents = self._kept_latents
-        start.share.CopyFrom(self._order.share)
-        size_bytes = len(self._checkpoint) + len(self._kept_latents) + self._inputs.decoded_bytes
-        self._kept_latents = self._checkpoint = b""
+        request, start = self._request, command.start
+        start.attempt.CopyFrom(request.attempt)
+        start.spec.CopyFrom(request.spec)
+        start.addons.update(request.addons)
+        start.decisions.CopyFrom(request.decisions)
+        start.share.CopyFrom(request.share)
+        size_bytes = self._inputs.size_bytes(request.spec)
         if size_bytes > _MAX_START_BYTES:
             raise TooLarge(
                 f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
                 metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
             )
-        await self._inputs.decode_into(start, self._images, self._note_decoding)
-        start.preview = self._order.preview  # which may have been asked for while images were decoded
+        await self._inputs.move_into(start, self._images, self._note_decoding)
+        start.preview = request.preview  # a caller may have asked for previews while images were decoded
         self._engine.send(command, size_bytes)
         self._in_engine = True
 
     def _decide(self, new: AttemptDecisions) -> None:
         """Adds to the decisions. With the step of the LoRAs in it, the spec makes the same picture again."""
         decisions = AttemptDecisions()
-        for part in (self.attempt.decisions or self._order.decisions, new):
+        for part in (self.attempt.decisions or self._request.decisions, new):
             decisions.MergeFrom(part)
-        for lora in self._order.spec.loras if kinds.LORAS in new.by_kind else ():
+        for lora in self._request.spec.loras if kinds.LORAS in new.by_kind else ():
             lora.from_step = LoraDecision.FromString(new.by_kind[kinds.LORAS]).step
         self.attempt.set_decisions(decisions)
 
@@ -265,12 +265,12 @@ class AttemptRunner:
 
     def _spec_of(self, index: int) -> GenerationSpec:
         """Return the spec with what image `index` took from cached latents or recordings, where it might have."""
-        cached, masked = kinds.CACHE in self._order.addons, may_mask_blocks(self._order.spec)
+        cached, masked = kinds.CACHE in self._request.addons, may_mask_blocks(self._request.spec)
         if not cached and not masked:
-            return self._order.spec
-        decisions = (self.attempt.decisions or self._order.decisions).by_kind
+            return self._request.spec
+        decisions = (self.attempt.decisions or self._request.decisions).by_kind
         spec = GenerationSpec()
-        spec.CopyFrom(self._order.spec)
+        spec.CopyFrom(self._request.spec)
         if cached:
             starts = CacheDecision.FromString(decisions.get(kinds.CACHE, b"")).starts
             start = starts[index] if index < len(starts) else CacheStart()
@@ -280,7 +280,7 @@ class AttemptRunner:
         return spec
 
     def _complete_if_ready(self) -> None:
-        if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:
+        if self._done is None or len(self.attempt.pictures) < self._request.spec.num_images:
             return
         self._metrics.observe_group(self._done.mean_group_requests)
         self._metrics.observe_loras(self._done.loras)
@@ -291,7 +291,7 @@ class AttemptRunner:
 
     def _provenance(self, provenance: Provenance) -> Provenance:
         """The engine's part and ours."""
-        provenance.parameters.CopyFrom(self._order.spec)
+        provenance.parameters.CopyFrom(self._request.spec)
         provenance.worker = self._origin.worker
         provenance.bottega_version = self._origin.version
         self._inputs.report(provenance)
@@ -312,7 +312,7 @@ class AttemptRunner:
         self.abort(DeadlinePassed("the deadline passed before the images were done"))
 
     def _cancel_in_engine(self) -> None:
-        cancel = engine_pb2.EngineCancel(attempt=self._order.key.message())
+        cancel = engine_pb2.EngineCancel(attempt=self._request.attempt)
         self._send_if_alive(engine_pb2.EngineCommand(cancel=cancel))
 
     def _send_if_alive(self, command: engine_pb2.EngineCommand) -> None:
@@ -355,13 +355,13 @@ class AttemptRunner:
             self.abort(InternalError("the worker could not carry the request out"))
 
 
-def _facts(order: AttemptOrder) -> dict[str, object]:
-    """What every line about it says. Not left to the fields of a call: the engine's events come in none."""
+def _facts(request: RunAttemptRequest) -> dict[str, object]:
+    """Return the fields of every log line about an attempt; events of the engine come outside any call."""
     return {
-        "job_id": order.key.job_id,
-        "request_id": order.request_id,
-        "attempt": order.key.number,
-        "model": order.spec.model,
+        "job_id": request.attempt.job_id,
+        "request_id": request.request_id,
+        "attempt": request.attempt.number,
+        "model": request.spec.model,
     }
 
 

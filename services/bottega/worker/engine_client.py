@@ -6,23 +6,28 @@ hang_s, or makes no step for stall_s while it has work, is dead: what it ran is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import stat
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
+from bottega.plain_text import progress_text
 from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
 from bottega.storage.process_lock import ProcessLock
+from bottega.v1 import fleet_pb2
 from bottega.v1.activations_pb2 import (
     BlockProfile,
     DropTemplateRequest,
@@ -42,12 +47,19 @@ from bottega.v1.engine_pb2 import (
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
-# Of an offer: the engine makes it in a thread of its own, at once.
+_log = logging.getLogger(__name__)
+
+# How long a call waits for the engine. A thread of its own makes an offer at once; templates are listed between two
+# turns, and those of a large model take a while; a profile takes some tens of forwards, however slow the device is.
 _OFFER_S = 3.0
-# Of a word on its templates, which comes between two turns: those of a large model take a while.
 _TEMPLATES_S = 60.0
-# Of a measurement: some tens of forwards, at least two of each kind, however slow the device is.
 _PROFILE_S = 600.0
+
+# A stage of the start that takes longer is logged, and logged again in this interval.
+_QUIET_S = 2.0
+_REPEAT_S = 10.0
+# The stage before the engine's first message.
+_FIRST_STAGE = StartProgress(stage="starting the engine")
 
 ENGINE_MODULE = "bottega.worker.engine.main"
 
@@ -56,13 +68,6 @@ _TRIALS = "bottega-trials-"
 _MADE_S = 60.0
 
 WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
-
-
-class CommandSender(Protocol):
-    """Where commands go to the engine process."""
-
-    def send(self, command: EngineCommand, size_bytes: int = 0) -> None:
-        """Raises WorkerLost when there is no engine."""
 
 
 class TrialFolder:
@@ -79,6 +84,66 @@ class TrialFolder:
         weakref.finalize(self, _remove, self.path, lock)
 
 
+class StartMonitor:
+    """A start of an engine, from the spawn of its process until it is ready or lost.
+
+    Args:
+        extend: Told, with each sign of progress, how far the start is; systemd then allows it more time.
+    """
+
+    def __init__(self, extend: Callable[[str], None]) -> None:
+        self._extend = extend
+        self._progress = _FIRST_STAGE
+        self._stage_began_s = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin_stage()
+
+    @property
+    def text(self) -> str:
+        """Return how far it is, such as "loading unet, 3.1 of 5.1 GB"."""
+        return progress_text(self._progress.stage, self._progress.done_bytes, self._progress.total_bytes)
+
+    @property
+    def message(self) -> fleet_pb2.StartProgress:
+        """Return how far it is, as the fleet is told."""
+        progress = self._progress
+        return fleet_pb2.StartProgress(
+            stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
+        )
+
+    def note(self, progress: StartProgress) -> None:
+        """Take in that the engine has got further."""
+        is_new = progress.stage != self._progress.stage
+        if is_new:
+            self._end_stage()
+        self._progress = progress
+        if is_new:
+            self._begin_stage()
+        self._extend(self.text)
+
+    def end(self) -> dict[str, float]:
+        """End it, and return the seconds of its stages. Harmless when it has ended."""
+        if self._timer is not None:
+            self._end_stage()
+        return self._seconds
+
+    def _begin_stage(self) -> None:
+        self._stage_began_s = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(_QUIET_S, self._log_stage)
+
+    def _end_stage(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        stage = self._progress.stage
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - self._stage_began_s
+
+    def _log_stage(self) -> None:
+        _log.info("engine starting", extra={"progress": self.text})
+        self._timer = asyncio.get_running_loop().call_later(_REPEAT_S, self._log_stage)
+
+
 class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
     """Keeps the engine process of a worker. module: what is run; another one speaks the same frames."""
 
@@ -89,7 +154,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self._trials = TrialFolder()
         trials = str(self._trials.path / "trials.json")
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)), "--trials", trials)
-        self._calls: PendingCalls[LinkResult] = PendingCalls()
+        self._link_calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
         self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()
         super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
@@ -104,8 +169,8 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         """Return how far the start is that an event reports; None for all other events."""
         if not event.HasField("starting"):
             return None
-        said = event.starting.progress
-        return StartProgress(stage=said.stage, done_bytes=said.done_bytes, total_bytes=said.total_bytes)
+        progress = event.starting.progress
+        return StartProgress(stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """Offers another worker a link. caller: host of the worker.
@@ -118,11 +183,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
             incoming.request = number
             self.send(EngineCommand(open_link=incoming))
 
-        return (await self._calls.call(send, _OFFER_S)).opened.offer
-
-    def on_link_result(self, result: LinkResult) -> None:
-        """The engine's answer to `open_link`."""
-        self._calls.answer(result.request, from_job_error(result.error) if result.HasField("error") else result)
+        return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
     async def list_templates(self) -> ListTemplatesResponse:
         """What is recorded for edits. Raises Unavailable when there is no engine, or when it says nothing."""
@@ -132,10 +193,6 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         """Forgets recordings whose ids begin so. Raises as `list_templates` does."""
         drop = DropTemplateRequest(id=template_id)
         return (await self._ask_templates(EngineTemplatesRequest(drop=drop))).dropped
-
-    def on_templates(self, answer: EngineTemplates) -> None:
-        """The engine's answer to either."""
-        self._template_calls.answer(answer.request, answer)
 
     async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
         """What the network's blocks take, measured now. Raises what the engine refuses it with, too."""
@@ -147,9 +204,21 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
         return (await self._profile_calls.call(send, _PROFILE_S)).profile
 
-    def on_profile(self, answer: EngineProfile) -> None:
-        """The engine's answer to it."""
-        self._profile_calls.answer(answer.request, from_job_error(answer.error) if answer.HasField("error") else answer)
+    def take_answer(self, event: EngineEvent) -> bool:
+        """Hand an event to the call that waits for it. Return False if the event is not an answer to a call."""
+        match event.WhichOneof("event"):
+            case "link_result":
+                link = event.link_result
+                self._link_calls.answer(link.request, from_job_error(link.error) if link.HasField("error") else link)
+            case "templates":
+                self._template_calls.answer(event.templates.request, event.templates)
+            case "profile":
+                profile = event.profile
+                error = from_job_error(profile.error) if profile.HasField("error") else None
+                self._profile_calls.answer(profile.request, error or profile)
+            case _:
+                return False
+        return True
 
     def on_lost(self, why: str) -> None:
         """There is nobody to answer any more."""

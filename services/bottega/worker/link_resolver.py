@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, QueueFull, Unavailable
+from bottega.errors import BottegaError, Forbidden, ModelMismatch, QueueFull, Unavailable
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
 from bottega.v1 import link_pb2_grpc
 from bottega.v1.engine_pb2 import EngineCommand
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.image_pb2 import Model
 from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OpenLinkResponse, OutgoingLinkRequest
-from bottega.worker.engine_client import CommandSender
+from bottega.worker.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +32,10 @@ class LinkResolver:
     names: by address, of services that are not found in the fleet.
     """
 
-    def __init__(self, engine: CommandSender, channels: Channels, *, worker: str, names: Mapping[str, str]) -> None:
-        self._engine = engine
+    def __init__(
+        self, send: Callable[[EngineCommand], None], channels: Channels, *, worker: str, names: Mapping[str, str]
+    ) -> None:
+        self._send = send
         self._channels = channels
         self._known = names
         self._names: dict[str, str] = {}
@@ -82,7 +85,7 @@ class LinkResolver:
         else:
             result.opened.CopyFrom(outcome)
         try:
-            self._engine.send(EngineCommand(link_result=result))
+            self._send(EngineCommand(link_result=result))
         except BottegaError:
             return  # the engine that asked is gone
 
@@ -91,3 +94,32 @@ def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
     """gRPC's own texts name hosts, and this error may reach callers of the gateway."""
     error = from_rpc_error(failure)
     return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")
+
+
+def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None) -> None:
+    """worker: the name of this one. model: that it has loaded; None while it has none.
+
+    Raises Forbidden for a worker that is not the peer; ModelMismatch where the two have different models; Unavailable
+    where this one has no peer or no model yet.
+    """
+    peer = request.worker
+    if not config.peer or peer == worker:
+        why = "names itself as its peer" if peer == worker else f"has no peer; engine.peer must name {peer}"
+        raise Unavailable(f"worker {worker} {why}")
+    if config.peer_name and peer != config.peer_name:
+        raise Forbidden(f"worker {worker} forms a pair with {config.peer_name}, and not with {peer}")
+    if model is None:
+        raise Unavailable(f"worker {worker} has not loaded its model yet")
+    ours = {"model_hash": model.model_hash, "dtype": model.dtype}
+    theirs = {term.name: term.value for term in request.terms}
+    if ours != theirs:
+        raise ModelMismatch(
+            f"workers {peer} and {worker} cannot be a pair: {peer} draws with {_drawn_with(theirs)}, "
+            f"{worker} with {_drawn_with(ours)}; give both the same model, or take engine.peer out of their "
+            "configurations",
+            metadata={peer: theirs.get("model_hash", ""), worker: ours["model_hash"]},
+        )
+
+
+def _drawn_with(terms: Mapping[str, str]) -> str:
+    return f"model {terms.get('model_hash', 'unknown')} in {terms.get('dtype', 'an unknown type')}"

@@ -26,7 +26,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.validation import checked_key, checked_profile, checked_template_id, order_from
+from bottega.worker.validation import checked_key, checked_profile, checked_template_id, read_attempt
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -123,26 +123,26 @@ class WorkerService:
         self, _request: activations_pb2.ListTemplatesRequest, _context: _Context
     ) -> activations_pb2.ListTemplatesResponse:
         """ListTemplates."""
-        return await self._worker.list_templates()
+        return await self._worker.engine.list_templates()
 
     async def drop_template(
         self, request: activations_pb2.DropTemplateRequest, _context: _Context
     ) -> activations_pb2.DropTemplateResponse:
         """DropTemplate."""
-        return await self._worker.drop_template(checked_template_id(request.id))
+        return await self._worker.engine.drop_template(checked_template_id(request.id))
 
     async def profile_blocks(
         self, request: activations_pb2.ProfileBlocksRequest, _context: _Context
     ) -> activations_pb2.ProfileBlocksResponse:
         """ProfileBlocks."""
-        profile = await self._worker.profile_blocks(checked_profile(request))
+        profile = await self._worker.engine.profile_blocks(checked_profile(request))
         return activations_pb2.ProfileBlocksResponse(profile=profile)
 
     async def _started(self, raw: bytes) -> Attempt:
-        order = await copied(len(raw), lambda: order_from(raw))
-        ids = {"job_id": order.key.job_id, "request_id": order.request_id}
+        request, inputs = await copied(len(raw), lambda: read_attempt(raw))
+        ids = {"job_id": request.attempt.job_id, "request_id": request.request_id}
         logs.bind(**{name: logs.request_id_from(text) for name, text in ids.items()})
-        return self._worker.run(order)
+        return self._worker.run(request, inputs)
 
 
 def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:

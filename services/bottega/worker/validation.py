@@ -19,7 +19,7 @@ from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.worker.attempt_runner import AttemptOrder
+from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import AttemptKey
 
 # What has a default for callers and none here.
@@ -34,8 +34,12 @@ _MAX_ADDONS = 16
 _MAX_ADDON_BYTES = 256 << 10
 
 
-def order_from(raw: bytes) -> AttemptOrder:
-    """The order that a RunAttemptRequest gives. Raises InvalidRequest with all violations."""
+def read_attempt(raw: bytes) -> tuple[worker_pb2.RunAttemptRequest, AttemptInputs]:
+    """Return a serialized RunAttemptRequest, checked, and apart from it its large inputs.
+
+    Raises:
+        InvalidRequest: The request breaks rules; the error names all violations.
+    """
     try:
         request = worker_pb2.RunAttemptRequest.FromString(raw)
     except DecodeError:
@@ -52,31 +56,11 @@ def order_from(raw: bytes) -> AttemptOrder:
             *_check_share(request),
         ]
     )
-    spec = request.spec
-    image, mask = spec.image, spec.mask_image
-    spec.ClearField("image")
-    spec.ClearField("mask_image")
-    images = [net.image for net in spec.controlnets]
-    for net in spec.controlnets:
-        net.ClearField("image")
-    return AttemptOrder(
-        key=AttemptKey.of(request.attempt),
-        # A new message: one that was cleared of an image keeps its memory for as long as it lives.
-        spec=GenerationSpec.FromString(spec.SerializeToString()),
-        image=image,
-        mask=mask,
-        kept_latents=request.kept_latents,
-        control_images=tuple(images),
-        addons=dict(request.addons),
-        decisions=worker_pb2.AttemptDecisions.FromString(request.decisions.SerializeToString()),
-        checkpoint=request.checkpoint,
-        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
-        preview=request.preview,
-        request_id=request.request_id,
-        share=worker_pb2.TenantShare(
-            tenant=request.share.tenant, weight=request.share.weight if request.HasField("share") else 1.0
-        ),
-    )
+    if not request.HasField("share"):
+        request.share.weight = 1.0
+    inputs = AttemptInputs.take_from(request)
+    # A message keeps the memory of its cleared fields for as long as it lives; its copy has none of it.
+    return worker_pb2.RunAttemptRequest.FromString(request.SerializeToString()), inputs
 
 
 def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:

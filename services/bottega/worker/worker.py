@@ -35,24 +35,17 @@ from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
-from bottega.v1.activations_pb2 import (
-    BlockProfile,
-    DropTemplateResponse,
-    ListTemplatesResponse,
-    ProfileBlocksRequest,
-)
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
-from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner, PictureOrigin
-from bottega.worker.attempts import Attempt, AttemptKey, Attempts
-from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
+from bottega.v1.worker_pb2 import RunAttemptRequest
+from bottega.worker.attempt_inputs import AttemptInputs
+from bottega.worker.attempt_runner import AttemptRunner, PictureOrigin
+from bottega.worker.attempts import Attempt, AttemptCheckpoint, AttemptKey, Attempts, CheckpointWatch
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_client import WorkerEngineClient
-from bottega.worker.engine_start import EngineStart
+from bottega.worker.engine_client import StartMonitor, WorkerEngineClient
 from bottega.worker.image_codec import ImageCodec
-from bottega.worker.link_resolver import LinkResolver
+from bottega.worker.link_resolver import LinkResolver, check_peer
 from bottega.worker.metrics import WorkerMetrics
-from bottega.worker.peer_admission import check_peer
 
 _log = logging.getLogger(__name__)
 
@@ -95,12 +88,11 @@ class Worker:
             result_bytes=config.result_bytes,
         )
         self._config = config
-        self._engine = engine
+        self.engine = engine
         self._pool = pool
-        self._codec_processes = pool
         self._metrics = metrics
         self._link_resolver = LinkResolver(
-            engine, server.channels, worker=self.name, names={config.engine.peer: config.engine.peer_name}
+            engine.send, server.channels, worker=self.name, names={config.engine.peer: config.engine.peer_name}
         )
         self._server = server
         self._version = importlib.metadata.version("bottega-services")
@@ -109,7 +101,7 @@ class Worker:
         self._beat = engine_pb2.EngineBeat()
         self._accelerations: Sequence[fleet_pb2.Acceleration] = ()
         self._start_s = 0.0
-        self._starting: EngineStart | None = None
+        self._starting: StartMonitor | None = None
         self._instance = ""
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
@@ -136,24 +128,28 @@ class Worker:
         self._tasks.start(self._sweep())
         await self._first_ready
 
-    def run(self, order: AttemptOrder) -> Attempt:
-        """Starts the order's attempt, or finds it where it is held already.
+    def run(self, request: RunAttemptRequest, inputs: AttemptInputs) -> Attempt:
+        """Start the attempt of a checked request, or return it if it is held already.
 
-        Raises ModelNotFound when it is for another model than this worker's, StaleAttempt when a later attempt at the
-        job is held, Draining, QueueFull.
+        Raises:
+            ModelNotFound: The request names a model that this worker does not serve.
+            StaleAttempt: A later attempt at the job is held.
+            Draining: The worker is stopping.
+            QueueFull: The worker holds as many attempts as it may.
         """
-        self._check_model(order.spec)
-        known = self.attempts.find(order.key)
+        key = AttemptKey.of(request.attempt)
+        self._check_model(request.spec)
+        known = self.attempts.find(key)
         if known is not None:
             return known
-        earlier = self.attempts.superseded(order.key)
+        earlier = self.attempts.superseded(key)
         if self._draining:
             raise Draining("the worker is stopping")
         if earlier is not None:
-            self._abort(earlier, StaleAttempt(f"superseded by attempt {order.key.number}"))
-        attempt = self.attempts.add(order.key)
+            self._abort(earlier, StaleAttempt(f"superseded by attempt {key.number}"))
+        attempt = self.attempts.add(key)
         self._idle.clear()
-        self._create_runner(order, attempt).start()
+        self._create_runner(request, inputs, attempt).start()
         self._report_load()
         return attempt
 
@@ -172,22 +168,6 @@ class Worker:
             runner.enable_previews()
         return self.attempts.find(key) is not None
 
-    async def list_templates(self) -> ListTemplatesResponse:
-        """What is recorded for edits. Raises Unavailable when there is no engine."""
-        return await self._engine.list_templates()
-
-    async def drop_template(self, template_id: str) -> DropTemplateResponse:
-        """Forgets what is recorded under ids that begin so. Raises Unavailable when there is no engine."""
-        return await self._engine.drop_template(template_id)
-
-    async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
-        """What the model's blocks take, measured now.
-
-        Raises Unavailable while the engine draws pictures, and when there is none; InvalidRequest and TooLarge for a
-        size; MethodNotServed where it computes no masked blocks.
-        """
-        return await self._engine.profile_blocks(request)
-
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for the other worker of the pair. caller: host of the worker.
 
@@ -195,7 +175,7 @@ class Worker:
         Unavailable where this one has no peer, has no engine yet or follows another worker; LinksFull.
         """
         check_peer(request, self._config.engine, worker=self.name, model=self._model)
-        return await self._engine.open_link(request, caller=caller)
+        return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
@@ -237,7 +217,7 @@ class Worker:
         await self._leave()
         await self._tasks.cancel()
         self._hand_over()
-        await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
+        await asyncio.gather(self.engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
         if self._starting is not None:
@@ -245,8 +225,8 @@ class Worker:
             self._report_load()
 
     async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
-        self._start_s = min(self._engine.age_s, rules.MAX_START_S)
-        facts = {"model": ready.model.name, "device": ready.device, "pid": self._engine.pid}
+        self._start_s = min(self.engine.age_s, rules.MAX_START_S)
+        facts = {"model": ready.model.name, "device": ready.device, "pid": self.engine.pid}
         stages = {stage: round(seconds, 1) for stage, seconds in self._end_start().items()}
         _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3), "stages_s": stages})
         self._backlog, self._services = -1, []
@@ -272,14 +252,7 @@ class Worker:
         if kind == "link_request":
             self._link_resolver.request(event.link_request)
             return
-        if kind == "link_result":
-            self._engine.on_link_result(event.link_result)
-            return
-        if kind == "templates":
-            self._engine.on_templates(event.templates)
-            return
-        if kind == "profile":
-            self._engine.on_profile(event.profile)
+        if self.engine.take_answer(event):
             return
         if kind is None or kind in {"ready", "compiling"}:
             return
@@ -297,7 +270,7 @@ class Worker:
     async def on_engine_lost(self, why: str) -> None:
         self._metrics.on_engine_lost()
         self._end_start()
-        self._engine.on_lost(why)
+        self.engine.on_lost(why)
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
             return
@@ -312,7 +285,7 @@ class Worker:
 
     async def _watch_engine(self) -> None:
         try:
-            await self._engine.watch(self)
+            await self.engine.watch(self)
         except (ConfigError, InternalError) as error:
             if self._first_ready.done():
                 self.failed.set_result(error)
@@ -330,16 +303,17 @@ class Worker:
         for runner in list(self._runners.values()):
             runner.abort(Draining("the worker is stopping and hands the attempt over"))
 
-    def _create_runner(self, order: AttemptOrder, attempt: Attempt) -> AttemptRunner:
-        runner = self._runners[order.key] = AttemptRunner(
-            order,
+    def _create_runner(self, request: RunAttemptRequest, inputs: AttemptInputs, attempt: Attempt) -> AttemptRunner:
+        share = Share(tenant=request.share.tenant, weight=request.share.weight)
+        model_hash = self._model.model_hash if self._model else ""
+        runner = self._runners[attempt.key] = AttemptRunner(
+            request,
+            inputs,
             attempt,
-            engine=self._engine,
-            images=ImageCodec(self._codec_processes, _share_of(order)),
+            engine=self.engine,
+            images=ImageCodec(self._pool, share),
             metrics=self._metrics,
-            origin=PictureOrigin(
-                worker=self.name, version=self._version, model_hash=self._model.model_hash if self._model else ""
-            ),
+            origin=PictureOrigin(worker=self.name, version=self._version, model_hash=model_hash),
             on_end=self._on_ended,
         )
         return runner
@@ -362,7 +336,7 @@ class Worker:
 
     def _begin_start(self) -> None:
         """Join the fleet, where it has one, as a worker whose engine starts: it serves no model yet."""
-        self._starting = EngineStart(self._extend_start)
+        self._starting = StartMonitor(self._extend_start)
         self._instance = secrets.token_hex(_INSTANCE_BYTES)
         self._join(None)
 
@@ -415,7 +389,7 @@ class Worker:
         self._backlog = requests
         backlog = engine_pb2.EngineBacklog(requests=requests)
         with contextlib.suppress(WorkerLost):  # no engine now: the next one is told by the next report
-            self._engine.send(engine_pb2.EngineCommand(backlog=backlog))
+            self.engine.send(engine_pb2.EngineCommand(backlog=backlog))
 
     def _pass_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
         if list(services) == self._services:
@@ -424,13 +398,13 @@ class Worker:
         self._link_resolver.note_services(services)
         command = engine_pb2.EngineCommand(services=engine_pb2.EngineServices(services=services))
         with contextlib.suppress(WorkerLost):  # as above
-            self._engine.send(command)
+            self.engine.send(command)
 
     async def _sweep(self) -> None:
         while True:
             try:
                 self.attempts.sweep()
-                pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
+                pids = [os.getpid(), *self._pool.pids, *([self.engine.pid] if self.engine.pid else [])]
                 self._memory_bytes = resident_bytes(pids)
                 self._metrics.memory_bytes.set(self._memory_bytes)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no result is ever forgotten
@@ -456,7 +430,3 @@ def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningA
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
     return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
-
-
-def _share_of(order: AttemptOrder) -> Share:
-    return Share(tenant=order.share.tenant, weight=order.share.weight)

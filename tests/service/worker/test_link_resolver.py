@@ -8,7 +8,7 @@ import pytest
 
 from bottega import kinds
 from bottega.rpc.channel import PLAINTEXT
-from bottega.v1 import engine_pb2, error_pb2
+from bottega.v1 import error_pb2
 from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.link_resolver import LinkResolver
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -17,30 +17,20 @@ from tests.support.waiting import eventually
 NOBODY = "127.0.0.1:1"
 
 
-class Engine:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[LinkResult] = []
-
-    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
-        self.told.append(command.link_result)
-
-
 Ask = Callable[[OutgoingLinkRequest], Awaitable[error_pb2.JobError]]
 
 
 @pytest.fixture
 async def refused() -> AsyncIterator[Ask]:
     """Asks for a link; what the engine is told is an error."""
-    engine = Engine()
-    broker = LinkResolver(engine, PLAINTEXT, worker="w", names={})
+    sent: list[LinkResult] = []
+    broker = LinkResolver(lambda command: sent.append(command.link_result), PLAINTEXT, worker="w", names={})
 
     async def ask(request: OutgoingLinkRequest) -> error_pb2.JobError:
         broker.request(request)
-        await eventually(lambda: bool(engine.told))
-        assert engine.told[0].WhichOneof("outcome") == "error"
-        return engine.told[0].error
+        await eventually(lambda: bool(sent))
+        assert sent[0].WhichOneof("outcome") == "error"
+        return sent[0].error
 
     yield ask
     await broker.stop()

@@ -32,8 +32,7 @@ from bottega.transport import (
     TcpEndpoint,
 )
 from bottega.worker.controlnets import server_link
-from bottega.worker.controlnets.condition import ChangeCondition
-from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
+from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.step_result import StepResult
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bottega.v1.trace_pb2 import Span, Trace
-from bottega.worker.attempt_trace import AttemptTrace
+from bottega.worker.attempt_runner import AttemptTrace
 
 
 def test_times_count_from_the_beginning_of_the_attempt_and_are_in_their_order() -> None:

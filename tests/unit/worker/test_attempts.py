@@ -12,9 +12,11 @@ from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.trace_pb2 import Trace
 from bottega.worker.attempts import (
     Attempt,
+    AttemptCheckpoint,
     AttemptKey,
     Attempts,
     AttemptState,
+    CheckpointWatch,
     CompletedEvent,
     Event,
     FailedEvent,
@@ -23,7 +25,6 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
 from tests.fakes.fake_time import FakeTime
 
 KEY = AttemptKey(job_id="job", number=1)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from bottega.process import StartProgress
-from bottega.worker import engine_start
-from bottega.worker.engine_start import EngineStart
+from bottega.worker import engine_client
+from bottega.worker.engine_client import StartMonitor
 
 LOADING = StartProgress(stage="loading unet", done_bytes=31 * 10**8, total_bytes=51 * 10**8)
 
@@ -16,11 +16,11 @@ LOADING = StartProgress(stage="loading unet", done_bytes=31 * 10**8, total_bytes
 async def test_a_stage_that_takes_long_is_logged_again_and_again_with_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_start, "_QUIET_S", 0.1)
-    monkeypatch.setattr(engine_start, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(engine_client, "_QUIET_S", 0.1)
+    monkeypatch.setattr(engine_client, "_REPEAT_S", 0.1)
     caplog.set_level("INFO")
     extended: list[str] = []
-    start = EngineStart(extended.append)
+    start = StartMonitor(extended.append)
     start.note(LOADING)
     await asyncio.sleep(0.35)
     start.note(StartProgress(stage="warming up"))
@@ -36,7 +36,7 @@ async def test_a_stage_that_takes_long_is_logged_again_and_again_with_how_far_it
 
 async def test_a_quick_start_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    start = EngineStart(lambda _: None)
+    start = StartMonitor(lambda _: None)
     start.note(LOADING)
     start.end()
     assert start.end().keys() == {"starting the engine", "loading unet"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2, worker_pb2
-from bottega.worker.validation import order_from
+from bottega.worker.validation import read_attempt
 
 IMAGE_BYTES = 8 << 20
 HOSTS = {"controlnet": b"who hosts it"}
@@ -39,19 +38,20 @@ def _raw_with_images() -> bytes:
 
 
 def test_the_images_stand_beside_the_spec() -> None:
-    order = order_from(_raw_with_images())
-    assert len(order.image) == IMAGE_BYTES
-    assert (order.control_images, order.addons) == ((b"x",), HOSTS)
+    request, inputs = read_attempt(_raw_with_images())
+    assert inputs.size_bytes(request.spec) == 2 * 3 * 64 * 64  # source and control image, decoded
+    assert request.addons == HOSTS
     controlnets = [generation_pb2.ControlNet(name="edges")]
-    assert order.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
-    assert (order.key.job_id, order.key.number, order.request_id, order.deadline_s) == ("job", 2, "r", 3)
+    assert request.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
+    assert (request.attempt.job_id, request.attempt.number) == ("job", 2)
+    assert (request.request_id, request.deadline_s) == ("r", 3)
 
 
-def test_an_order_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
+def test_a_request_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
     raw = _raw_with_images()
     process = psutil.Process()
     before = process.memory_info().rss
-    kept = [dataclasses.replace(order_from(raw), image=b"") for _ in range(10)]
+    kept = [read_attempt(raw)[0] for _ in range(10)]
     assert process.memory_info().rss - before < 3 * IMAGE_BYTES
     assert len(kept) == 10
 
@@ -59,14 +59,14 @@ def test_an_order_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
 @pytest.mark.parametrize("name", sorted(set(FULL) - {"prompt"}))
 def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(generation_pb2.GenerationSpec(**{key: FULL[key] for key in FULL if key != name})))
+        read_attempt(_raw(generation_pb2.GenerationSpec(**{key: FULL[key] for key in FULL if key != name})))
     assert [violation.field for violation in refusal.value.violations] == [f"spec.{name}"]
 
 
 def test_a_controlnet_needs_an_image() -> None:
     nets = [generation_pb2.ControlNet(name="edges")]
     with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets)))
+        read_attempt(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets)))
     assert [violation.field for violation in refusal.value.violations] == ["spec.controlnets[0].image"]
 
 
@@ -79,13 +79,13 @@ def test_what_add_ons_say_is_bounded(messages: dict[str, bytes]) -> None:
     spec = generation_pb2.GenerationSpec(**FULL)
     decisions = worker_pb2.AttemptDecisions(by_kind=messages)
     with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(spec, addons=messages, decisions=decisions))
+        read_attempt(_raw(spec, addons=messages, decisions=decisions))
     assert [violation.field for violation in refusal.value.violations] == ["addons", "decisions.by_kind"]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     spec = generation_pb2.GenerationSpec(**(FULL | {"width": 0, "sampler": 99}))
     with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(spec, attempt=worker_pb2.AttemptId(), deadline_s=math.nan))
+        read_attempt(_raw(spec, attempt=worker_pb2.AttemptId(), deadline_s=math.nan))
     fields = {violation.field for violation in refusal.value.violations}
     assert fields == {"attempt.job_id", "attempt.number", "spec.width", "spec.sampler", "deadline_s"}

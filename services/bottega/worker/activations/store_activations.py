@@ -7,10 +7,11 @@ requested; a recording of which nothing was copied is let go as soon as nobody r
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -25,7 +26,6 @@ from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.activations.load_meter import LoadMeter
 from bottega.worker.activations.questions import LinkAnswer, TemplateQuestions
-from bottega.worker.activations.rendezvous import choose
 from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.worker.activations.stored_step import StoredStep
 from bottega.worker.activations.template import AnsweredSection, AnsweredTemplate
@@ -226,7 +226,7 @@ class StoreActivations:
         return not kept.complete or link is None or not link.uploads.lacks(kept)
 
     def _link_of(self, key: RecordingKey) -> ActivationStoreLink | None:
-        name = choose(self._links, key.digest)
+        name = _choose_store(self._links, key.digest)
         return None if name is None else self._links[name]
 
     def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
@@ -324,3 +324,12 @@ def _is_known(recording: Recording, section: AnsweredSection, link: ActivationSt
     if not isinstance(step, StoredStep):
         return True
     return step.section.digest == section.digest and (step.whole or (step.link is link and not step.lost))
+
+
+def _choose_store(names: Iterable[str], key: str) -> str | None:
+    """The name of the store for this key; None where there is none."""
+    return max(names, key=lambda name: _weight(name, key), default=None)
+
+
+def _weight(name: str, key: str) -> tuple[bytes, str]:
+    return hashlib.sha256(f"{name}\0{key}".encode()).digest(), name

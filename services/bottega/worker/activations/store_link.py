@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bottega import kinds
 from bottega.errors import BottegaError, DataLoss, NoSharedMemory, TooLarge
@@ -34,8 +34,11 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.activations.load_meter import LinkPace, LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import AnsweredTemplate, read_template
+from bottega.worker.activations.template import read_template
 from bottega.worker.activations.uploads import Uploads
+
+if TYPE_CHECKING:
+    from bottega.worker.activations.questions import TemplateQuestions
 
 _log = logging.getLogger(__name__)
 
@@ -54,26 +57,6 @@ class ActivationLinkSettings(LinkClientSettings):
     upload_bytes: int = 256 << 20
 
 
-class ActivationLinkOwner(Protocol):
-    """Who asks. Called by the link's threads."""
-
-    def on_link(self, link: ActivationStoreLink) -> None:
-        """It is open."""
-        ...
-
-    def on_answer(self, link: ActivationStoreLink, number: int, template: AnsweredTemplate) -> None:
-        """The answer to the question of this number, which it may not have asked."""
-        ...
-
-    def on_lost(self, link: ActivationStoreLink) -> None:
-        """It has ended, or could not be opened: what it was asked will not be answered."""
-        ...
-
-    def on_quiet(self) -> None:
-        """Now and then, while nothing comes."""
-        ...
-
-
 class ActivationStoreLink(LinkClientHandler):
     """Any thread may call it. tried: whether it was open, or could not be opened, at least once. uploads: what it is
     to record."""
@@ -82,7 +65,7 @@ class ActivationStoreLink(LinkClientHandler):
         self,
         store: ServiceAddress,
         *,
-        owner: ActivationLinkOwner,
+        owner: TemplateQuestions,
         offers: OfferSource,
         settings: ActivationLinkSettings,
         meter: LoadMeter,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.diffusion.cached_starts import LatentQuestion, LatentReply
+from bottega.diffusion.cached_starts import LatentQuestion
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
-from bottega.latents.messages import CacheMessage, CacheMessageKind, starts_message
+from bottega.latents.messages import CacheMessageKind, starts_message
 from bottega.transport import (
     Connection,
     Incoming,
@@ -30,6 +30,9 @@ from bottega.v1.cache_pb2 import CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache import messages
 
+if TYPE_CHECKING:
+    from bottega.worker.cache.latent_stores import LatentStores
+
 _log = logging.getLogger(__name__)
 
 # Of an answer: eight latents of a picture of 4096 pixels a side are 8 MiB in single precision.
@@ -45,26 +48,6 @@ class CacheLinkSettings(LinkClientSettings):
     retry_s: float = 1.0
 
 
-class LinkOwner(Protocol):
-    """Who has questions and recordings. Called by the link's threads."""
-
-    def on_link(self, link: CacheStoreLink) -> None:
-        """It is open."""
-        ...
-
-    def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
-        """The answer to the question of this number, which it may not have asked."""
-        ...
-
-    def on_lost(self, link: CacheStoreLink) -> None:
-        """It has ended: what it was asked will not be answered."""
-        ...
-
-    def next_recording(self) -> CacheMessage | None:
-        """The oldest recording; None where there is none. By the thread that sends."""
-        ...
-
-
 class CacheStoreLink(LinkClientHandler):
     """Any thread may call it. open: whether there is a link."""
 
@@ -72,7 +55,7 @@ class CacheStoreLink(LinkClientHandler):
         self,
         store: ServiceAddress,
         *,
-        owner: LinkOwner,
+        owner: LatentStores,
         offers: OfferSource,
         settings: CacheLinkSettings,
         counters: LinkCounters,

@@ -3,8 +3,7 @@
 `RemoteControlNets` is what the engine holds.
 """
 
-from bottega.worker.controlnets.provider import RemoteControlNets
+from bottega.worker.controlnets.provider import RemoteControlNets, StalenessPolicy
 from bottega.worker.controlnets.server_link import ControlLinkSettings
-from bottega.worker.controlnets.staleness import StalenessPolicy
 
 __all__ = ["ControlLinkSettings", "StalenessPolicy", "RemoteControlNets"]

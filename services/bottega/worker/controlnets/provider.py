@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,15 +21,52 @@ from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
+from bottega.planning import pipelines
 from bottega.transport import LinkCounters, OfferSource
-from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
+from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink, smoothed
 from bottega.worker.controlnets.session import PlacedSession
 from bottega.worker.controlnets.session_manager import SessionManager
-from bottega.worker.controlnets.staleness import StalenessPolicy
 from bottega.worker.controlnets.step_result import StepResult
 
 # How often a wait says that the engine lives, and looks whether something was loaded in this process.
 _LOOK_S = 0.1
+
+
+class StalenessPolicy:
+    """Of one engine's turns."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_s: float | None = None
+        self._encoder_s = 0.0
+        self._step_s = 0.0
+        self._needed = True
+
+    def on_turn(self) -> None:
+        """A turn has begun."""
+        now_s = self._clock()
+        if self._asked_s is not None:
+            self._step_s = smoothed(self._step_s, now_s - self._asked_s)
+        self._asked_s, self._needed = now_s, False
+
+    def on_idle(self) -> None:
+        """The time until the next turn is no step's."""
+        self._asked_s = None
+
+    def on_residuals_needed(self) -> None:
+        """The turn could use its residuals now."""
+        if not self._needed and self._asked_s is not None:
+            self._needed = True
+            self._encoder_s = smoothed(self._encoder_s, self._clock() - self._asked_s)
+
+    def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
+        """Whether its steps go on with the residuals of the step before. answer_s, transfer_s: see ServerLink."""
+        similarity = control.hosts.similarity
+        if not control.may_be_stale or similarity is None:
+            return False
+        return pipelines(
+            similarity, answer_s=answer_s, transfer_s=transfer_s, encoder_s=self._encoder_s, step_s=self._step_s
+        )
 
 
 class RemoteControlNets:

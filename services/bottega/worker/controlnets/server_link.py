@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from bottega.transport import (
     number_message,
     read_number,
 )
-from bottega.worker.controlnets.condition import ChangeCondition
 from bottega.worker.controlnets.step_result import StepResult
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 # A quiet link is looked at several times a second. One look that is later than this says that this process itself was
 # stopped: what the server has said meanwhile is read now.
 _LATE_S = 1.0
+# Weight of the newest measurement in a running average.
+_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,30 @@ class LeaseStatus:
 
     opened: bool = False
     refusal: BottegaError | None = None
+
+
+class ChangeCondition:
+    """A counter of events; a thread that has seen a count may wait for a higher one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """How much has happened."""
+        return self._count
+
+    def notify(self) -> None:
+        """Something has happened."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Returns when more than `seen` has happened, or after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count > seen, timeout_s)
 
 
 class ServerLink(LinkClientHandler):
@@ -247,9 +273,9 @@ class ServerLink(LinkClientHandler):
             result.put(result.points - index, tensor_of(incoming.layout.specs[index], part))
             self._changes.notify()
         self._progress_s = time.monotonic()
-        self.answer_s = _smoothed(self.answer_s, self._progress_s - result.times.asked_s)
+        self.answer_s = smoothed(self.answer_s, self._progress_s - result.times.asked_s)
         if connection.link is not None and not connection.link.backend_choice.backend.within_host:
-            self.transfer_s = _smoothed(self.transfer_s, self._progress_s - incoming.began)
+            self.transfer_s = smoothed(self.transfer_s, self._progress_s - incoming.began)
 
     def check(self) -> None:
         """Raises DeadlineExceeded when the server answers pings, and computes nothing of what it was asked for."""
@@ -264,5 +290,6 @@ class ServerLink(LinkClientHandler):
             )
 
 
-def _smoothed(before: float, now: float) -> float:
-    return now if before == 0.0 else before + 0.3 * (now - before)
+def smoothed(before: float, now: float) -> float:
+    """Return a running average of a measurement; `before` is 0 for the first one."""
+    return now if before == 0.0 else before + _WEIGHT * (now - before)

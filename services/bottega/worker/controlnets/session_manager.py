@@ -16,8 +16,7 @@ from bottega.diffusion.controlnets.messages import Opening, SessionSpec, open_me
 from bottega.diffusion.controlnets.provider import ControlInput, ControlServer
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
 from bottega.transport import LinkCounters, OfferSource
-from bottega.worker.controlnets.condition import ChangeCondition
-from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
+from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.session import PlacedSession, SessionLease
 
 # Of requests whose ControlNets nobody runs now: servers come back within some seconds.

@@ -29,8 +29,7 @@ from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
 from bottega.worker.engine.orders import key_of, order_of
-from bottega.worker.engine.runtime import Runtime, load_runtime
-from bottega.worker.link_requests import LinkRequests
+from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +19,50 @@ from bottega.diffusion.model.dtype import pick_dtype
 from bottega.diffusion.model.model import Model, load_model, pick_device
 from bottega.diffusion.model.vae import VaeSettings
 from bottega.diffusion.start_reporter import StartReporter, silent_reporter
-from bottega.errors import ConfigError
+from bottega.errors import ConfigError, InvalidRequest
 from bottega.model_files import check_model_folder, folder_of, name_of
 from bottega.rpc.link_service import link_endpoints
-from bottega.transport import DeviceLinks, LinkCounters
+from bottega.rpc.status import from_job_error
+from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
+from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.addons import EngineAddOnContext, load_addons
-from bottega.worker.link_requests import LinkRequests
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
+
+
+class LinkRequests:
+    """An OfferSource. Any thread may request; one thread handles the answers. send: sends to the front."""
+
+    def __init__(self, send: Callable[[OutgoingLinkRequest], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[ServiceOffer]] = {}
+
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        named = [LinkTerm(name=name, value=value) for name, value in (terms or {}).items()]
+        request = OutgoingLinkRequest(
+            request=next(self._numbers),
+            address=address,
+            open=OpenLinkRequest(kind=kind, link_id=link_id, terms=named),
+        )
+        asked = self._asked[request.request] = Future[ServiceOffer]()
+        self._send(request)
+        return asked
+
+    def answer(self, message: LinkResult) -> None:
+        """The front's answer; it always comes, with an error at the latest when the service says nothing."""
+        asked = self._asked.pop(message.request, None)
+        if asked is None:
+            return
+        if message.HasField("error"):
+            asked.set_exception(from_job_error(message.error))
+            return
+        try:
+            asked.set_result(ServiceOffer(offer=offer_from_wire(message.opened.offer), service=message.opened.service))
+        except InvalidRequest as error:
+            asked.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

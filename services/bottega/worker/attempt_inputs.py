@@ -1,0 +1,173 @@
+"""The large inputs of an attempt: encoded images, latents and a checkpoint, on their way into the engine.
+
+Only the overlay of an edit is kept until the attempt ends, because drawn pictures are pasted into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bottega.codec import Crop, ImageFacts, MaskOrder, Overlay
+from bottega.v1 import engine_pb2
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, MaskUse, Provenance, SourceUse
+from bottega.v1.worker_pb2 import RunAttemptRequest
+from bottega.worker.image_codec import ImageCodec
+
+
+class AttemptInputs:
+    """The large inputs of one attempt. `move_into` decodes them for the engine and drops them.
+
+    Args:
+        image: Encoded source of image-to-image, or empty.
+        mask: Encoded mask of an edit of `image`, or empty.
+        control_images: Encoded, one for each ControlNet of the spec.
+        kept_latents: Latents of the job that drew `image`, or empty.
+        checkpoint: Checkpoint to resume from, or empty.
+    """
+
+    overlay: Overlay | None
+    """Image and mask that drawn pictures are pasted into before they are encoded; None where they stay as drawn."""
+
+    def __init__(
+        self,
+        *,
+        image: bytes = b"",
+        mask: bytes = b"",
+        control_images: Sequence[bytes] = (),
+        kept_latents: bytes = b"",
+        checkpoint: bytes = b"",
+    ) -> None:
+        self.overlay = None
+        self._image, self._mask, self._control_images = image, mask, tuple(control_images)
+        self._kept_latents, self._checkpoint = kept_latents, checkpoint
+        self._digest = ""
+        self._source: ImageFacts | None = None
+        self._controls: dict[str, ImageFacts] = {}  # by the digest of a control image
+        self._use: MaskUse | None = None
+
+    @classmethod
+    def take_from(cls, request: RunAttemptRequest) -> AttemptInputs:
+        """Return the large inputs of a request, whose fields are cleared."""
+        spec = request.spec
+        inputs = cls(
+            image=spec.image,
+            mask=spec.mask_image,
+            control_images=[net.image for net in spec.controlnets],
+            kept_latents=request.kept_latents,
+            checkpoint=request.checkpoint,
+        )
+        spec.ClearField("image")
+        spec.ClearField("mask_image")
+        for net in spec.controlnets:
+            net.ClearField("image")
+        request.ClearField("kept_latents")
+        request.ClearField("checkpoint")
+        return inputs
+
+    @property
+    def icc_profile(self) -> bytes:
+        """The colour profile of the source, which its pictures get, too; empty where it has none."""
+        return b"" if self._source is None else self._source.icc_profile
+
+    def size_bytes(self, spec: GenerationSpec) -> int:
+        """Return how many bytes `move_into` will add to a message: images count as decoded."""
+        images = bool(self._image) + len(self._control_images)
+        decoded_bytes = spec.width * spec.height * (3 * images + bool(self._mask))
+        return decoded_bytes + len(self._kept_latents) + len(self._checkpoint)
+
+    async def move_into(
+        self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
+    ) -> None:
+        """Add all inputs to the engine's first message, which has the spec already, and drop them.
+
+        Args:
+            start: The message.
+            codec: Decodes the images.
+            note_time: Called with the seconds that each image took.
+
+        Raises:
+            BadImage: An image cannot be decoded.
+        """
+        start.checkpoint, start.kept_latents = self._checkpoint, self._kept_latents
+        self._checkpoint = self._kept_latents = b""
+        crop = None
+        if self._mask:
+            crop = await self._decode_edit(start, codec, note_time)
+        elif self._image:
+            decoded = await codec.decode(self._image, start.spec)
+            note_time(decoded.seconds)
+            self._digest, self._source = decoded.digest, decoded.facts
+            start.image_digest = decoded.digest
+            await decoded.write_to(start.image)
+        for image in self._control_images:
+            decoded = await codec.decode(image, start.spec, crop)
+            note_time(decoded.seconds)
+            self._controls[decoded.digest] = decoded.facts
+            await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
+        self._image = self._mask = b""
+        self._control_images = ()
+
+    def report(self, provenance: Provenance) -> None:
+        """Add the facts of the input images to a provenance that has its parameters.
+
+        What the engine has written about the mask stays in it.
+        """
+        provenance.image_digest = self._digest
+        if self._source is not None:
+            provenance.source.CopyFrom(_source_use(self._source, provenance.parameters))
+        for use in provenance.controlnets:
+            if (facts := self._controls.get(use.image_digest)) is not None:
+                use.transparency_unread = facts.transparent
+                use.scaled_from_16_bits = facts.scaled_from_16_bits
+        if self._use is not None:
+            by_engine = MaskUse()
+            by_engine.CopyFrom(provenance.mask)
+            provenance.mask.CopyFrom(self._use)
+            provenance.mask.MergeFrom(by_engine)
+
+    async def _decode_edit(
+        self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
+    ) -> Crop | None:
+        """Decode image and mask. Return the part of the image that is drawn, or None for all of it."""
+        spec = start.spec
+        order = _mask_order(spec)
+        edit = await codec.decode_edit(self._image, self._mask, order)
+        note_time(edit.seconds)
+        self._digest, self._source = edit.image_digest, edit.decoded.facts
+        start.image_digest = edit.image_digest
+        start.mask_digest = edit.mask_digest
+        await edit.write_to(start.image, start.mask)
+        self._use = MaskUse()
+        self._use.CopyFrom(edit.decoded.use)
+        self._use.digest = edit.mask_digest
+        if spec.keep_unmasked or spec.HasField("padding_mask_crop"):
+            self.overlay = Overlay(
+                image=self._image,
+                mask=self._mask,
+                order=order,
+                keep_unmasked=spec.keep_unmasked,
+                feather=spec.mask_feather,
+            )
+        return edit.decoded.crop
+
+
+def _source_use(source: ImageFacts, spec: GenerationSpec) -> SourceUse:
+    size = source.size
+    keeps_transparency = spec.keep_unmasked and spec.format != IMAGE_FORMAT_JPEG
+    return SourceUse(
+        width=size.width,
+        height=size.height,
+        resized=(size.width, size.height) != (spec.width, spec.height) and not spec.HasField("padding_mask_crop"),
+        transparency_unread=source.transparent and not keeps_transparency,
+        scaled_from_16_bits=source.scaled_from_16_bits,
+    )
+
+
+def _mask_order(spec: GenerationSpec) -> MaskOrder:
+    return MaskOrder(
+        width=spec.width,
+        height=spec.height,
+        latent_scale=1,  # the gateway has checked that the mask covers an element of the latent
+        alpha=spec.mask_alpha,
+        padding=spec.padding_mask_crop if spec.HasField("padding_mask_crop") else None,
+    )
