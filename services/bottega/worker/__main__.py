@@ -1,4 +1,4 @@
-"""Starts a worker: `python -m bottega.worker --config FILE`. Without a file every setting has its default."""
+"""The worker's command: `python -m bottega.worker --config FILE`. Without a file every setting has its default."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
 
-# For a worker that cannot serve its model to reach the fleet; with all else it ends within 2 s.
-_TELL_S = 0.8
+# How long a worker that cannot serve its model tries to reach the fleet. It ends within 2 s in all.
+_JOIN_S = 0.8
 # Every attempt may have eight images, each waiting to be encoded.
 _IMAGES_PER_ATTEMPT = 8
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run the worker and return the exit status; see `boot`."""
     title = "Bottega's base-model worker"
     return boot("worker", WorkerConfig, _lifespan, description=title, kept_bytes=_kept_bytes)
 
@@ -68,7 +68,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
             raise
         yield _refusing(settings, error)
         return
-    # Processes first: the engine loads its model while the rest starts.
+    # The processes come first, so that the engine loads its model while the rest starts.
     timeouts = EngineTimeouts(start_stall_s=settings.start_stall_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = WorkerEngineClient(_with_socket(settings.engine), timeouts=timeouts)
     pool = CodecPool(
@@ -89,7 +89,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
-    """Return a worker that only tells the fleet why it cannot serve its model, and then ends with that error."""
+    """Return hooks that report to the fleet why the worker cannot serve its model, and then end with that error."""
     server = Server("worker", settings.server)
     membership: FleetMembership | None = None
 
@@ -107,8 +107,8 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
         )
         membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
         membership.start()
-        with contextlib.suppress(TimeoutError):  # without a gateway the reason is on stderr alone
-            await asyncio.wait_for(membership.joined.wait(), _TELL_S)
+        with contextlib.suppress(TimeoutError):  # without a gateway the reason appears only on stderr
+            await asyncio.wait_for(membership.joined.wait(), _JOIN_S)
             await asyncio.sleep(REPORT_INTERVAL_S)
         raise error
 
@@ -120,8 +120,8 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
 
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
-    """With the path of a unix socket for the peer, where none is configured: the same for every engine process."""
-    links_group()  # one that is not there is told at the start, and not at the first link
+    """Fill in the path of the unix socket for the peer, which stays the same for every engine process."""
+    links_group()  # raises at the start, and not at the first link, if the configured group does not exist
     if not engine.peer or engine.links_socket != "":
         return engine
     return replace(engine, links_socket=str(default_socket_path("worker")))

@@ -1,4 +1,4 @@
-"""Runs one attempt in the front: the input images, the engine, the finished images, the provenance."""
+"""Runs one attempt in the front: input images, engine, finished images, provenance."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """The worker and version that pictures and their provenance name."""
+    """The worker that drew an image, as its provenance and its text name it."""
 
     worker: str
     """Name of the worker."""
@@ -57,14 +57,18 @@ class PictureOrigin:
 
 
 class AttemptTrace:
-    """Begins now."""
+    """The spans of one attempt, in the front and in the engine, relative to the creation of this object."""
 
     def __init__(self) -> None:
         self._began_ns = time.monotonic_ns()
         self._trace = Trace()
 
     def add(self, name: str, *, began_s: float, seconds: float) -> None:
-        """Something in the front. began_s: on CLOCK_MONOTONIC."""
+        """Add a span of the front.
+
+        Args:
+            began_s: On CLOCK_MONOTONIC.
+        """
         self._trace.spans.add(
             name=name,
             track=_TRACK,
@@ -73,7 +77,7 @@ class AttemptTrace:
         )
 
     def take(self, engine: Trace) -> None:
-        """All that the engine says, which counts from the beginning of the clock that both have."""
+        """Add the spans of the engine, whose times are on CLOCK_MONOTONIC."""
         self._trace.dropped += engine.dropped
         for span in engine.spans:
             taken = self._trace.spans.add()
@@ -81,15 +85,17 @@ class AttemptTrace:
             taken.begin_ns -= self._began_ns
 
     def message(self) -> Trace:
-        """As it goes to the gateway."""
+        """Return all spans in the order of their beginning."""
         self._trace.spans.sort(key=lambda span: span.begin_ns)
         return self._trace
 
 
 class AttemptRunner:
-    """One attempt under way. `start` it; afterwards the engine's events about it come in by `on_engine_event`.
+    """The runner of one attempt. Call `start`, then `on_engine_event` with each event of the engine about it.
 
-    on_end: called once, when the attempt has ended, however.
+    Args:
+        request: Checked, without its large fields. The runner changes it.
+        on_end: Called once, when the attempt has ended.
     """
 
     def __init__(
@@ -124,18 +130,18 @@ class AttemptRunner:
 
     @property
     def steps_expected(self) -> int:
-        """Denoising steps in all, as far as the order tells before the engine does."""
+        """Denoising steps in all, as far as the request tells; the engine knows the exact number."""
         spec = self._request.spec
         strength = spec.strength if spec.HasField("strength") else None
         return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
 
     @property
     def in_engine(self) -> bool:
-        """Whether the engine has it, and a death of the engine would lose it."""
+        """Whether the engine has it, so that it would be lost with the engine."""
         return self._in_engine and self._done is None
 
     def start(self) -> None:
-        """Begins, in the background."""
+        """Begin in the background."""
         _log.info("attempt started", extra=self._facts)
         self._metrics.attempt_began()
         if self._request.HasField("deadline_s"):
@@ -144,7 +150,7 @@ class AttemptRunner:
         self._spawn(self._send_start())
 
     def enable_previews(self) -> None:
-        """Sends previews with the progress from now on. Harmless when it does already."""
+        """Send previews with the progress from now on."""
         if self._request.preview:
             return
         self._request.preview = True
@@ -153,7 +159,7 @@ class AttemptRunner:
             self._send_if_alive(engine_pb2.EngineCommand(preview=preview))
 
     def abort(self, error: BottegaError) -> None:
-        """Ends it now, in the engine too. Harmless when it has ended."""
+        """End it now, in the engine too. Does nothing if it has ended."""
         if self.attempt.ended:
             return
         if self.in_engine:
@@ -161,9 +167,10 @@ class AttemptRunner:
         self.fail(error)
 
     def fail(self, error: BottegaError, trace: Trace | None = None) -> None:
-        """Ends it now; the engine does not have it any more. Harmless when it has ended.
+        """End it now. The engine does not have it any more. Does nothing if it has ended.
 
-        trace: of the engine.
+        Args:
+            trace: Spans of the engine.
         """
         if not self.attempt.ended:
             if trace is not None:
@@ -172,7 +179,7 @@ class AttemptRunner:
             self._end()
 
     def on_engine_event(self, event: engine_pb2.EngineEvent) -> None:
-        """What the engine says about it."""
+        """Handle an event of the engine about this attempt."""
         match event.WhichOneof("event"):
             case "started":
                 started = event.started
@@ -201,7 +208,7 @@ class AttemptRunner:
         size_bytes = self._inputs.size_bytes(request.spec)
         if size_bytes > _MAX_START_BYTES:
             raise TooLarge(
-                f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
+                f"the decoded images of the request take {size_bytes} bytes; at most {_MAX_START_BYTES} are allowed",
                 metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
             )
         await self._inputs.move_into(start, self._images, self._note_decoding)
@@ -210,7 +217,7 @@ class AttemptRunner:
         self._in_engine = True
 
     def _decide(self, new: AttemptDecisions) -> None:
-        """Adds to the decisions. With the step of the LoRAs in it, the spec makes the same picture again."""
+        """Add to the decisions. With the first step of its LoRAs in it, the spec makes the same image again."""
         decisions = AttemptDecisions()
         for part in (self.attempt.decisions or self._request.decisions, new):
             decisions.MergeFrom(part)
@@ -264,7 +271,7 @@ class AttemptRunner:
         self._complete_if_ready()
 
     def _spec_of(self, index: int) -> GenerationSpec:
-        """Return the spec with what image `index` took from cached latents or recordings, where it might have."""
+        """Return the spec for one image, with the cached latents or recordings that this image has used."""
         cached, masked = kinds.CACHE in self._request.addons, may_mask_blocks(self._request.spec)
         if not cached and not masked:
             return self._request.spec
@@ -290,7 +297,7 @@ class AttemptRunner:
         self._end()
 
     def _provenance(self, provenance: Provenance) -> Provenance:
-        """The engine's part and ours."""
+        """Complete the engine's provenance with the facts that the front knows."""
         provenance.parameters.CopyFrom(self._request.spec)
         provenance.worker = self._origin.worker
         provenance.bottega_version = self._origin.version
@@ -318,9 +325,11 @@ class AttemptRunner:
     def _send_if_alive(self, command: engine_pb2.EngineCommand) -> None:
         try:
             self._engine.send(command)
-        except BottegaError as error:  # with the engine the attempt ends as well
+        except BottegaError as error:  # the loss of the engine ends the attempt
             kind = command.WhichOneof("command")
-            _log.info("the engine could not be told", extra={**self._facts, "command": kind, **_why(error)})
+            _log.info(
+                "a command could not be sent to the engine", extra={**self._facts, "command": kind, **_why(error)}
+            )
 
     def _end(self) -> None:
         if self._expiry:
@@ -350,9 +359,9 @@ class AttemptRunner:
             await work
         except BottegaError as error:
             self.abort(error)
-        except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
+        except Exception:  # noqa: BLE001 - the boundary of an attempt: a defect ends this attempt only
             _log.exception("attempt failed unexpectedly", extra=self._facts)
-            self.abort(InternalError("the worker could not carry the request out"))
+            self.abort(InternalError("the worker could not serve the request because of a defect"))
 
 
 def _facts(request: RunAttemptRequest) -> dict[str, object]:

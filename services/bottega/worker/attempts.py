@@ -1,16 +1,16 @@
-"""The attempts that a worker holds: what state each is in, what its followers are told, how long it is kept.
+"""The attempts that a worker holds: their states, their followers' events, their newest checkpoints, and when they go.
 
-    state      what happens                                     next
+    state      event                                            next state
     accepted   the engine begins                                running
-    running    images are encoded                               completed
+    running    all images are encoded                           completed
     live       CancelAttempt, or a higher number of the job     dropped, in the engine too
-               its engine dies or hangs                         failed: WORKER_LOST, with what died beside it
-               its deadline passes                              failed: DEADLINE_PASSED
-    ended      RunAttempt of the same number                    told again, until the grace is over or room is needed
+               the engine dies or hangs                         failed: WORKER_LOST, with the attempts lost beside it
+               the deadline passes                              failed: DEADLINE_PASSED
+    ended      RunAttempt of the same number                    its events are sent again, while it is kept
                anything else                                    unchanged
 
-An attempt is told apart by job and number; a higher number of a job supersedes the lower ones. Followers may come and
-go: each is told the current state first and then what changes, of the progress only the newest.
+An attempt is identified by job and number; a higher number of a job supersedes the lower ones. Followers may come and
+go: each gets the current state first and then the changes. Of progress it gets only the newest.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptKey:
-    """Names one attempt at one job; number counts from 1."""
+    """The identity of one attempt at one job."""
 
     job_id: str
     number: int
+    """Counts from 1."""
 
     @classmethod
     def of(cls, attempt: AttemptId) -> AttemptKey:
-        """The key of the attempt that a message names."""
+        """Return the key of the attempt that a message names."""
         return cls(job_id=attempt.job_id, number=attempt.number)
 
     def message(self) -> AttemptId:
-        """The name as messages carry it."""
+        """Return the key as messages carry it."""
         return AttemptId(job_id=self.job_id, number=self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEvent:
-    """Denoising has begun. Steps are over all images; steps_resumed is what a checkpoint brought."""
+    """The event that denoising has begun. Steps are counted over all images."""
 
     steps_total: int
     steps_resumed: int
+    """Steps that a checkpoint has saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
-    """Denoising goes on."""
+    """The event that denoising has advanced."""
 
     steps_done: int
     """Number of steps over all images."""
@@ -69,34 +71,39 @@ class ProgressEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureEvent:
-    """A finished image, encoded; index is its place in the job."""
+    """The event that an image is finished."""
 
     index: int
+    """Place of the image in the job."""
     data: bytes
+    """The encoded image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEvent:
-    """What is kept of an image for edits of it; index is its place in the job."""
+    """The event that an image's latents are kept for later edits of it."""
 
     index: int
+    """Place of the image in the job."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedEvent:
-    """All pictures are there. trace: what took how long, since the attempt began."""
+    """The last event of an attempt whose images are all finished."""
 
     provenance: Provenance
     trace: Trace = field(default_factory=Trace)
+    """Spans since the attempt began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedEvent:
-    """There will be no picture. trace: see CompletedEvent."""
+    """The last event of an attempt that ends without images."""
 
     error: BottegaError
     trace: Trace = field(default_factory=Trace)
+    """Spans since the attempt began."""
 
 
 Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | KeptEvent | CompletedEvent | FailedEvent
@@ -110,9 +117,9 @@ class AttemptState(Enum):
 
 
 class Attempt:
-    """One attempt: what is known of it, and who follows it.
+    """An attempt at a job: its state, its results, and the events for its followers.
 
-    Every method that changes it is harmless once it has ended: an answer that comes late changes nothing.
+    Methods that change it do nothing once it has ended, so that late answers are harmless.
     """
 
     def __init__(self, key: AttemptKey, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,65 +148,68 @@ class Attempt:
 
     @property
     def size_bytes(self) -> int:
-        """Of its pictures, and of what is kept of them."""
+        """Bytes of its images and kept latents."""
         pictures = sum(len(picture.data) for picture in self.pictures)
         return pictures + sum(len(latents.data) for latents in self.latents)
 
     def start(self, started: StartedEvent) -> None:
-        """The engine has begun."""
+        """Note that the engine has begun."""
         if self.state is AttemptState.ACCEPTED:
             self.state = AttemptState.RUNNING
             self.started = started
             self._notify()
 
     def set_decisions(self, decisions: AttemptDecisions) -> None:
-        """All that it has decided by now, with what it was given."""
+        """Replace the decisions with all that were made until now, the given ones included."""
         if not self.ended:
             self.decisions = decisions
             self._notify()
 
     def advance(self, progress: ProgressEvent) -> None:
-        """Replaces the progress that followers have not been told of. One that is older is dropped."""
+        """Replace the progress that followers have not received yet. Older progress is dropped."""
         if not self.ended and progress.steps_done >= self.steps_done:
             self.progress = progress
             self._notify()
 
     def add_picture(self, picture: PictureEvent) -> None:
-        """A picture is ready."""
+        """Add a finished image."""
         if not self.ended:
             self.pictures.append(picture)
             self._notify()
 
     def add_kept(self, latents: KeptEvent) -> None:
-        """What is kept of a picture is ready."""
+        """Add the kept latents of an image."""
         if not self.ended:
             self.latents.append(latents)
             self._notify()
 
     def complete(self, provenance: Provenance, trace: Trace) -> None:
-        """All its pictures have been added."""
+        """End it with its images, all of which have been added."""
         self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance, trace=trace))
 
     def fail(self, error: BottegaError, trace: Trace) -> None:
-        """It ends without pictures."""
+        """End it without images."""
         if not self.ended:
             self.pictures.clear()
             self.latents.clear()
         self._end(AttemptState.FAILED, FailedEvent(error=error, trace=trace))
 
     async def follow(self) -> AsyncIterator[Event]:
-        """Its events from the current state on, until it has ended. Breaking off changes nothing."""
+        """Yield its events from the current state on, until it has ended.
+
+        A follower that stops early changes nothing.
+        """
         cursor = _EventCursor(self)
         while True:
             changed = self._changed
             for event in cursor.pending():
                 yield event
             if changed.is_set():
-                continue  # while events were sent, more came
+                continue  # more events came while these were sent
             if self.ended:
                 self.fetched = True
                 return
-            await changed.wait()  # ends: the engine is watched, and an attempt ends with it
+            await changed.wait()  # the supervisor sees a dead engine, so each attempt ends at some time
 
     def _end(self, state: AttemptState, outcome: CompletedEvent | FailedEvent) -> None:
         if not self.ended:
@@ -212,7 +222,7 @@ class Attempt:
 
 
 class _EventCursor:
-    """What one follower has been told."""
+    """The position of one follower in an attempt's events."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -223,10 +233,10 @@ class _EventCursor:
         self._outcome = False
 
     def pending(self) -> Iterator[Event]:
-        """What it has not been told."""
+        """Yield the events that the follower has not received."""
         attempt = self._attempt
         if self._outcome:
-            return  # it came while older news was sent: nothing follows the end
+            return  # the last event was sent already
         if attempt.started and not self._started:
             self._started = True
             yield attempt.started
@@ -243,7 +253,7 @@ class _EventCursor:
             yield attempt.outcome
 
     def _next_part(self) -> PictureEvent | KeptEvent | None:
-        """What comes before the outcome: while one part is sent others come, of either kind."""
+        """Return the next image or kept latents. More of either kind may come while one is sent."""
         attempt = self._attempt
         if self._pictures < len(attempt.pictures):
             self._pictures += 1
@@ -255,9 +265,11 @@ class _EventCursor:
 
 
 class Attempts:
-    """All attempts that are held, at most one a job and `max_attempts` that have not ended.
+    """The attempts that a worker holds: one for each job, and at most `max_attempts` that have not ended.
 
-    result_grace_s, result_bytes: for how long, and how much, what has ended is kept.
+    Args:
+        result_grace_s: Seconds for which ended attempts are kept.
+        result_bytes: Bytes of ended attempts that are kept at most.
     """
 
     def __init__(
@@ -275,31 +287,38 @@ class Attempts:
         self._by_job: dict[str, Attempt] = {}
 
     def find(self, key: AttemptKey) -> Attempt | None:
-        """The attempt, when it is held."""
+        """Return the attempt if it is held."""
         attempt = self._by_job.get(key.job_id)
         return attempt if attempt is not None and attempt.key == key else None
 
     def superseded(self, key: AttemptKey) -> Attempt | None:
-        """The earlier attempt of the job, which this one supersedes. Raises StaleAttempt when a later one is held."""
+        """Return the earlier attempt at the job, which this one supersedes.
+
+        Raises:
+            StaleAttempt: A later attempt is held.
+        """
         attempt = self._by_job.get(key.job_id)
         if attempt is not None and attempt.key.number > key.number:
             raise StaleAttempt(f"attempt {key.number} is superseded by attempt {attempt.key.number}")
         return attempt if attempt is not None and attempt.key != key else None
 
     def add(self, key: AttemptKey) -> Attempt:
-        """Holds a new attempt, in place of an earlier one of its job. Raises QueueFull when it holds too many."""
+        """Hold a new attempt in place of an earlier one at its job. Raises QueueFull if too many are held."""
         if sum(1 for _ in self.active()) >= self._max_attempts:
             raise QueueFull("the worker holds as many attempts as it may", retry_after_s=_RETRY_AFTER_S)
         attempt = self._by_job[key.job_id] = Attempt(key, self._clock)
         return attempt
 
     def forget(self, attempt: Attempt) -> None:
-        """Holds it no longer."""
+        """Drop an attempt."""
         if self._by_job.get(attempt.key.job_id) is attempt:
             del self._by_job[attempt.key.job_id]
 
     def sweep(self) -> None:
-        """Forgets what ended longer ago than the grace; beyond the bytes, what was fetched first, then the oldest."""
+        """Drop attempts that ended longer ago than the grace, and more of them until the rest fits.
+
+        Attempts that were fetched go first, then the oldest.
+        """
         now_s = self._clock()
         for attempt in [a for a in self if a.ended and now_s - a.ended_s > self._result_grace_s]:
             self.forget(attempt)
@@ -312,25 +331,27 @@ class Attempts:
             self.forget(attempt)
 
     def active(self) -> Iterator[Attempt]:
-        """Those that have not ended, oldest first."""
+        """Return those that have not ended, oldest first."""
         return (attempt for attempt in self if not attempt.ended)
 
     def __iter__(self) -> Iterator[Attempt]:
-        """All, oldest first."""
+        """Iterate over all, oldest first."""
         return iter(self._by_job.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptCheckpoint:
-    """Where an attempt can be resumed: steps_done over all images, and the engine's own bytes."""
+    """A state from which an attempt can be resumed."""
 
     key: AttemptKey
     steps_done: int
+    """Number of steps over all images."""
     data: bytes
+    """The engine's own bytes, which the front does not read."""
 
 
 class CheckpointWatch:
-    """Keeps one checkpoint for every attempt that runs."""
+    """The newest checkpoint of each running attempt. A newer one replaces an older one that was not sent."""
 
     def __init__(self) -> None:
         self._newest: dict[AttemptKey, AttemptCheckpoint] = {}
@@ -338,32 +359,32 @@ class CheckpointWatch:
         self._closed = False
 
     def put(self, checkpoint: AttemptCheckpoint) -> None:
-        """Replaces the attempt's checkpoint."""
+        """Replace the attempt's checkpoint."""
         self._newest[checkpoint.key] = checkpoint
-        self._tell()
+        self._notify()
 
     def drop(self, key: AttemptKey) -> None:
-        """The attempt has ended: its checkpoint is of no use."""
+        """Drop the checkpoint of an attempt that has ended."""
         self._newest.pop(key, None)
 
     def close(self) -> None:
-        """Ends every `watch`."""
+        """End every `watch`."""
         self._closed = True
-        self._tell()
+        self._notify()
 
     async def watch(self) -> AsyncIterator[AttemptCheckpoint]:
-        """Every attempt's checkpoint as it stands, then every newer one, until closed."""
+        """Yield every attempt's checkpoint as it is now, then every newer one, until closed."""
         sent: dict[AttemptKey, AttemptCheckpoint] = {}
         while not self._closed:
             changed = self._changed
             sent = {key: checkpoint for key, checkpoint in sent.items() if key in self._newest}
             unsent = [checkpoint for key, checkpoint in self._newest.items() if sent.get(key) is not checkpoint]
-            for checkpoint in unsent[:1]:  # one, then look again: it takes time, and newer ones may have come
+            for checkpoint in unsent[:1]:  # only one, because newer ones may come while it is sent
                 sent[checkpoint.key] = checkpoint
                 yield checkpoint
             if not unsent:
-                await changed.wait()  # ends with `close`, or when the caller hangs up
+                await changed.wait()  # until `close`, or until the caller ends the stream
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

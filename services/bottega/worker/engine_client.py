@@ -1,7 +1,7 @@
-"""The front's side of the worker's engine process, in the words of engine.proto.
+"""The front's side of the worker's engine process, in the messages of engine.proto.
 
-An engine is starting, ready or dead. One that makes no progress of its start for start_stall_s, later says nothing for
-hang_s, or makes no step for stall_s while it has work, is dead: what it ran is lost, and another one is started.
+An engine is starting, ready or dead. It counts as dead, and is replaced, if its start makes no progress for
+start_stall_s, if it sends nothing for hang_s once it is ready, or if it makes no step for stall_s while it has work.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ _FIRST_STAGE = StartProgress(stage="starting the engine")
 ENGINE_MODULE = "bottega.worker.engine.main"
 
 _TRIALS = "bottega-trials-"
-# A folder is locked as soon as it is made; younger ones are left alone.
+# A folder is locked right after it is made, so younger ones are left alone.
 _MADE_S = 60.0
 
 WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
 
 
 class TrialFolder:
-    """A temporary folder in which an engine notes what it tries; it goes with this object.
+    """A temporary folder in which an engine notes which acceleration it tries. It is removed with this object.
 
-    A process that is killed cannot remove its own: the next one of this user does. Whose process lives has it locked.
+    A process that is killed cannot remove its folder: the next process of the same user does. A living process holds a
+    lock on its own.
     """
 
     def __init__(self) -> None:
@@ -85,10 +86,10 @@ class TrialFolder:
 
 
 class StartMonitor:
-    """A start of an engine, from the spawn of its process until it is ready or lost.
+    """A monitor of one engine start: it logs slow stages and reports progress to systemd and the fleet.
 
     Args:
-        extend: Told, with each sign of progress, how far the start is; systemd then allows it more time.
+        extend: Called at each sign of progress with a text that tells how far the start is.
     """
 
     def __init__(self, extend: Callable[[str], None]) -> None:
@@ -101,19 +102,19 @@ class StartMonitor:
 
     @property
     def text(self) -> str:
-        """Return how far it is, such as "loading unet, 3.1 of 5.1 GB"."""
+        """How far the start is, such as "loading unet, 3.1 of 5.1 GB"."""
         return progress_text(self._progress.stage, self._progress.done_bytes, self._progress.total_bytes)
 
     @property
     def message(self) -> fleet_pb2.StartProgress:
-        """Return how far it is, as the fleet is told."""
+        """How far the start is, as a message to the fleet."""
         progress = self._progress
         return fleet_pb2.StartProgress(
             stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
     def note(self, progress: StartProgress) -> None:
-        """Take in that the engine has got further."""
+        """Take in progress of the engine."""
         is_new = progress.stage != self._progress.stage
         if is_new:
             self._end_stage()
@@ -123,7 +124,7 @@ class StartMonitor:
         self._extend(self.text)
 
     def end(self) -> dict[str, float]:
-        """End it, and return the seconds of its stages. Harmless when it has ended."""
+        """End the monitor and return the seconds of each stage. May be called again."""
         if self._timer is not None:
             self._end_stage()
         return self._seconds
@@ -145,12 +146,16 @@ class StartMonitor:
 
 
 class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
-    """Keeps the engine process of a worker. module: what is run; another one speaks the same frames."""
+    """The supervisor of a worker's engine process, and the calls that other services make to the engine.
+
+    Args:
+        module: Module that the process runs; tests pass another one that speaks the same messages.
+    """
 
     lost: ClassVar[type[Unavailable]] = WorkerLost
 
     def __init__(self, config: EngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE) -> None:
-        # Outlives the engine processes, and ends with this one.
+        # Kept for all engine processes of this worker.
         self._trials = TrialFolder()
         trials = str(self._trials.path / "trials.json")
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)), "--trials", trials)
@@ -166,16 +171,20 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return event.ready if event.HasField("ready") else None
 
     def starting(self, event: EngineEvent) -> StartProgress | None:
-        """Return how far the start is that an event reports; None for all other events."""
+        """Return the progress in an event of the engine's start; None for all other events."""
         if not event.HasField("starting"):
             return None
         progress = event.starting.progress
         return StartProgress(stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Offers another worker a link. caller: host of the worker.
+        """Return an offer of a link to another worker.
 
-        Raises what the engine refuses it with, Unavailable when there is no engine.
+        Args:
+            caller: Host of the other worker.
+
+        Raises:
+            Unavailable: There is no engine, or it does not answer; or the engine's own refusal.
         """
         incoming = IncomingLinkRequest(open=request, caller=caller)
 
@@ -186,16 +195,23 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
     async def list_templates(self) -> ListTemplatesResponse:
-        """What is recorded for edits. Raises Unavailable when there is no engine, or when it says nothing."""
+        """Return what is recorded for edits. Raises Unavailable if there is no engine or it does not answer."""
         return (await self._ask_templates(EngineTemplatesRequest())).listed
 
     async def drop_template(self, template_id: str) -> DropTemplateResponse:
-        """Forgets recordings whose ids begin so. Raises as `list_templates` does."""
+        """Forget recordings whose ids begin with the given text. Raises as `list_templates` does."""
         drop = DropTemplateRequest(id=template_id)
         return (await self._ask_templates(EngineTemplatesRequest(drop=drop))).dropped
 
     async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
-        """What the network's blocks take, measured now. Raises what the engine refuses it with, too."""
+        """Measure how long the blocks of the network take.
+
+        Raises:
+            Unavailable: The engine draws images, or there is none.
+            InvalidRequest: The model does not draw this size.
+            TooLarge: The size is above the worker's limit.
+            MethodNotServed: The engine computes no masked blocks.
+        """
         question = EngineProfileRequest(profile=request)
 
         def send(number: int) -> None:
@@ -221,7 +237,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return True
 
     def on_lost(self, why: str) -> None:
-        """There is nobody to answer any more."""
+        """Fail the calls that wait for an engine that was lost."""
         lost = WorkerLost(f"the worker's engine was lost: {why}")
         self._template_calls.fail_all(lost)
         self._profile_calls.fail_all(lost)
@@ -234,17 +250,17 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return await self._template_calls.call(send, _TEMPLATES_S)
 
     def turns(self, event: EngineEvent) -> int | None:
-        """Whatever begins or ends an attempt counts as a turn."""
+        """Return the turns of an engine with work. A beat without running attempts counts as progress."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of trials that processes of this user have left."""
+    """Remove the folders of trials that killed processes of this user have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TRIALS}*"):
-        with contextlib.suppress(OSError):  # another process is quicker, or still has it
-            found = folder.lstat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-            if ours and time.time() - found.st_mtime > _MADE_S:
+        with contextlib.suppress(OSError):  # another process holds it, or has just removed it
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if ours and time.time() - status.st_mtime > _MADE_S:
                 lock = ProcessLock(folder)
                 lock.acquire()
                 _remove(folder, lock)

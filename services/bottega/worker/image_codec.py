@@ -1,4 +1,4 @@
-"""Images on their way in and out of the engine: decoded, encoded and inscribed, in the codec processes."""
+"""Images on their way in and out of the engine: decoded, encoded and inscribed in the codec processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
 from bottega.v1.tensor_pb2 import Tensor
 
-# The keyword under which `bottega generate --like` finds the parameters, and the one that other tools show.
+# The PNG keywords: one that `bottega generate --like` reads, and one that other tools show.
 SPEC_KEYWORD = "bottega"
 SUMMARY_KEYWORD = "parameters"
 
-# What AUTOMATIC1111's web UI calls samplers, and how much of a hash it shows.
+# The names of samplers in AUTOMATIC1111's web UI, and the lengths of its hashes.
 _SAMPLER_TITLES = {
     Sampler.SAMPLER_EULER: "Euler",
     Sampler.SAMPLER_EULER_ANCESTRAL: "Euler a",
@@ -36,40 +36,45 @@ _PREVIEW_QUALITY = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedImageInput:
-    """An input image, its encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
+    """A decoded input image."""
 
     pixels: Pixels
     facts: ImageFacts
     digest: str
+    """SHA-256 of the encoded bytes, hex."""
     seconds: float
+    """How long decoding took."""
 
     async def write_to(self, target: Tensor) -> None:
-        """Writes it as uint8 [height, width, 3]."""
+        """Write it to a message as uint8 [height, width, 3]."""
         await _write(target, self.pixels.data, self.pixels.height, self.pixels.width, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedEditInput:
-    """Image and mask of an edit, their encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
+    """The decoded image and mask of an edit."""
 
     decoded: DecodedEdit
     image_digest: str
+    """SHA-256 of the encoded bytes, hex."""
     mask_digest: str
+    """SHA-256 of the encoded bytes, hex."""
     seconds: float
+    """How long decoding took."""
 
     async def write_to(self, image: Tensor, mask: Tensor) -> None:
-        """Writes them as uint8 [height, width, 3] and [height, width]."""
+        """Write them to messages as uint8 [height, width, 3] and [height, width]."""
         pixels = self.decoded.pixels
         await _write(image, pixels.data, pixels.height, pixels.width, 3)
         await _write(mask, self.decoded.mask, pixels.height, pixels.width)
 
 
 class ImageCodec:
-    """Decodes and encodes images of one tenant with a pool of codec processes.
+    """Decodes and encodes one tenant's images with a pool of codec processes.
 
     Args:
-        pool: The processes, which tenants share.
-        share: Of the tenant.
+        pool: The processes, shared by all tenants.
+        share: The tenant's share of them.
     """
 
     def __init__(self, pool: CodecPool, share: Share) -> None:
@@ -77,7 +82,7 @@ class ImageCodec:
         self._share = share
 
     async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImageInput:
-        """The image, or a part of it, decoded and resized to the spec's size. Raises BadImage."""
+        """Decode an image, or a part of it, and resize it to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
         digest = await _digest(image)
         decoded = await self._pool.decode(image, spec.width, spec.height, crop=crop, share=self._share)
@@ -85,7 +90,7 @@ class ImageCodec:
         return DecodedImageInput(pixels=decoded.pixels, facts=decoded.facts, digest=digest, seconds=seconds)
 
     async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEditInput:
-        """Image and mask of an edit, as they are drawn. Raises BadImage."""
+        """Decode image and mask of an edit to the size in which they are drawn. Raises BadImage."""
         began_s = time.monotonic()
         image_digest, mask_digest = await _digest(image), await _digest(mask)
         return DecodedEditInput(
@@ -105,12 +110,12 @@ class ImageCodec:
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
     ) -> EncodedImage:
-        """Return image `index` of the spec in the spec's format, inscribed with what draws it again.
+        """Return image `index` of the spec in the spec's format, with the parameters that draw it again as text in it.
 
         Args:
-            model_hash: Of the model that drew it, hex.
-            overlay: What it is put into before.
-            icc_profile: Of its colours; counts without an overlay.
+            model_hash: Hash of the model that drew it, hex.
+            overlay: Image that it is pasted into first.
+            icc_profile: Colour profile of its values; used only without an overlay.
         """
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
@@ -126,7 +131,7 @@ class ImageCodec:
         )
 
     async def preview(self, tensor: Tensor) -> bytes:
-        """A small JPEG."""
+        """Return a small JPEG."""
         height, width, _channels = tensor.shape
         pixels = Pixels(width=width, height=height, data=tensor.data)
         encoded = await self._pool.encode(
@@ -146,14 +151,14 @@ async def _write(target: Tensor, data: bytes, *shape: int) -> None:
 
 
 def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[str, str]:
-    """Return the texts of image `index`: the spec that draws it alone, as JSON, and what galleries of pictures read.
+    """Return the texts inside image `index`: the spec that draws it, as JSON, and a summary for other tools.
 
-    Nothing of the run is in it (worker, times, attempts): drawing the spec again gives the same bytes.
+    The texts do not depend on the run (worker, times, attempts): drawing the spec again gives the same bytes.
 
     Args:
-        spec: The request's, without its input images.
-        index: Of the image in the request.
-        model_hash: Of the model's weights and configuration, hex.
+        spec: The request's spec, without its input images.
+        index: Place of the image in the request.
+        model_hash: Hash of the model's weights and configuration, hex.
     """
     single = GenerationSpec()
     single.CopyFrom(spec)
@@ -167,10 +172,10 @@ def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[st
 
 
 def summary(spec: GenerationSpec, model_hash: str) -> str:
-    """Return prompt, negative prompt and settings, one line each, as AUTOMATIC1111's web UI writes and reads them.
+    """Return prompt, negative prompt and settings, one line each, in the format of AUTOMATIC1111's web UI.
 
-    The line of the negative prompt is left out where there is none. Prompts lose their line breaks, so that none can
-    pass for another line.
+    Without a negative prompt its line is absent. Line breaks are removed from prompts, so that none can imitate another
+    line.
     """
     tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in spec.loras]
     hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.digest)
@@ -198,5 +203,5 @@ def _lora_scale(lora: Lora) -> float:
 
 
 def _quoted(value: str) -> str:
-    """Return a value as the settings' line has it: in quotes where it has what separates settings."""
+    """Return a value for the line of settings, in quotes if it contains a separator."""
     return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value

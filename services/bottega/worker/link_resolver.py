@@ -1,4 +1,7 @@
-"""Brings offers of links from other services to the engine, which speaks no gRPC. Tensors never come this way."""
+"""Links between a worker's engine and other services: fetches offers for the engine, and checks who may link to it.
+
+The engine speaks no gRPC, so the front makes its calls. Tensors never pass through here.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,19 @@ from bottega.worker.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-# A server answers at once; the engine waits a little longer than this.
+# A server answers at once. The engine waits a little longer than this.
 _DEADLINE_S = 4.0
-# Servers of a fleet ask for a link each, once.
-_MOST_AT_ONCE = 256
+# Calls at once: one for each service of a fleet.
+_MAX_CALLS = 256
 
 
 class LinkResolver:
-    """channels: of the worker's process. worker: name that servers are told.
+    """A client that asks other services for links, and passes their answers to the engine.
 
-    names: by address, of services that are not found in the fleet.
+    Args:
+        send: Sends a command to the engine.
+        worker: Name of this worker, which services receive.
+        names: Names of services that are not in the fleet, by address.
     """
 
     def __init__(
@@ -40,21 +46,21 @@ class LinkResolver:
         self._known = names
         self._names: dict[str, str] = {}
         self._worker = worker
-        self._tasks = BackgroundTasks("asking for links", max_tasks=_MOST_AT_ONCE)
+        self._tasks = BackgroundTasks("asking for links", max_tasks=_MAX_CALLS)
 
     def note_services(self, services: Iterable[ServiceAddress]) -> None:
-        """These are in the fleet now: who answers at an address of theirs must have that name."""
+        """Take in the services of the fleet. A service at one of these addresses must have the name given for it."""
         self._names = {service.address: service.name for service in services}
 
     def request(self, request: OutgoingLinkRequest) -> None:
-        """The engine needs a link; it is answered in any case."""
+        """Ask for a link for the engine. The engine gets an answer in any case."""
         try:
             self._tasks.start(self._bring(request))
         except QueueFull:
             self._answer(request.request, Unavailable("the worker asks too many servers for links at once"))
 
     async def stop(self) -> None:
-        """Asks no more."""
+        """Cancel all calls."""
         await self._tasks.cancel()
 
     async def _bring(self, request: OutgoingLinkRequest) -> None:
@@ -87,20 +93,26 @@ class LinkResolver:
         try:
             self._send(EngineCommand(link_result=result))
         except BottegaError:
-            return  # the engine that asked is gone
+            return  # the engine that needed the link is gone
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
-    """gRPC's own texts name hosts, and this error may reach callers of the gateway."""
+    """Return the error for the engine without gRPC's own text, which names hosts and may reach callers."""
     error = from_rpc_error(failure)
     return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")
 
 
 def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None) -> None:
-    """worker: the name of this one. model: that it has loaded; None while it has none.
+    """Check that another worker may open a link to this one, to form a pair.
 
-    Raises Forbidden for a worker that is not the peer; ModelMismatch where the two have different models; Unavailable
-    where this one has no peer or no model yet.
+    Args:
+        worker: Name of this worker.
+        model: Its model; None while it has none.
+
+    Raises:
+        Forbidden: The caller is not the configured peer.
+        ModelMismatch: The two workers have different models.
+        Unavailable: This worker has no peer or no model yet.
     """
     peer = request.worker
     if not config.peer or peer == worker:

@@ -1,4 +1,4 @@
-"""What a worker counts."""
+"""The Prometheus metrics of a worker."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bottega.v1.generation_pb2 import LoraUse, StageTime
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
-# From handing a small picture over to denoising a large one.
+# From handing over a small image to denoising a large one.
 _STAGE_BUCKETS = (0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-# From one that is in memory to one that is fetched from a slow store.
+# From a LoRA in memory to one that is fetched from a slow store.
 _LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
 
-# Outcomes that are no failures: the one without an error, and the reason of JobCancelled.
+# Outcomes that do not count as failures. The second one is the reason of JobCancelled.
 _COMPLETED, _CANCELLED = "completed", "job_cancelled"
 
 
 class _Engine(Collector):
-    """What the engine has last said, which it does ten times a second; an engine that is new begins at 0 again."""
+    """The metrics of the engine's newest beat. Its counters begin at 0 again with every new engine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.beat = EngineBeat()
@@ -37,37 +37,37 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from link_metrics(self.beat.links)
         yield from device_metrics(self.beat.device_memory)
-        yield CounterMetricFamily("bottega_worker_turns", "Turns: forwards of a group.", value=self.beat.turns)
+        yield CounterMetricFamily("bottega_worker_turns", "Turns: forward passes of a group.", value=self.beat.turns)
         yield CounterMetricFamily(
             "bottega_worker_turn_requests",
-            "Requests in the groups of all turns: over bottega_worker_turns, the size of a batch.",
+            "Requests in the groups of all turns. Divided by bottega_worker_turns, the mean size of a batch.",
             value=self.beat.steps,
         )
         yield CounterMetricFamily(
             "bottega_worker_lora_swaps",
-            "Times that LoRAs went into the UNet's weights, or out of them.",
+            "Number of times that LoRAs were added to the UNet's weights or removed from them.",
             value=self.beat.lora_swaps,
         )
         yield GaugeMetricFamily(
             "bottega_worker_lora_pristine_bytes",
-            "Bytes of the copies that put weights back as they were.",
+            "Bytes of the copies from which weights are restored.",
             value=self.beat.lora_pristine_bytes,
         )
         yield GaugeMetricFamily(
-            "bottega_worker_recordings", "Templates that are recorded for edits.", value=self.beat.recordings
+            "bottega_worker_recordings", "Templates recorded for edits.", value=self.beat.recordings
         )
         yield GaugeMetricFamily(
             "bottega_worker_activation_bytes",
-            "Bytes of what blocks put out for templates.",
+            "Bytes of recorded block outputs of templates.",
             value=self.beat.activation_bytes,
         )
         counts = CounterMetricFamily(
-            "bottega_worker_addon_events", "What add-ons of the engine have counted.", labels=("kind", "event")
+            "bottega_worker_addon_events", "Events that the engine's add-ons count.", labels=("kind", "event")
         )
         for count in self.beat.counts:
             counts.add_metric((count.kind, count.event), count.count)
         yield counts
-        # What it has forgotten is not told any more: callers choose the sizes.
+        # Callers choose the sizes, so sizes that the engine has forgotten must disappear.
         step_seconds = GaugeMetricFamily(
             "bottega_worker_step_seconds",
             "Measured seconds of one turn, by latent size and rows.",
@@ -79,7 +79,7 @@ class _Engine(Collector):
 
 
 class WorkerMetrics:
-    """Registered once, on the server's registry."""
+    """The worker's metrics, registered once at the server's registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._attempts = Counter(
@@ -111,7 +111,7 @@ class WorkerMetrics:
             Histogram(f"bottega_worker_lora_{what}_seconds", text, buckets=_LORA_BUCKETS, registry=registry)
             for what, text in (
                 ("load", "Seconds until a LoRA was at the worker."),
-                ("wait", "Seconds that an attempt with LoRAs could not go on for want of them."),
+                ("wait", "Seconds that an attempt with LoRAs waited for them."),
                 ("patch", "Seconds of changing weights for the LoRAs of an attempt."),
             )
         )
@@ -134,29 +134,33 @@ class WorkerMetrics:
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
-        """An attempt is held."""
+        """Count an attempt that is held from now on."""
         self._running.inc()
 
     def attempt_ended(self, outcome: str) -> None:
-        """An attempt has ended. outcome: "completed", or the reason of its error."""
+        """Count an attempt that has ended.
+
+        Args:
+            outcome: "completed", or the reason of its error.
+        """
         self._running.dec()
         self._attempts.labels(outcome).inc()
 
     def steps_done(self, steps: int) -> None:
-        """So many denoising steps more."""
+        """Count denoising steps."""
         self._steps.inc(steps)
 
     def observe_group(self, mean_requests: float) -> None:
-        """How many requests shared the turns of an attempt that is done."""
+        """Record how many requests shared the turns of an attempt."""
         self._group.observe(mean_requests)
 
     def observe_stages(self, times: Sequence[StageTime]) -> None:
-        """How long an attempt that is done was in which stage."""
+        """Record the seconds of each stage of an attempt."""
         for time in times:
             self._stages.labels(time.stage).observe(time.seconds)
 
     def observe_loras(self, uses: Sequence[LoraUse]) -> None:
-        """The LoRAs of an attempt that is done; waiting and patching were for all of them together."""
+        """Record the LoRAs of an attempt. Waiting and patching times are shared by all of them."""
         for use in uses:
             self._lora_load.observe(use.load_s)
         for use in uses[:1]:
@@ -164,28 +168,32 @@ class WorkerMetrics:
             self._lora_patch.observe(use.patch_s)
 
     def observe_codec(self, work: str, seconds: float) -> None:
-        """A codec process worked on one image. work: decode or encode; previews are not counted."""
+        """Record the seconds of a codec process for one image. Previews are not counted.
+
+        Args:
+            work: "decode" or "encode".
+        """
         self._codec.labels(work).observe(seconds)
 
     def set_beat(self, beat: EngineBeat) -> None:
-        """The engine's newest word."""
+        """Take in the engine's newest beat."""
         self._engine.beat = beat
 
     def set_accelerations(self, accelerations: Sequence[Acceleration]) -> None:
-        """What the self-check of the newest engine found."""
+        """Take in the results of the newest engine's self-check."""
         for gauge in self._accelerations.values():
             gauge.clear()
-        for each in accelerations:
-            self._accelerations["kept"].labels(each.name).set(each.kept)
-            self._accelerations["speedup"].labels(each.name).set(each.speedup)
+        for acceleration in accelerations:
+            self._accelerations["kept"].labels(acceleration.name).set(acceleration.kept)
+            self._accelerations["speedup"].labels(acceleration.name).set(acceleration.speedup)
 
     def activity(self) -> Activity:
-        """What the fleet is told of it."""
+        """Return the counts that the fleet gets."""
         ended = dict(totals(self._attempts))
         completed, _ = ended.pop(_COMPLETED, 0.0), ended.pop(_CANCELLED, 0.0)
         beat = self._engine.beat
         return Activity(completed=int(completed), failed=int(sum(ended.values())), steps=beat.steps, turns=beat.turns)
 
     def on_engine_lost(self) -> None:
-        """The engine died, hung or did not start."""
+        """Count an engine that died, hung or did not start."""
         self._restarts.inc()

@@ -1,7 +1,7 @@
-"""The worker on the wire: translates WorkerService's messages to the worker's words and back.
+"""The gRPC service of a worker: translates WorkerService's messages to calls of the worker and back.
 
-RunAttempt takes its request as bytes, so that one with an image of some MiB is parsed in a thread and not
-on the event loop.
+RunAttempt takes its request as bytes, so that a request with an image of some MiB is parsed in a thread and not on the
+event loop.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _log = logging.getLogger(__name__)
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
-# Building and sending this much takes some hundred microseconds of the event loop.
+# Building and sending a chunk of this size takes some hundred microseconds of the event loop.
 _CHUNK_BYTES = 256 * 2**10
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService:
-    """bottega.v1.WorkerService."""
+    """The servicer of bottega.v1.WorkerService."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the methods."""
+        """Register the methods at a server."""
         pb = worker_pb2
         handlers = {
             "RunAttempt": cast(Any, grpc.unary_stream_rpc_method_handler)(
@@ -85,9 +85,9 @@ class WorkerService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
     async def run_attempt(self, raw: bytes, _context: _Context) -> AsyncIterator[worker_pb2.RunAttemptResponse]:
-        """RunAttempt."""
+        """Serve RunAttempt."""
         attempt = await self._started(raw)
-        del raw  # the stream may live for minutes; its image need not
+        del raw  # the stream may last minutes, and the image need not
         async for event in attempt.follow():
             for response in _responses(event):
                 yield response
@@ -95,19 +95,19 @@ class WorkerService:
     async def cancel_attempt(
         self, request: worker_pb2.CancelAttemptRequest, _context: _Context
     ) -> worker_pb2.CancelAttemptResponse:
-        """CancelAttempt."""
+        """Serve CancelAttempt."""
         return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(checked_key(request.attempt)))
 
     async def list_attempts(
         self, _request: worker_pb2.ListAttemptsRequest, _context: _Context
     ) -> worker_pb2.ListAttemptsResponse:
-        """ListAttempts."""
+        """Serve ListAttempts."""
         return worker_pb2.ListAttemptsResponse(attempts=[_summary(attempt) for attempt in self._worker.attempts])
 
     async def watch_checkpoints(
         self, _request: worker_pb2.WatchCheckpointsRequest, _context: _Context
     ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
-        """WatchCheckpoints."""
+        """Serve WatchCheckpoints."""
         async for checkpoint in self._worker.checkpoints.watch():
             yield worker_pb2.WatchCheckpointsResponse(
                 attempt=checkpoint.key.message(), steps_done=checkpoint.steps_done, checkpoint=checkpoint.data
@@ -116,25 +116,25 @@ class WorkerService:
     async def preview_attempt(
         self, request: worker_pb2.PreviewAttemptRequest, _context: _Context
     ) -> worker_pb2.PreviewAttemptResponse:
-        """PreviewAttempt."""
+        """Serve PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
 
     async def list_templates(
         self, _request: activations_pb2.ListTemplatesRequest, _context: _Context
     ) -> activations_pb2.ListTemplatesResponse:
-        """ListTemplates."""
+        """Serve ListTemplates."""
         return await self._worker.engine.list_templates()
 
     async def drop_template(
         self, request: activations_pb2.DropTemplateRequest, _context: _Context
     ) -> activations_pb2.DropTemplateResponse:
-        """DropTemplate."""
+        """Serve DropTemplate."""
         return await self._worker.engine.drop_template(checked_template_id(request.id))
 
     async def profile_blocks(
         self, request: activations_pb2.ProfileBlocksRequest, _context: _Context
     ) -> activations_pb2.ProfileBlocksResponse:
-        """ProfileBlocks."""
+        """Serve ProfileBlocks."""
         profile = await self._worker.engine.profile_blocks(checked_profile(request))
         return activations_pb2.ProfileBlocksResponse(profile=profile)
 
@@ -165,13 +165,13 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
             yield pb.RunAttemptResponse(trace=trace)
             yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
         case FailedEvent(error=error, trace=trace):
-            if trace.spans:  # else nothing took any time
+            if trace.spans:
                 yield pb.RunAttemptResponse(trace=trace)
             yield pb.RunAttemptResponse(failed=to_job_error(error))
 
 
 def _chunks(part: PictureEvent | KeptEvent) -> Iterator[tuple[int, bytes, bool]]:
-    """Place of the image, next bytes, and whether they are the last ones."""
+    """Yield the image's place in the job, the next bytes, and whether they are the last ones."""
     view = memoryview(part.data)
     for start in range(0, len(view), _CHUNK_BYTES):
         end = start + _CHUNK_BYTES

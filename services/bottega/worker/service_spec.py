@@ -1,4 +1,4 @@
-"""The worker, as the manifest lists it."""
+"""The worker's entry in the manifest of services."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ SPEC = ServiceSpec(
         on_device=True,
         links=True,
         reads_models=True,
-        start_s=180,  # above its start_stall_s of 120 s; from then on it asks for more with every sign of progress
+        start_s=180,  # above start_stall_s (120 s); the worker asks for more time with every sign of progress
     ),
 )

@@ -1,8 +1,7 @@
-"""What a worker makes of a RunAttemptRequest: an order that the engine can surely draw, or a refusal.
+"""Checks of a worker's requests.
 
-The caller need not be a gateway that has checked everything. Whether an order is for this worker's
-model the worker says; what depends on the model itself (its limits, the multiple of its sizes)
-the engine refuses.
+The caller need not be a gateway that has checked everything. The worker itself checks whether it serves the model. The
+engine checks what depends on the model, such as its limits and the multiple of its sizes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import AttemptKey
 
-# What has a default for callers and none here.
+# Fields that have a default for callers of the gateway, and none here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
 
 _TEMPLATE_ID = re.compile("([0-9a-f]{8,32})?")
 
-# Of ids of jobs and of requests; the gateway makes the one, and checks the other.
+# Length of the ids of jobs, which the gateway makes, and of requests, which it checks.
 _MAX_ID_CHARACTERS = 128
 _MAX_TENANT_CHARACTERS = 128
 _MAX_ADDONS = 16
@@ -64,7 +63,7 @@ def read_attempt(raw: bytes) -> tuple[worker_pb2.RunAttemptRequest, AttemptInput
 
 
 def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
-    """Which attempt is meant. Raises InvalidRequest when none is named."""
+    """Return the key of an attempt. Raises InvalidRequest if the message names none."""
     rules.refuse(list(_check_attempt(attempt)))
     return AttemptKey.of(attempt)
 
@@ -77,14 +76,14 @@ def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
 
 
 def checked_template_id(template_id: str) -> str:
-    """An id of templates, or the beginning of some. Raises InvalidRequest."""
+    """Return an id of templates, or the beginning of one, after a check. Raises InvalidRequest."""
     if not _TEMPLATE_ID.fullmatch(template_id):
         rules.refuse([Violation(field="id", description="must be empty, or the first 8 to 32 hex digits of an id")])
     return template_id
 
 
 def checked_profile(request: ProfileBlocksRequest) -> ProfileBlocksRequest:
-    """A size of pictures; what of it the model draws, the engine knows. Raises InvalidRequest."""
+    """Return the request after a check of its size; the engine checks the rest. Raises InvalidRequest."""
     rules.refuse(
         [
             Violation(field=field, description=f"must be 0, or 1 to {rules.MAX_SIDE} pixels")
@@ -103,11 +102,11 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_prompts(spec)
     yield from rules.check_model_name(spec)
     yield from rules.check_ranges(spec)
-    if spec.sampler:  # absent, it is the model's default, which is not known here
+    if spec.sampler:  # an absent sampler stands for the model's default, which is not known here
         yield from rules.check_sigmas(spec, spec.sampler)
     yield from rules.check_techniques(spec)
     if spec.techniques.HasField("recording"):
-        rule = "must be absent: no worker has what a recording held when an earlier edit took it"
+        rule = "must be absent: no worker keeps the state of a recording at the time of an earlier edit"
         yield Violation(field="spec.techniques.recording", description=rule)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
@@ -152,7 +151,7 @@ def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
 
 
 def _check_addons(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
-    """What is in the messages of add-ons, those of the engine check."""
+    """Yield violations of the add-ons' bounds. The engine's add-ons check the content."""
     for name, messages in (("addons", request.addons), ("decisions.by_kind", request.decisions.by_kind)):
         if len(messages) > _MAX_ADDONS or not all(map(kinds.is_kind, messages)):
             yield Violation(field=name, description=f"must be at most {_MAX_ADDONS}, each by its kind")

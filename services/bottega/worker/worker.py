@@ -1,7 +1,7 @@
-"""The worker itself: starts attempts, passes on what the engine says of them, reports its load to the fleet.
+"""The worker behind its gRPC service: starts attempts, handles the engine's events and reports its load to the fleet.
 
-It owns what runs beside the event loop (engine, codec processes) and the place in the fleet; `service.py`
-translates between it and gRPC.
+The worker owns what runs beside the event loop (the engine process and the codec processes) and its membership of the
+fleet. `service.py` translates between it and gRPC.
 """
 
 from __future__ import annotations
@@ -54,21 +54,19 @@ _INSTANCE_BYTES = 16
 
 
 def worker_name(config: WorkerConfig, server: Listening) -> str:
-    """Return the name of a worker in the fleet: as configured, as certified, or its host and process."""
+    """Return the worker's name in the fleet: from the configuration, its certificate, or host and process id."""
     certified = server.identity.name if server.identity else ""
     # Containers have the same process ids, each in a host of its own.
     return config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
 
 
 class Worker:
-    """The worker behind its gRPC service: start it with `start`, end it with `drain` and `stop`.
+    """The worker behind its gRPC service. Call `start`, and at the end `drain` and `stop`.
 
     Args:
-        config: The worker's.
-        engine: Spawned.
-        pool: Started.
-        metrics: The worker's.
-        server: Its own.
+        engine: Spawned, but not yet ready.
+        pool: Started codec processes.
+        server: The server that the worker belongs to; the worker sets its health.
     """
 
     def __init__(
@@ -106,9 +104,9 @@ class Worker:
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
-        """Has a result when the worker cannot go on: it gets no engine any more."""
+        """Done when the worker cannot go on because no engine can be started any more."""
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks = BackgroundTasks("watching the engine")
+        self._tasks = BackgroundTasks("work of the worker")
         self._memory_bytes = 0
         self._backlog = -1
         self._services: list[fleet_pb2.ServiceAddress] = []
@@ -117,11 +115,11 @@ class Worker:
         self._idle.set()
 
     async def start(self) -> None:
-        """Return when the engine is warm.
+        """Return when the engine is ready.
 
         Raises:
-            ConfigError: The engine cannot use its configuration, or what this names, such as the model.
-            InternalError: The first engine does not get warm for another reason.
+            ConfigError: The engine cannot use its configuration or the files that it names.
+            InternalError: The first engine did not get ready for another reason.
         """
         self._begin_start()
         self._tasks.start(self._watch_engine())
@@ -154,7 +152,7 @@ class Worker:
         return attempt
 
     def cancel(self, key: AttemptKey) -> bool:
-        """Stops an attempt and forgets it. Whether it was held."""
+        """Stop an attempt and forget it. Return whether the worker held it."""
         attempt = self.attempts.find(key)
         if attempt is None:
             return False
@@ -162,23 +160,29 @@ class Worker:
         return True
 
     def preview(self, key: AttemptKey) -> bool:
-        """Sends previews with the attempt's progress from now on. Whether it was held."""
+        """Send previews with the attempt's progress from now on. Return whether the worker held it."""
         runner = self._runners.get(key)
         if runner is not None:
             runner.enable_previews()
         return self.attempts.find(key) is not None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for the other worker of the pair. caller: host of the worker.
+        """Return an offer of a link to the other worker of the pair.
 
-        Raises Forbidden for a worker that is not the peer; ModelMismatch where the two have different models;
-        Unavailable where this one has no peer, has no engine yet or follows another worker; LinksFull.
+        Args:
+            caller: Host of the other worker.
+
+        Raises:
+            Forbidden: The caller is not the configured peer.
+            ModelMismatch: The two workers have different models.
+            Unavailable: This worker has no peer, has no engine yet, or follows another worker.
+            LinksFull: The engine has too many links.
         """
         check_peer(request, self._config.engine, worker=self.name, model=self._model)
         return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
-        """How busy the worker is."""
+        """Return how busy the worker is."""
         denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
             running=[denoising.get(key) or _not_denoising(key, runner) for key, runner in self._runners.items()],
@@ -198,9 +202,9 @@ class Worker:
         )
 
     async def drain(self) -> None:
-        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams.
+        """Accept no new attempts and return when the running ones have ended; then end the checkpoint streams.
 
-        Cancelled, as when the server's grace is over, it hands over what still runs: its watchers get Draining.
+        If it is cancelled because the server's grace is over, attempts that still run end with Draining.
         """
         self._draining = True
         self._report_load()
@@ -259,7 +263,7 @@ class Worker:
         key = AttemptKey.of(getattr(event, kind).attempt)
         runner = self._runners.get(key)
         if runner is None:
-            return  # dropped meanwhile; what the engine still says about it is of no use
+            return  # the attempt was dropped meanwhile
         if kind == "failed":
             runner.fail(from_job_error(event.failed.error), event.failed.trace)
         elif kind == "checkpoint":
@@ -275,7 +279,7 @@ class Worker:
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
             return
         await self._server.set_serving(False)
-        await self._leave()  # first, so that what is lost here is not sent here again
+        await self._leave()  # first, so that the gateway does not send the lost jobs here again
         self._beat, self._model = engine_pb2.EngineBeat(), None
         held = [runner for runner in self._runners.values() if runner.in_engine]
         for runner in held:
@@ -293,13 +297,13 @@ class Worker:
                 self._first_ready.set_exception(error)
 
     def _check_model(self, spec: GenerationSpec) -> None:
-        """A request for one model must not get the picture of another. Absent means the only one that there is."""
+        """Raise ModelNotFound if the spec names another model than the one that is served."""
         served = self._model_name
         if served is not None and spec.HasField("model") and spec.model != served:
             raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})
 
     def _hand_over(self) -> None:
-        """Ends what still runs; it is drawn elsewhere, or after the restart."""
+        """End running attempts with Draining. Another worker draws them, or this one after its restart."""
         for runner in list(self._runners.values()):
             runner.abort(Draining("the worker is stopping and hands the attempt over"))
 
@@ -328,29 +332,29 @@ class Worker:
         self._report_load()
 
     def _abort(self, attempt: Attempt, error: BottegaError) -> None:
-        """Ends an attempt, where it has not ended, and forgets it."""
+        """End an attempt, if it has not ended, and forget it."""
         runner = self._runners.get(attempt.key)
         if runner is not None:
             runner.abort(error)
         self.attempts.forget(attempt)
 
     def _begin_start(self) -> None:
-        """Join the fleet, where it has one, as a worker whose engine starts: it serves no model yet."""
+        """Watch the start of an engine, and join the fleet as a worker that serves no model yet."""
         self._starting = StartMonitor(self._extend_start)
         self._instance = secrets.token_hex(_INSTANCE_BYTES)
         self._join(None)
 
     def _extend_start(self, status: str) -> None:
-        if not self._first_ready.done():  # else systemd knows it as started
+        if not self._first_ready.done():  # later starts do not concern systemd, which knows the worker as started
             self._server.extend_start(status, within_s=self._config.start_stall_s)
 
     def _end_start(self) -> Mapping[str, float]:
-        """End the start that is under way, and return the seconds of its stages."""
+        """End the start that is under way. Return the seconds of its stages."""
         starting, self._starting = self._starting, None
         return {} if starting is None else starting.end()
 
     def _join(self, ready: engine_pb2.EngineReady | None) -> None:
-        """Join the fleet with what the engine serves; without an engine that is ready, with nothing."""
+        """Join the fleet with the model of a ready engine, or with none while the engine starts."""
         if not self._config.gateway:
             return
         registration = fleet_pb2.Registration(
@@ -388,7 +392,7 @@ class Worker:
             return
         self._backlog = requests
         backlog = engine_pb2.EngineBacklog(requests=requests)
-        with contextlib.suppress(WorkerLost):  # no engine now: the next one is told by the next report
+        with contextlib.suppress(WorkerLost):  # without an engine; the next one gets it after its first report
             self.engine.send(engine_pb2.EngineCommand(backlog=backlog))
 
     def _pass_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
@@ -407,23 +411,25 @@ class Worker:
                 pids = [os.getpid(), *self._pool.pids, *([self.engine.pid] if self.engine.pid else [])]
                 self._memory_bytes = resident_bytes(pids)
                 self._metrics.memory_bytes.set(self._memory_bytes)
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it no result is ever forgotten
-                _log.exception("ended attempts could not be swept, or memory not be measured")
+            except Exception:  # noqa: BLE001 - the boundary of the task, which must go on to forget results
+                _log.exception("old results could not be dropped, or memory could not be measured")
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
 def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
-    """What the gateway is told as soon as it changes; each report costs processor time, here and there.
+    """Return the parts of a beat whose change is reported at once.
 
-    How far attempts are, the gateway knows from their progress, and step times drift slowly: these wait for the next
-    regular report, half a second later at most.
+    Each report costs processor time here and at the gateway.
+
+    The gateway knows how far attempts are from their progress, and step times drift slowly. Both wait for the next
+    regular report.
     """
     measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
     return measured, list(beat.hosted)
 
 
 def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningAttempt:
-    """An attempt that the engine does not know yet, or not any more."""
+    """Return the report of an attempt that the engine does not have yet, or does not have any more."""
     steps_left = 0 if runner.attempt.started else runner.steps_expected
     return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
 

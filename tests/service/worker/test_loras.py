@@ -292,7 +292,7 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
             await asyncio.to_thread(worker.source.settle, [reader], 0.1)
         assert TEXT_MODULE in reader.layers("text_encoder")
         assert await worker.wait(waiter), "who had not read it gets the whole"
-        with pytest.raises(NoLora, match="a came damaged"):
+        with pytest.raises(NoLora, match="of a was damaged"):
             await worker.wait(reader)
         assert "a LoRA is damaged in its store; bring it again" in caplog.messages, "its operator hears of it too"
         assert await worker.wait(worker.begin(lora))

@@ -1,4 +1,4 @@
-"""Masked blocks as an add-on of a worker's engine: recordings in its memory, and in the fleet's activation stores."""
+"""The engine's add-on for edits: recordings in the worker's memory and in the fleet's activation stores."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bottega.worker.activations.store_activations import ActivationSettings, Sto
 from bottega.worker.activations.store_link import ActivationLinkSettings
 from bottega.worker.engine.addons import EngineAddOnContext
 
-# Of those at hand, that are reported: by the contract.
-_MOST_HOSTED = 256
+# The API's bound on reported templates.
+_MAX_HOSTED = 256
 
 
 def create(context: EngineAddOnContext) -> WorkerEdits:
-    """The add-on that the manifest names."""
+    """Return the add-on that the manifest names."""
     return WorkerEdits(context)
 
 
 class WorkerEdits(EngineEdits):
-    """All edits of a worker."""
+    """The add-on for edits."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
         config, model = context.config, context.model
@@ -47,15 +47,15 @@ class WorkerEdits(EngineEdits):
         )
 
     def hosted(self) -> Sequence[Hosted]:
-        """Templates of which something is in memory, the newest ones, by their sources."""
+        """Return the newest templates that have something in memory, by their sources."""
         sizes: Counter[str] = Counter()
-        for each in self._stores.recordings:
-            if each.complete and each.origin:
-                sizes[each.origin] += each.held_bytes
+        for recording in self._stores.recordings:
+            if recording.complete and recording.origin:
+                sizes[recording.origin] += recording.held_bytes
         here = [(source, size_bytes) for source, size_bytes in sizes.items() if size_bytes]
         return [
             Hosted(kind=kinds.ACTIVATIONS, digest=source, size_bytes=size_bytes, state=HOSTED_STATE_LOADED)
-            for source, size_bytes in here[:_MOST_HOSTED]
+            for source, size_bytes in here[:_MAX_HOSTED]
         ]
 
     @property

@@ -1,6 +1,6 @@
-"""What stores were asked about templates, and what they have said: no question lasts, and no answer is kept for long.
+"""The questions about templates that wait for stores, and their answers until the engine takes them.
 
-The engine's thread asks, links' threads answer.
+Both are bounded in number and time. The engine's thread asks, and the links' threads answer.
 """
 
 from __future__ import annotations
@@ -19,36 +19,39 @@ from bottega.v1.activations_pb2 import TemplateQuestion
 from bottega.worker.activations.store_link import ActivationStoreLink
 from bottega.worker.activations.template import AnsweredTemplate
 
-# That wait for their answers: a worker holds at most some tens of jobs.
-_MOST_QUESTIONS = 1024
-# Answers whose jobs have not begun; each has an image latent and a noise, some megabytes for the largest pictures.
-_MOST_ANSWERS = 64
-# An engine waits for less; a store that does not answer in this time does not know.
+# Questions without an answer. A worker holds at most some tens of jobs.
+_MAX_QUESTIONS = 1024
+# Answers whose jobs have not begun. Each has an image latent and a noise, some megabytes for the largest images.
+_MAX_ANSWERS = 64
+# A store that does not answer in this time counts as having nothing. The engine waits for a shorter time.
 _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkAnswer:
-    """link: whose it is. origin: see Recording."""
+    """An answer of a store."""
 
     template: AnsweredTemplate
     link: ActivationStoreLink
+    """The link to the store."""
     origin: str
+    """See Recording."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingQuestion:
-    """asked_s: when it went out last, or was to."""
+    """A question that has no answer yet."""
 
     query: TemplateQuery
     known: Future[StoreWork | None]
     link: ActivationStoreLink
     asked_s: float
+    """When it was sent last, or was to be sent."""
     until_s: float
 
 
 class TemplateQuestions:
-    """An ActivationLinkOwner of all links of a worker."""
+    """The questions and answers of all links of a worker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,61 +61,66 @@ class TemplateQuestions:
         self._answers: OrderedDict[str, LinkAnswer] = OrderedDict()  # by digest of the key
 
     def ask(self, query: TemplateQuery, link: ActivationStoreLink) -> Future[StoreWork | None]:
-        """Done when `take` has what there is to know: at once where the store is away. See ActivationSource.ask."""
+        """Ask a store. The future is done once `take` has the answer, or at once if the store is away.
+
+        See ActivationSource.ask.
+        """
         known: Future[StoreWork | None] = Future()
         if (link.tried and not link.open) or not self._put(query, known, link):
             known.set_result(None)
         return known
 
     def take(self, key: RecordingKey) -> LinkAnswer | None:
-        """The newest answer about a template, once."""
+        """Return the newest answer about a template, and forget it."""
         with self._lock:
             return self._answers.pop(key.digest, None)
 
     def keep(self, key: RecordingKey, answer: LinkAnswer) -> None:
-        """For whoever takes it next."""
+        """Keep an answer for the next `take`."""
         with self._lock:
             self._answers[key.digest] = answer
             self._answers.move_to_end(key.digest)
-            while len(self._answers) > _MOST_ANSWERS:
+            while len(self._answers) > _MAX_ANSWERS:
                 self._answers.popitem(last=False)
 
     def on_link(self, link: ActivationStoreLink) -> None:
-        """What was asked before there was a link, is asked."""
+        """Send the questions that waited for this link."""
         with self._lock:
-            for number, asked in self._questions.items():
-                if asked.link is link and not asked.known.done():
-                    asked.asked_s = self._clock()
-                    link.ask(number, _question(asked.query))
+            for number, pending in self._questions.items():
+                if pending.link is link and not pending.known.done():
+                    pending.asked_s = self._clock()
+                    link.ask(number, _question(pending.query))
 
     def on_answer(self, link: ActivationStoreLink, number: int, template: AnsweredTemplate) -> None:
-        """One that comes too late is thrown away."""
+        """Take in an answer. It is dropped if it comes too late."""
         with self._lock:
-            asked = self._questions.pop(number, None)
-        # Cancelled at this moment, perhaps: then nobody wants it.
-        if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
+            pending = self._questions.pop(number, None)
+        # The job may just have cancelled its question.
+        if pending is None or pending.link is not link or not pending.known.set_running_or_notify_cancel():
             return
-        self.keep(asked.query.key, LinkAnswer(template=template, link=link, origin=asked.query.origin))
+        self.keep(pending.query.key, LinkAnswer(template=template, link=link, origin=pending.query.origin))
         now_s = self._clock()
-        work = StoreWork(store=link.store.name, times=template.times, asked_s=asked.asked_s, answered_s=now_s)
-        asked.known.set_result(work)
+        work = StoreWork(store=link.store.name, times=template.times, asked_s=pending.asked_s, answered_s=now_s)
+        pending.known.set_result(work)
 
     def on_lost(self, link: ActivationStoreLink) -> None:
-        """What it was asked it does not know, and what it has said counts no more."""
+        """Give up the questions to a lost store, and forget its answers."""
         with self._lock:
-            self._answers = OrderedDict((key, each) for key, each in self._answers.items() if each.link is not link)
-        self._give_up(lambda asked: asked.link is link)
+            self._answers = OrderedDict(
+                (key, answer) for key, answer in self._answers.items() if answer.link is not link
+            )
+        self._give_up(lambda pending: pending.link is link)
 
     def on_quiet(self) -> None:
-        """Gives up what is not answered in time."""
+        """Give up questions without an answer for too long."""
         now_s = self._clock()
-        self._give_up(lambda asked: asked.until_s < now_s)
+        self._give_up(lambda pending: pending.until_s < now_s)
 
     def _put(self, query: TemplateQuery, known: Future[StoreWork | None], link: ActivationStoreLink) -> bool:
-        """Asks it, now or when the link is open. False where it cannot be asked."""
+        """Send a question, or keep it until the link is open. Return False if neither is possible."""
         with self._lock:
-            self._questions = {number: each for number, each in self._questions.items() if not each.known.done()}
-            if len(self._questions) >= _MOST_QUESTIONS:
+            self._questions = {key: pending for key, pending in self._questions.items() if not pending.known.done()}
+            if len(self._questions) >= _MAX_QUESTIONS:
                 return False
             number = next(self._numbers)
             now_s = self._clock()
@@ -126,12 +134,12 @@ class TemplateQuestions:
 
     def _give_up(self, which: Callable[[_PendingQuestion], bool]) -> None:
         with self._lock:
-            gone = {number: each for number, each in self._questions.items() if which(each)}
+            gone = {number: pending for number, pending in self._questions.items() if which(pending)}
             for number in gone:
                 del self._questions[number]
-        for asked in gone.values():
-            if asked.known.set_running_or_notify_cancel():
-                asked.known.set_result(None)
+        for pending in gone.values():
+            if pending.known.set_running_or_notify_cancel():
+                pending.known.set_result(None)
 
 
 def _question(query: TemplateQuery) -> TemplateQuestion:

@@ -1,8 +1,8 @@
-"""Recordings of a worker: in its memory, and behind that in the fleet's activation stores. An ActivationSource.
+"""The ActivationSource of a worker: recordings in its memory, and behind that in the fleet's activation stores.
 
-A template belongs to one store of those that there are, the same one for every worker. Where that is away, questions
-are answered at once with nothing, and what is recorded stays in this worker. What a store has is loaded as it is
-requested; a recording of which nothing was copied is let go as soon as nobody reads it.
+Each template belongs to one store, the same one for every worker. While that store is away, questions are answered at
+once with nothing, and new recordings stay in this worker. Sections of a store are loaded when they are requested. A
+recording of which nothing was copied is dropped as soon as nobody reads it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from bottega.worker.activations.store_link import ActivationLinkSettings, Activa
 from bottega.worker.activations.stored_step import StoredStep
 from bottega.worker.activations.template import AnsweredSection, AnsweredTemplate
 
-# Stores that are linked: a fleet has one, or a few.
-_MOST_STORES = 16
+# Stores that are linked. A fleet has one, or a few.
+_MAX_STORES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """budget_bytes: of the worker's memory. model_name: as requests call the engine's model. latent_scale: pixels of an
-    element of its latents, a side. pinned: whether a GPU reads what is loaded."""
+    """The settings of a worker's recordings."""
 
     budget_bytes: int
+    """Memory for recordings in this worker."""
     model_name: str
+    """Name of the engine's model in requests."""
     latent_scale: int
+    """Pixels of a side of an element of the model's latents."""
     pinned: bool = False
+    """Whether a GPU reads what is loaded."""
     link: ActivationLinkSettings = field(default_factory=ActivationLinkSettings)
 
 
 class StoreActivations:
-    """Its threads are those of the protocol."""
+    """The recordings of a worker. The threads that may call a method are those of ActivationSource."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class StoreActivations:
 
     @property
     def linked(self) -> int:
-        """Links that are open."""
+        """Number of open links."""
         return sum(link.open for link in list(self._links.values()))
 
     @property
@@ -80,7 +83,7 @@ class StoreActivations:
         return self.meter.bytes_per_s if self._links else None
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.name: store for store in stores[:_MOST_STORES]}
+        wanted = {store.name: store for store in stores[:_MAX_STORES]}
         with self._lock:
             old = self._links
             kept = {
@@ -176,10 +179,10 @@ class StoreActivations:
         self.set_stores(())
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Whether there is room for so much more that is used in so many turns.
+        """Return whether there is room for so many bytes that are used in so many turns.
 
-        Recordings that nobody uses go for it, or else what edits under way have passed or will use later than that:
-        memory for some of their steps is enough then.
+        Recordings that nobody uses are dropped for it. Then parts of recordings in use are dropped that running edits
+        have passed or will use later than that: memory for some of their steps is enough.
         """
         if self._memory.make_room(size_bytes):
             return True
@@ -187,18 +190,18 @@ class StoreActivations:
         return self._memory.make_room(size_bytes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether there is room now. Any thread may ask."""
+        """Return whether there is room now. Any thread may call it."""
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
 
     def _let_go(self, lack_bytes: int, turns: float) -> None:
-        """Of recordings in use, about so many bytes that were copied and that nobody takes in so many turns."""
+        """Drop about so many copied bytes of recordings in use that no edit takes in so many turns."""
         later = [
             (until, recording, step)
             for recording in self.recordings
             for key, step in recording.steps.items()
             if isinstance(step, StoredStep) and step.held_bytes and (until := recording.turns_until(key)) > turns
         ]
-        for _, recording, step in sorted(later, key=lambda each: each[0], reverse=True):
+        for _, recording, step in sorted(later, key=lambda item: item[0], reverse=True):
             if lack_bytes <= 0:
                 return
             freed_bytes = step.let_go()
@@ -216,7 +219,7 @@ class StoreActivations:
         )
 
     def _is_here(self, query: TemplateQuery) -> bool:
-        """Whether no store knows more of it, nor less."""
+        """Return whether no store knows more, or less, about a template than this worker."""
         kept = self._memory.get(query.key)
         if kept is None or query.recording not in ("", kept.id):
             return False
@@ -230,19 +233,22 @@ class StoreActivations:
         return None if name is None else self._links[name]
 
     def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
-        """Has the memory know what the store has said. recording: that is wanted; empty is any.
+        """Add what a store knows to the memory.
 
-        A recording in use is never replaced by another one: they were drawn from different noise.
+        A recording in use is never replaced by another one, because they were drawn from different noise.
+
+        Args:
+            recording: Id of the recording that is wanted; empty for any.
         """
         template, kept = answer.template, self._memory.get(key)
         if kept is not None and kept.id != template.recording:
-            # Here alone, it is as good as the store's, but for an attempt that goes on with that one.
+            # A recording of this worker alone is as good as the store's, unless an attempt needs the other one.
             own = not any(isinstance(step, StoredStep) for step in kept.steps.values())
             if own and kept.complete and recording in ("", kept.id):
                 self._offer(kept, answer)
                 return
             if own and not template.recording:
-                return  # the one that is wanted is nowhere: this one is not to go for it
+                return  # the wanted one is lost, so this one stays
             if not kept.is_idle:
                 return
             self._memory.forget(kept)
@@ -255,7 +261,7 @@ class StoreActivations:
         self._use_stored(kept, answer)
 
     def _use_stored(self, recording: Recording, answer: LinkAnswer) -> None:
-        """What the store has of a recording is loaded when it is requested; what it lacks, it is given."""
+        """Load a store's sections when they are requested, and give it the sections that it lacks."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
         self._of_store[recording] = link
@@ -271,7 +277,7 @@ class StoreActivations:
             link.uploads.add(recording, key)
 
     def _offer(self, recording: Recording, answer: LinkAnswer) -> None:
-        """One that is in this worker alone: the store was away, or lost it. Gives it, where the store takes it."""
+        """Give the store a recording that only this worker has, if the store accepts it."""
         uploads = answer.link.uploads
         if answer.template.recording:
             uploads.pass_over(recording)
@@ -304,9 +310,9 @@ class StoreActivations:
 
 
 def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
-    """What the store has lost will not come: the next edit records it anew, but for what is here, which is given back.
+    """Drop sections that the store has lost, so that the next edit records them again. Nobody reads the recording now.
 
-    Nobody reads the recording now.
+    Sections that are still here are given back to the store.
     """
     for key in recording.steps.keys() - {section.key for section in template.sections}:
         recording.writable(key)
@@ -317,7 +323,7 @@ def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
 
 
 def _is_known(recording: Recording, section: AnsweredSection, link: ActivationStoreLink) -> bool:
-    """Whether what is here of a forward is as good as what the store has: written here, or the same."""
+    """Return whether the section here is as good as the store's: written here, or the same."""
     step = recording.steps.get(section.key)
     if step is None:
         return False
@@ -327,7 +333,11 @@ def _is_known(recording: Recording, section: AnsweredSection, link: ActivationSt
 
 
 def _choose_store(names: Iterable[str], key: str) -> str | None:
-    """The name of the store for this key; None where there is none."""
+    """Return the name of the store of a template, or None without stores.
+
+    Every worker chooses the same store, and a store that leaves moves only its own templates. Source: rendezvous
+    hashing (Thaler and Ravishankar, 1998).
+    """
     return max(names, key=lambda name: _weight(name, key), default=None)
 
 

@@ -1,7 +1,7 @@
-"""One activation store as a worker's engine sees it: questions, sections that are loaded, and what was recorded.
+"""The link of a worker's engine to one activation store: asks questions, loads sections, and sends recordings.
 
-The link is opened as soon as the store is known, and again when it is lost; what was on its way then will not come.
-Questions and requests go before recordings. What an answer means, its owner knows.
+The link is opened as soon as the store is known, and again after a loss, with which everything on its way is lost, too.
+Questions and requests are sent before recordings. TemplateQuestions interprets the answers.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Sections that were requested and have not come; an engine has some tens of edits, each some steps ahead.
-_MOST_FETCHES = 2048
-# Smaller ones are sent within a host, too.
-_LEAST_SHARED_BYTES = 1 << 20
+# Requested sections that have not come. An engine has some tens of edits, each some steps ahead.
+_MAX_FETCHES = 2048
+# Smaller sections come in chunks within a host, too.
+_MIN_SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLinkSettings(LinkClientSettings):
-    """Takes in chunks, or files beside their messages. upload_bytes: of recordings that wait to be sent."""
+    """The settings of a link that receives chunks, or files beside their messages."""
 
     limits: Limits = WORKER_LIMITS
     retry_s: float = 1.0
     upload_bytes: int = 256 << 20
+    """Bytes of recordings that may wait to be sent."""
 
 
 class ActivationStoreLink(LinkClientHandler):
-    """Any thread may call it. tried: whether it was open, or could not be opened, at least once. uploads: what it is
-    to record."""
+    """A link to one store. Any thread may call it."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class ActivationStoreLink(LinkClientHandler):
     ) -> None:
         self.store = store
         self.tried = False
+        """Whether it was open, or could not be opened, at least once."""
         self.uploads = Uploads(budget_bytes=settings.upload_bytes, meter=meter, wake=self._wake_uploads)
         self._owner = owner
         self._meter = meter
@@ -81,7 +82,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._lock = threading.Lock()
         self._fetches: dict[int, SectionFetch] = {}
         self._connection: Connection | None = None
-        self._told = False
+        self._loss_logged = False
         self._files: bool | None = None  # whether the last large section came as a file; None before the first
         self._client = LinkClient(
             self,
@@ -98,30 +99,30 @@ class ActivationStoreLink(LinkClientHandler):
 
     @property
     def wants_link(self) -> bool:
-        """Always: it is closed when the store is there no more."""
+        """Always True, because a link is closed when its store leaves the fleet."""
         return True
 
     @property
     def shares(self) -> bool:
-        """Whether sections may come as files: it is of this host, and has not sent the last one in bytes."""
+        """Whether sections may come as files: the store is on this host, and has not sent the last one in chunks."""
         link = self._connection.link if self._connection is not None else None
         return link is not None and link.passes_files and self._files is not False
 
     @property
     def gives_whole(self) -> bool:
-        """Whether the last one has come as a file."""
+        """Whether the last section came as a file."""
         return self.shares and self._files is True
 
     def ask(self, number: int, question: TemplateQuestion) -> bool:
-        """Sends a question; False where there is no link."""
+        """Send a question. Return False if there is no link."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_message(number, question))
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """Requests it; False where there is no link, or too much is on its way."""
+        """Request tensors of a section. Return False if there is no link, or too much is on its way."""
         with self._lock:
             connection = self._connection
-            if connection is None or len(self._fetches) >= _MOST_FETCHES:
+            if connection is None or len(self._fetches) >= _MAX_FETCHES:
                 return False
             self._pace.asked(idle=not self._fetches)
             number = next(self._numbers)
@@ -135,9 +136,9 @@ class ActivationStoreLink(LinkClientHandler):
         return False
 
     def cancel(self, step: StoredStep) -> None:
-        """What was requested for it and has not come is not needed."""
+        """Cancel what was requested for a step and has not come."""
         with self._lock:
-            gone = {number: each for number, each in self._fetches.items() if each.step is step}
+            gone = {number: fetch for number, fetch in self._fetches.items() if fetch.step is step}
             for number in gone:
                 del self._fetches[number]
             connection = self._connection
@@ -148,13 +149,13 @@ class ActivationStoreLink(LinkClientHandler):
                 connection.send(messages.cancel_message(number))
 
     def close(self) -> None:
-        """Ends the link."""
+        """Close the link."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
-        self.uploads.lose()  # what was begun since the last link has ended
+        self.uploads.lose()  # recordings that were begun without a link cannot be completed
         with self._lock:
-            self._connection, self._told, self._files = connection, False, None
+            self._connection, self._loss_logged, self._files = connection, False, None
         self.tried = True
         assert connection.link is not None
         choice = connection.link.backend_choice
@@ -163,7 +164,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._owner.on_link(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """What comes of a section is checked against what was requested of it."""
+        """Handle a message. Parts of a section are compared with what was requested of it."""
         layout = incoming.layout
         with incoming:
             match ActivationMessageKind(kind_of(layout)):
@@ -184,10 +185,10 @@ class ActivationStoreLink(LinkClientHandler):
                 case ActivationMessageKind.ABANDON:
                     self.uploads.forget(messages.read_abandon(layout, connection.wait_all(incoming)).recording)
                 case kind:
-                    raise ValueError(f"an activation store sends no {kind} message")
+                    raise ValueError(f"an activation store must not send a {kind} message")
 
     def on_end(self, cause: BottegaError) -> None:
-        """What has not come will not: edits compute it."""
+        """Give up requests that have not been answered; edits compute those steps."""
         with self._lock:
             self._connection = None
             lost, self._fetches = self._fetches, {}
@@ -196,28 +197,28 @@ class ActivationStoreLink(LinkClientHandler):
             fetch.step.give_up(fetch)
         self._meter.note("loads_lost", len(lost))
         self.uploads.lose()
-        if not self._told:  # once, however often it is tried again
-            self._told = True
+        if not self._loss_logged:  # once, however often it is tried again
+            self._loss_logged = True
             _log.warning("an activation store is lost", extra={"store": self.store.name, "text": cause.message})
         self._owner.on_lost(self)
 
     def check(self) -> None:
-        """Nothing has come for a moment."""
+        """Let questions expire while nothing comes."""
         self._owner.on_quiet()
 
     @property
     def idle_s(self) -> float | None:
-        """Questions and requests go before recordings."""
+        """Return 0 while recordings wait; questions and requests are sent first."""
         return 0.0 if self.uploads.waiting else None
 
     def send_idle(self, link: Link) -> None:
-        """What comes next of what was recorded."""
+        """Send the next part of a recording."""
         connection, upload = self._connection, self.uploads.next()
         if upload is None or connection is None:
             return
         try:
             size_bytes = upload.send(connection, link)
-        except (NoSharedMemory, TooLarge) as error:  # nothing of this message was sent, and the link lives
+        except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
             _log.warning("a section is not recorded", extra={"store": self.store.name, "text": error.message})
             self.uploads.refused(upload)
         else:
@@ -226,17 +227,17 @@ class ActivationStoreLink(LinkClientHandler):
     def _wake_uploads(self) -> None:
         connection = self._connection
         if connection is not None:
-            connection.post(lambda _link: None)  # the thread that sends looks again what there is
+            connection.post(lambda _link: None)  # wakes the thread that sends
 
     def _take_chunk(self, number: int, chunk: ChunkHeader, data: memoryview) -> None:
         fetch = self._fetches.get(number)
         if fetch is None:
-            return  # nobody waits for it any more
+            return  # it was cancelled
         if chunk.HasField("times"):
             fetch.note_answer(self.store.name, chunk.times)
         fetch.step.take_chunk(fetch, chunk.tensor, chunk.start, data)
         self._pace.came(len(data))
-        if fetch.step.section.layout.size_bytes >= _LEAST_SHARED_BYTES:
+        if fetch.step.section.layout.size_bytes >= _MIN_SHARED_BYTES:
             self._files = False
         if not fetch.left:
             self._finish(number)
@@ -255,10 +256,10 @@ class ActivationStoreLink(LinkClientHandler):
             return
         self._pace.came(len(file), mapped=fetch.step.section.in_memory)
         self._files = True
-        with self._lock:  # what else was requested of it is here, too
-            same = [other for other, each in self._fetches.items() if each.step is fetch.step]
-        for each in same:
-            self._finish(each)
+        with self._lock:  # the file answers all requests for this section
+            answered = [other for other, pending in self._fetches.items() if pending.step is fetch.step]
+        for other in answered:
+            self._finish(other)
 
     def _take_refusal(self, number: int, packed: bytes) -> None:
         self._refuse(number, from_job_error(job_error_from_json(packed)))

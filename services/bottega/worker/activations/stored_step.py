@@ -1,10 +1,10 @@
-"""One forward of a template that a store has: what of it is here, and what is on its way. A RecordedStep.
+"""A RecordedStep that a store has: which of its tensors are here, and which are on their way.
 
-Within a host its tensors are views of the store's own file, sealed: nothing is copied, and nobody can change them. From
-other hosts they come one by one, in chunks, into memory that counts in the worker's budget; one is here when all of it
-is. What is refused, lost or has no room is not here, and is computed.
+Within a host the tensors are views of the store's own sealed file: nothing is copied, and nobody can change them. From
+other hosts they come one by one, in chunks, into memory that counts in the worker's budget. A tensor is here once all
+of it has come. Tensors that are refused, are lost or find no room are computed by the engine.
 
-The engine's thread asks and reads, the link's thread fills. A tensor that is here is never changed again.
+The engine's thread requests and reads, and the link's thread fills. A tensor that is here never changes.
 """
 
 from __future__ import annotations
@@ -32,65 +32,79 @@ from bottega.worker.activations.template import AnsweredSection
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SectionFetch:
-    """A request for tensors of a section. tensors: their places in it, in the order of their use. left: how many of
-    them are still to come. requested_s: on CLOCK_MONOTONIC. work: of the store, once its answer has begun to come.
-    """
+    """A request for tensors of a section."""
 
     step: StoredStep
     tensors: tuple[int, ...]
+    """Indices of the tensors in the section, in the order of their use."""
     left: int
+    """How many of them have not come."""
     requested_s: float = field(default_factory=time.monotonic)
+    """On CLOCK_MONOTONIC."""
     work: StoreWork | None = None
+    """Work of the store, once its answer has begun to come."""
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """The first of what a store sends is here. times: that it has spent until then."""
+        """Note that the store's answer begins to come.
+
+        Args:
+            times: Seconds that the store has spent until then.
+        """
         now_s = time.monotonic()
         self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=now_s)
 
 
 class SectionLink(Protocol):
-    """The link to the store that has the section. Its calls return at once."""
+    """A link to the store that has the section. Its calls do not block."""
 
     @property
     def shares(self) -> bool:
-        """Whether sections may come as the store's own files: then they take no memory here."""
+        """Whether sections may come as the store's own files, which take no memory here."""
         ...
 
     @property
     def gives_whole(self) -> bool:
-        """Whether they come so: a section's first request brings all of it."""
+        """Whether sections come as files, so that the first request for a section brings all of it."""
         ...
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """Requests it; False where there is no link."""
+        """Request tensors. Return False if there is no link."""
         ...
 
     def cancel(self, step: StoredStep) -> None:
-        """What was requested for it and has not come is not needed."""
+        """Cancel what was requested for a step and has not come."""
         ...
 
 
 class LoadRoom(Protocol):
-    """Memory for what is loaded. meter: counts. pinned: whether a GPU reads it. arrivals: what fills and reads steps
-    is done under it, and notifies it."""
+    """The memory for loaded tensors, and what all stored steps share."""
 
     meter: LoadMeter
     pinned: bool
+    """Whether a GPU reads what is loaded."""
     arrivals: threading.Condition
+    """Guards filling and reading of steps; notified when tensors have come."""
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Whether there is room for so much more that is used in so many turns, others having gone for it. By the
-        engine's thread."""
+        """Return whether there is room for so many bytes that are used in so many turns; drop other tensors for it.
+
+        Called by the engine's thread.
+        """
         ...
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether there is now. Any thread may ask."""
+        """Return whether there is room now. Any thread may call it."""
         ...
 
 
 class StoredStep:
-    """section: what the store has said of it. recording: whose it is. edit: by which the link tells what belongs
-    together, see SectionRequest."""
+    """A forward pass of a template that a store has.
+
+    Args:
+        section: The store's description of it.
+        recording: The recording that it belongs to.
+        edit: Number by which the store groups requests; see SectionRequest.
+    """
 
     writable = False
 
@@ -104,15 +118,15 @@ class StoredStep:
         self.edit = edit
         self.lost = False
         self._room = room
-        # Weak: a recording has its steps, and its memory is to be free as soon as nobody has it.
+        # Weak, because a recording holds its steps, and must be freed as soon as nobody holds it.
         self._recording = weakref.ref(recording)
         self._owner = owner(recording.key.digest)
         self._layout = section.layout
         self._names = tuple(tensor.name for tensor in section.layout.tensors)
         self._tensors: dict[str, Tensor] = {}
         self._coming: dict[str, SectionFetch] = {}
-        self._copied: set[str] = set()  # names that take memory, or will: room was made
-        self._buffers: dict[str, tuple[Tensor, int]] = {}  # and the bytes of each that are here
+        self._copied: set[str] = set()  # names of tensors that take memory here, or will
+        self._buffers: dict[str, tuple[Tensor, int]] = {}  # incomplete tensors, and how many bytes of each are here
         self._held_bytes = 0
         self._load_times: list[LoadTime] = []
 
@@ -177,7 +191,8 @@ class StoredStep:
 
     def drop_requests(self) -> None:
         recording = self._recording()
-        if self._coming and (recording is None or recording.readers <= 1):  # else another edit may wait for the same
+        # With several readers another edit may wait for the same tensors.
+        if self._coming and (recording is None or recording.readers <= 1):
             self.link.cancel(self)
 
     def take_load_times(self) -> Sequence[LoadTime]:
@@ -186,15 +201,15 @@ class StoredStep:
         return times
 
     def rest(self) -> None:
-        """Nobody reads it now: lets go of the store's memory, so that the store can. What was copied stays."""
+        """Let go of the store's memory while nobody reads it. Copies stay."""
         self.link.cancel(self)
         with self._room.arrivals:
             self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
 
     def let_go(self) -> int:
-        """Others are needed sooner, and room is lacking: what was copied goes, and comes again when it is requested.
+        """Drop copies, because others are needed sooner. They are requested again when they are needed.
 
-        Returns how many bytes that are.
+        Returns how many bytes were freed.
         """
         with self._room.arrivals:
             before_bytes = self._held_bytes
@@ -204,20 +219,20 @@ class StoredStep:
             self._let_go(gone)
             return before_bytes - self._held_bytes
 
-    # Below: by the link.
+    # The link calls the methods below.
 
     def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
-        """The next bytes are here: of a tensor from `start` on, then of those that were requested behind it.
+        """Take the next bytes: of the tensor at index `place` from `start` on, then of the tensors requested after it.
 
-        Those that nobody waits for any more are thrown away. Raises ValueError for bytes that are not the next ones.
+        Bytes that nobody waits for any more are dropped. Raises ValueError for bytes that are not the next ones.
         """
         for tensor, first, part in self._parts(fetch, place, start, data):
             self._take_part(fetch, tensor, first, part)
 
     def take_whole(self, file: memoryview) -> None:
-        """All of it is here, as the store's own memory. Raises DataLoss where it is another section."""
+        """Take all of it, in the store's own memory. Raises DataLoss if it is another section."""
         if len(file) != self._layout.size_bytes:
-            raise DataLoss("the store sent a file of another size than it has said")
+            raise DataLoss("the store sent a file of another size than it announced")
         if bytes(file[-OWNER_BYTES:]) != self._owner:
             raise DataLoss("the store sent another template's file")
         with self._room.arrivals:
@@ -231,7 +246,11 @@ class StoredStep:
             self._arrived(tuple(self._coming))
 
     def give_up(self, fetch: SectionFetch, *, lost: bool = False) -> None:
-        """What has not come of it will not. lost: nor will anything else."""
+        """Stop waiting for what has not come of a request.
+
+        Args:
+            lost: Whether the store has lost the section, so that no request will be answered.
+        """
         with self._room.arrivals:
             self.lost = self.lost or lost
             gone = [name for name, by in self._coming.items() if by is fetch]
@@ -243,12 +262,15 @@ class StoredStep:
     def _parts(
         self, fetch: SectionFetch, place: int, start: int, data: memoryview
     ) -> list[tuple[SectionTensor, int, memoryview]]:
-        """Which bytes of a chunk are which tensor's, and from where on. Raises ValueError, before any are taken."""
+        """Return the tensors of a chunk, each with its bytes and their offset.
+
+        Raises ValueError before any bytes are taken.
+        """
         if place not in fetch.tensors:
-            raise ValueError("a store sent a tensor that nobody has requested")
+            raise ValueError("a store sent a tensor that was not requested")
         parts = []
-        for each in fetch.tensors[fetch.tensors.index(place) :]:
-            tensor = self._layout.tensors[each]
+        for index in fetch.tensors[fetch.tensors.index(place) :]:
+            tensor = self._layout.tensors[index]
             part = data[: max(0, tensor.size_bytes - start)]
             parts.append((tensor, start, part))
             data, start = data[len(part) :], 0
@@ -257,17 +279,17 @@ class StoredStep:
         raise ValueError(f"a store sent {len(data)} bytes more than were requested")
 
     def _take_part(self, fetch: SectionFetch, tensor: SectionTensor, start: int, data: memoryview) -> None:
-        """Bytes of one tensor."""
+        """Take bytes of one tensor."""
         if not self._takes(tensor, fetch):
             return
         buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)
         end = start + len(data)
         if start != filled:
             raise ValueError(f"bytes {start} to {end} of {tensor.name} came when {filled} were here")
-        # Without the lock: the engine's thread need not wait for it.
+        # Copied without the lock, so that the engine's thread does not wait.
         buffer.view(-1).view(torch.uint8)[start:end].copy_(torch.frombuffer(data, dtype=torch.uint8))
         with self._room.arrivals:
-            if self._coming.get(tensor.name) is not fetch:  # it was cancelled meanwhile
+            if self._coming.get(tensor.name) is not fetch:  # cancelled meanwhile
                 return
             self._buffers[tensor.name] = buffer, end
             if end == tensor.size_bytes:
@@ -278,7 +300,7 @@ class StoredStep:
                     self._note_time(fetch, sent_s=time.monotonic())
 
     def _note_time(self, fetch: SectionFetch, *, sent_s: float | None = None) -> None:
-        """All of it that anybody waits for has come. sent_s: see StoreWork."""
+        """Record how long a request took, all of which has come. For `sent_s`, see StoreWork."""
         size_bytes = sum(self._layout.tensors[place].size_bytes for place in fetch.tensors)
         seconds = time.monotonic() - fetch.requested_s
         work = replace(fetch.work, sent_s=sent_s) if fetch.work is not None else None
@@ -295,14 +317,14 @@ class StoredStep:
         return name not in self._tensors and name not in self._coming
 
     def _takes(self, tensor: SectionTensor, fetch: SectionFetch) -> bool:
-        """Whether somebody waits for a tensor, and there is room for it."""
+        """Return whether an edit waits for a tensor and there is room for it."""
         name = tensor.name
         with self._room.arrivals:
             if self._coming.get(name) is not fetch:
                 return False
             if name in self._copied:
                 return True
-            # A store of this host sends what it does not have in memory: no room was made.
+            # No room was made for a store of this host, which sends in chunks what it does not have in memory.
             if self._room.has_room(tensor.size_bytes):
                 self._hold((name,))
                 return True
@@ -324,9 +346,9 @@ class StoredStep:
             self._held_bytes -= self.bytes_of(name)
 
     def _arrived(self, names: Iterable[str]) -> None:
-        """Nobody has to wait for these any more."""
+        """Wake those that wait for these tensors."""
         for name in names:
-            # Counted, as looking through all of a step's tensors for each that comes takes longer than copying it.
+            # Counted, because searching all tensors of a step for each that comes takes longer than copying it.
             if (fetch := self._coming.pop(name, None)) is not None:
                 fetch.left -= 1
         self._room.arrivals.notify_all()

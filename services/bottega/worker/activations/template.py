@@ -1,4 +1,4 @@
-"""A template as a store has answered: its sections, checked, and nothing of what they hold."""
+"""Checks a store's answer about a template: its sections, without their content."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, Te
 from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_SECTIONS = 4096
-"""Of a template: 1,000 steps in both halves, with and without a ControlNet."""
+"""Sections of a template: 1,000 steps in both halves, with and without a ControlNet."""
 
 _MAX_SIDE = 1024
-"""Elements of a latent: as a map has at most."""
+"""Most elements of a latent's side, as a map can have."""
 
 _RECORDING = re.compile("[0-9a-f]{32}")
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -33,36 +33,41 @@ _PROMPT = re.compile("([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnsweredSection:
-    """One forward that the store has. digest: of its bytes, hex. valid: see Recording. in_memory: of the store."""
+    """A forward pass that the store has."""
 
     key: StepKey
     digest: str
+    """Digest of its bytes, hex."""
     layout: SectionLayout
     valid: Tensor
+    """See Recording."""
     prompt: str
     in_memory: bool = False
+    """Whether the store has it in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnsweredTemplate:
-    """What a store knows of a template. recording: its id; empty where it has none. shape: of the latent.
-
-    record: whether this worker may record it. budget_bytes: that one template may take; 0 is without bound. profile:
-    what the model's blocks take, where that was measured. times: that the store has spent on the question.
-    """
+    """A store's knowledge of a template."""
 
     recording: str
+    """Id of the recording; empty if the store has none."""
     shape: tuple[int, int] = (0, 0)
+    """Height and width of the latent."""
     sections: tuple[AnsweredSection, ...] = ()
     drawn: DrawnTemplate | None = None
     record: bool = False
+    """Whether this worker may record it."""
     budget_bytes: int = 0
+    """Most bytes of one template; 0 for no bound."""
     profile: BlockProfile | None = None
+    """Measured times of the model's blocks, if the store has them."""
     times: StoreTimes = field(default_factory=StoreTimes)
+    """Seconds that the store has spent on the question."""
 
 
 def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:
-    """An answer, checked. Raises ValueError for one that says what cannot be."""
+    """Return a checked answer. Raises ValueError for impossible content."""
     profile = _profile(answer)
     budget_bytes = max(0, answer.template_budget_bytes)
     if not answer.recording:
@@ -74,9 +79,9 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> Answere
     _check(all(1 <= side <= _MAX_SIDE for side in shape), f"a latent has 1 to {_MAX_SIDE} elements a side")
     _check(1 <= len(answer.sections) <= MAX_SECTIONS, f"a template has 1 to {MAX_SECTIONS} sections")
     layouts = [SectionLayout.from_wire(layout) for layout in answer.layouts]
-    maps = [unpack_map(each, shape) for each in answer.maps]
+    maps = [unpack_map(packed, shape) for packed in answer.maps]
     sections = tuple(_section(info, layouts, maps) for info in answer.sections)
-    _check(len({each.key for each in sections}) == len(sections), "a template has two sections of one forward")
+    _check(len({section.key for section in sections}) == len(sections), "a template has two sections of one forward")
     return AnsweredTemplate(
         recording=answer.recording,
         shape=shape,
@@ -89,12 +94,12 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> Answere
 
 
 def pack_map(valid: Tensor) -> bytes:
-    """As TemplateAnswer.maps has it. valid: bool [height, width]."""
+    """Return a map, bool [height, width], as bytes for a message."""
     return np.packbits(valid.numpy()).tobytes()
 
 
 def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
-    """The map, bool [height, width]. Raises ValueError where it has not as many bits."""
+    """Return a map, bool [height, width]. Raises ValueError if the number of bits is wrong."""
     count = math.prod(shape)
     _check(len(packed) == -(-count // 8), "a map has a bit for each element of the latent")
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
@@ -102,7 +107,7 @@ def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
 
 
 def section_key(key: StepKey) -> SectionKey:
-    """As the contract says it."""
+    """Return a key as a message."""
     return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half.value, controls=key.controls)
 
 
@@ -110,9 +115,9 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
     key = info.key
     _check(0 <= info.layout < len(layouts), "a section has a layout that the answer lacks")
     _check(0 <= info.map < len(maps), "a section has a map that the answer lacks")
-    _check(math.isfinite(key.timestep), "the timestep of a section is no number")
+    _check(math.isfinite(key.timestep), "the timestep of a section is not finite")
     _check(0.0 < key.noise_level < math.inf, "a section has no noise level above 0")
-    _check(0 <= key.half < len(Half), "a section has a half of guidance that there is not")
+    _check(0 <= key.half < len(Half), "a section has an unknown half of guidance")
     _check(len(key.controls) <= rules.MAX_ADAPTERS, "a section has more ControlNets than a request may")
     _check(_DIGEST.fullmatch(info.digest) is not None, "a section has a digest of 64 hex digits")
     _check(_PROMPT.fullmatch(info.prompt) is not None, "a section has a prompt's digest of 64 hex digits, or none")
@@ -132,22 +137,22 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
 
 
 def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> DrawnTemplate | None:
-    """Tensors of their own: the bytes are the message's copies."""
+    """Return tensors that own their memory; the bytes are copies that the message owns."""
     if drawn is None:
         return None
     _check(tuple(drawn.shape[2:]) == shape, "image latent and noise have another size than the latent")
-    _check(seed <= rules.MAX_SEED + rules.MAX_IMAGES, "image latent and noise were drawn with what is no seed")
+    _check(seed <= rules.MAX_SEED + rules.MAX_IMAGES, "image latent and noise have a seed above the largest one")
     image_latent, noise = (
         torch.from_numpy(np.frombuffer(data, np.float32).reshape(drawn.shape).copy())
         for data in (drawn.image_latent, drawn.noise)
     )
     finite = bool(torch.isfinite(image_latent).all()) and bool(torch.isfinite(noise).all())
-    _check(finite, "image latent and noise of a template are not all numbers")
+    _check(finite, "image latent or noise of a template has values that are not finite")
     return DrawnTemplate(image_latent=image_latent, noise=noise, seed=seed)
 
 
 def _profile(answer: TemplateAnswer) -> BlockProfile | None:
-    """Plans divide by differences of its shares, and the engine waits by its seconds."""
+    """Return a checked profile: plans divide by differences of its shares, and the engine waits by its seconds."""
     if not answer.HasField("profile"):
         return None
     profile = answer.profile
@@ -156,10 +161,10 @@ def _profile(answer: TemplateAnswer) -> BlockProfile | None:
     ascending = all(before < share <= 1.0 for before, share in pairwise(shares))
     _check(ascending, "the shares of a profile are ascending, above 0 and at most 1")
     alike = all(len(block.masked_s) == len(profile.shares) for block in profile.blocks)
-    _check(alike, "a block of a profile has other shares than the profile")
+    _check(alike, "a block of a profile has another number of shares than the profile")
     seconds = [second for block in profile.blocks for second in (block.full_s, *block.masked_s)]
-    possible = all(math.isfinite(each) and each >= 0.0 for each in (profile.forward_s, *seconds))
-    _check(possible, "the seconds of a profile are no durations")
+    possible = all(math.isfinite(second) and second >= 0.0 for second in (profile.forward_s, *seconds))
+    _check(possible, "a profile has seconds that are negative or not finite")
     return profile
 
 

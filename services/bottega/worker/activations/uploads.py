@@ -1,7 +1,7 @@
-"""What one store is to record: sections wait within a budget of bytes, and nobody waits for them.
+"""The recordings that one store receives: sections wait within a budget of bytes, and nobody waits for them.
 
-A section that has no room is dropped: the store has the others, and whoever computes that step gives it. Sections are
-sent one at a time, in chunks. They are not copied: what is written to one while it waits lies outside its map.
+A section that finds no room is dropped. The store has the others, and a worker that computes that step sends it.
+Sections are sent one at a time, in chunks, and are not copied: edits write to a waiting section only outside its map.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedSection:
-    """A step as it was when it was given: its map and prompt may change."""
+    """A step at the time of its upload, with the map and the prompt that it had then."""
 
     recording: Recording
     key: StepKey
@@ -43,12 +43,12 @@ class RecordedSection:
 
     @property
     def size_bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return self.step.size_bytes
 
     @property
     def header(self) -> SectionHeader:
-        """What the store is told of it."""
+        """The store's description of it."""
         height, width = self.recording.shape
         return SectionHeader(
             recording=self.recording.id,
@@ -62,7 +62,14 @@ class RecordedSection:
 
 
 class SectionUpload:
-    """number: of its messages. Raises ValueError for a section that no message has room for."""
+    """A section on its way: its description, then its tensors in chunks, with other messages in between.
+
+    Args:
+        number: Number of its messages.
+
+    Raises:
+        ValueError: The section does not fit into messages.
+    """
 
     def __init__(self, number: int, section: RecordedSection) -> None:
         self.section = section
@@ -74,11 +81,14 @@ class SectionUpload:
 
     @property
     def done(self) -> bool:
-        """Whether all was sent."""
+        """Whether all of it was sent."""
         return self._chunks.done
 
     def send(self, connection: Connection, link: Link, most_bytes: int) -> int:
-        """Sends what comes next, at most so many bytes of tensors; returns how many. Raises what sending does."""
+        """Send the next part, at most so many bytes of tensors, and return how many were sent.
+
+        Raises the errors of sending.
+        """
         if not self._begun:
             self._begun = True
             connection.send_now(link, self._message)
@@ -88,19 +98,18 @@ class SectionUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordingUpload:
-    """What is sent next: a message, or what comes next of a section. ends: whether it is the recording's last word.
-
-    most_bytes: of tensors, of a section.
-    """
+    """An item to be sent next: one message, or the next part of a section."""
 
     recording: Recording
     message: WholeMessage | None = None
     section: SectionUpload | None = None
     most_bytes: int = 0
+    """Most bytes of a section's tensors."""
     ends: bool
+    """Whether this is the last message of the recording."""
 
     def send(self, connection: Connection, link: Link) -> int:
-        """Sends it; returns how many bytes of tensors. Raises what sending does."""
+        """Send it. Return how many bytes of tensors were sent. Raises the errors of sending."""
         if self.section is not None:
             return self.section.send(connection, link, self.most_bytes)
         assert self.message is not None, "one of both"
@@ -110,22 +119,28 @@ class RecordingUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _End:
-    """header: None where the recording is abandoned."""
+    """The end of a recording."""
 
     recording: Recording
     header: RecordingHeader | None = None
+    """None if the recording is abandoned."""
     size_bytes: int = 0
 
     @property
     def message(self) -> WholeMessage:
-        """It. Raises ValueError where no message has room for it."""
+        """The message. Raises ValueError if it is too large."""
         if self.header is None:
             return messages.abandon_message(self.recording.id, self.recording.key.digest)
         return messages.recording_message(self.header, drawn_tensors(self.recording.drawn))
 
 
 class Uploads:
-    """To one store. budget_bytes: of sections that wait. wake: called when there is something to send."""
+    """The queue of sections for one store.
+
+    Args:
+        budget_bytes: Bytes of sections that may wait.
+        wake: Called when there is something to send.
+    """
 
     def __init__(self, *, budget_bytes: int, meter: LoadMeter, wake: Callable[[], None]) -> None:
         self._numbers = itertools.count(1)
@@ -135,10 +150,10 @@ class Uploads:
         self._wake = wake
         self._lock = threading.Lock()
         self._queue: deque[RecordedSection | _End] = deque()
-        self._sending: SectionUpload | None = None  # of whose chunks some are left
-        self._known: WeakSet[Recording] = WeakSet()  # that the store has, or is being given
-        self._unfinished: set[Recording] = set()  # of those, what has not ended
-        self._others: WeakSet[Recording] = WeakSet()  # of whose templates it has another recording
+        self._sending: SectionUpload | None = None  # has chunks that were not sent
+        self._known: WeakSet[Recording] = WeakSet()  # recordings that the store has or receives
+        self._unfinished: set[Recording] = set()  # those of them that have not ended
+        self._others: WeakSet[Recording] = WeakSet()  # the store has another recording of their templates
 
     @property
     def waiting(self) -> bool:
@@ -146,28 +161,28 @@ class Uploads:
         return bool(self._queue) or self._sending is not None
 
     def lacks(self, recording: Recording) -> bool:
-        """Whether the store may not have it, nor another one of its template."""
+        """Return whether the store may have neither the recording nor another one of its template."""
         with self._lock:
             return recording not in self._known and recording not in self._others
 
     def begin(self, recording: Recording) -> None:
-        """The store takes a recording, of which `add` is told each step, and then `complete` or `abandon`."""
+        """Begin a recording that the store accepts. `add` follows for each step, then `complete` or `abandon`."""
         with self._lock:
             self._known.add(recording)
             self._unfinished.add(recording)
 
     def adopt(self, recording: Recording) -> None:
-        """The store has it: what is added to it, others may have, too."""
+        """Note that the store has the recording. Other workers may add to it, too."""
         with self._lock:
             self._known.add(recording)
 
     def pass_over(self, recording: Recording) -> None:
-        """The store has another one of its template."""
+        """Note that the store has another recording of the same template."""
         with self._lock:
             self._others.add(recording)
 
     def add(self, recording: Recording, key: StepKey) -> None:
-        """A step was added, replaced or grown. Nothing where the store does not know the recording."""
+        """Queue a step that was added, replaced or extended. Does nothing if the store does not know the recording."""
         step = recording.steps.get(key)
         if step is None or not step.writable:
             return
@@ -176,7 +191,7 @@ class Uploads:
             if recording not in self._known:
                 return
             self._remove(
-                lambda each: isinstance(each, RecordedSection) and each.recording is recording and each.key == key
+                lambda item: isinstance(item, RecordedSection) and item.recording is recording and item.key == key
             )
             if self._waiting_bytes + section.size_bytes > self._budget_bytes:
                 self._meter.note("upload_dropped_full")
@@ -185,7 +200,7 @@ class Uploads:
         self._wake()
 
     def complete(self, recording: Recording, header: RecordingHeader) -> None:
-        """It is whole."""
+        """Queue the end of a complete recording."""
         with self._lock:
             if recording not in self._unfinished:
                 return
@@ -193,7 +208,7 @@ class Uploads:
         self._wake()
 
     def abandon(self, recording: Recording) -> None:
-        """It is worth nothing."""
+        """Queue the end of a recording that is of no use."""
         with self._lock:
             if recording not in self._unfinished:
                 return
@@ -202,14 +217,14 @@ class Uploads:
         self._wake()
 
     def forget(self, id: str) -> None:
-        """The store does not take the recording of this id: it may have been dropped there. It may be asked again."""
+        """Stop sending a recording that the store does not accept; it may have dropped it. It may be offered again."""
         with self._lock:
-            for recording in [each for each in self._known if each.id == id]:
+            for recording in [known for known in self._known if known.id == id]:
                 self._meter.note("upload_dropped_not_granted")
                 self._forget(recording)
 
     def lose(self) -> None:
-        """The link has ended: the store forgets what has not, and another one may answer the next time."""
+        """Forget everything, because the link has ended: the store drops incomplete recordings."""
         with self._lock:
             self._meter.note("upload_dropped_lost", len(self._unfinished))
             self._unfinished.clear()
@@ -219,7 +234,7 @@ class Uploads:
             self._sending = None
 
     def next(self) -> RecordingUpload | None:
-        """What comes next; None for nothing. By the thread that sends: it makes the message."""
+        """Return what is sent next, or None. Called by the thread that sends, because it makes the message."""
         while True:
             with self._lock:
                 if self._sending is not None:
@@ -229,12 +244,16 @@ class Uploads:
                 item = self._queue.popleft()
             try:
                 return self._begun(item)
-            except Exception:  # noqa: BLE001 - the boundary of an upload: the link, and others', go on without it
+            except Exception:  # noqa: BLE001 - the boundary of an upload, which must not end the link
                 _log.exception("a recording could not be sent")
                 self._refused(item.recording, ends=isinstance(item, _End))
 
     def sent(self, upload: RecordingUpload, size_bytes: int) -> None:
-        """It is with the store. size_bytes: of tensors in it."""
+        """Note that an upload was sent.
+
+        Args:
+            size_bytes: Bytes of tensors in it.
+        """
         self._meter.note("upload_bytes", size_bytes)
         with self._lock:
             if upload.section is not None and upload.section.done and self._sending is upload.section:
@@ -245,19 +264,19 @@ class Uploads:
             self._meter.note("uploaded")
 
     def refused(self, upload: RecordingUpload) -> None:
-        """There was no room to send it."""
+        """Note that an upload could not be sent for lack of room."""
         with self._lock:
             if upload.section is not None and self._sending is upload.section:
                 self._sending = None
         self._refused(upload.recording, ends=upload.ends)
 
     def _begun(self, item: RecordedSection | _End) -> RecordingUpload:
-        """Raises ValueError for what no message has room for."""
+        """Return the first part of an item. Raises ValueError if it is too large for a message."""
         if isinstance(item, _End):
             return RecordingUpload(recording=item.recording, message=item.message, ends=item.header is not None)
         upload = SectionUpload(next(self._numbers), item)
         with self._lock:
-            if item.recording in self._known:  # else it was abandoned meanwhile, and its chunks come to nothing
+            if item.recording in self._known:  # else it was abandoned meanwhile, and the store ignores its chunks
                 self._sending = upload
             return self._piece_of(upload)
 
@@ -267,33 +286,33 @@ class Uploads:
         )
 
     def _refused(self, recording: Recording, *, ends: bool) -> None:
-        """A recording whose end cannot be sent is worth nothing to the store; it may be given it again."""
+        """Abandon a recording whose end cannot be sent. It may be offered again."""
         self._meter.note("upload_dropped_refused")
         if ends:
             self.abandon(recording)
 
-    # Below: under the lock.
+    # Called under the lock.
 
     @property
     def _waiting_bytes(self) -> int:
         sending = self._sending.section.size_bytes if self._sending is not None else 0
-        return sending + sum(each.size_bytes for each in self._queue)
+        return sending + sum(item.size_bytes for item in self._queue)
 
     def _forget(self, recording: Recording) -> None:
         self._known.discard(recording)
         self._unfinished.discard(recording)
-        self._remove(lambda each: each.recording is recording)
+        self._remove(lambda item: item.recording is recording)
         if self._sending is not None and self._sending.section.recording is recording:
             self._sending = None
 
     def _remove(self, gone: Callable[[RecordedSection | _End], bool]) -> None:
-        kept = [each for each in self._queue if not gone(each)]
+        kept = [item for item in self._queue if not gone(item)]
         if len(kept) < len(self._queue):
             self._queue = deque(kept)
 
 
 def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
-    """Image latent and noise as they are sent: no element type of a model has more than float32 has."""
+    """Return image latent and noise as they are sent: in float32, which no model's element type exceeds."""
     if drawn is None:
         return None
     image_latent, noise = drawn.image_latent.float(), drawn.noise.float()
@@ -301,6 +320,6 @@ def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Its elements, row-major."""
+    """Return a tensor's elements, row-major."""
     data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data

@@ -1,4 +1,4 @@
-"""Cached latents of a worker's engine: asked for at the fleet's caches, and recorded there, over links."""
+"""Cached latents of a worker's engine: looked up in the fleet's caches, and recorded there, over links."""
 
 from bottega.worker.cache.latent_stores import LatentStores
 from bottega.worker.cache.store_link import CacheLinkSettings

@@ -1,4 +1,4 @@
-"""Cached latents as an add-on of a worker's engine: from the fleet's approximate caches."""
+"""The engine's add-on for cached latents from the fleet's approximate caches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from bottega.worker.engine.addons import EngineAddOnContext
 
 
 def create(context: EngineAddOnContext) -> WorkerCachedStarts:
-    """The add-on that the manifest names."""
+    """Return the add-on that the manifest names."""
     return WorkerCachedStarts(context)
 
 
 class WorkerCachedStarts(EngineCachedStarts):
-    """All cached latents of a worker."""
+    """The add-on for cached latents."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
         config = context.config

@@ -1,7 +1,7 @@
-"""The fleet's approximate caches as one source of latents: the first that is linked is asked. See LatentSource.
+"""The fleet's approximate caches as one LatentSource: it asks the first one that is linked.
 
-A question whose cache is lost is asked at the next one, or there again, for as long as somebody needs the answer.
-Recordings wait within a budget of bytes and go to the first cache that is linked; nothing here ever waits.
+A question whose cache is lost is asked again, at the next cache or at the same one, while its answer is needed.
+Recordings wait within a budget of bytes for the first cache that is linked. No call blocks.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ from bottega.worker.cache.store_link import CacheLinkSettings, CacheStoreLink
 
 _log = logging.getLogger(__name__)
 
-# That wait for their answers: a worker holds at most some tens of jobs.
-_MOST_QUESTIONS = 1024
-# Times that one question is sent: links are lost now and then, but never mind one question that ends them all.
-_MOST_TRIES = 3
-# Caches that are linked: a fleet has one, or a few.
-_MOST_STORES = 4
+# Questions without an answer. A worker holds at most some tens of jobs.
+_MAX_QUESTIONS = 1024
+# How often one question is sent, so that a question that breaks links does not break all of them.
+_MAX_TRIES = 3
+# Caches that are linked. A fleet has one, or a few.
+_MAX_STORES = 4
 
 _UNAVAILABLE = LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Question:
-    """link: that was asked it, at asked_s on CLOCK_MONOTONIC; None while there is none. tries: links that were."""
+    """A question that has no answer yet."""
 
     question: LatentQuestion
     answer: Future[LatentReply]
     link: CacheStoreLink | None = None
+    """The cache that was asked; None while none is linked."""
     asked_s: float = 0.0
+    """When it was asked, on CLOCK_MONOTONIC."""
     tries: int = 0
+    """How many links it was sent on."""
 
 
 class LatentStores:
-    """One thread of the engine's calls it, and those of its links.
+    """The caches of the fleet, called by one thread of the engine and by the links' threads.
 
-    model_name: as requests call the engine's model. budget_bytes: of recordings that wait.
+    Args:
+        model_name: Name of the engine's model in requests.
+        budget_bytes: Bytes of recordings that may wait.
     """
 
     def __init__(
@@ -76,11 +81,11 @@ class LatentStores:
 
     @property
     def linked(self) -> int:
-        """Links that are open."""
+        """Number of open links."""
         return sum(link.open for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        wanted = {store.address: store for store in stores[:_MOST_STORES]}
+        wanted = {store.address: store for store in stores[:_MAX_STORES]}
         with self._lock:
             gone = [link for address, link in self._links.items() if address not in wanted]
             self._links = {address: self._links.get(address) or self._open(store) for address, store in wanted.items()}
@@ -90,8 +95,8 @@ class LatentStores:
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         answer = Future[LatentReply]()
         with self._lock:
-            self._questions = {key: each for key, each in self._questions.items() if not each.answer.done()}
-            if len(self._questions) >= _MOST_QUESTIONS:
+            self._questions = {key: asked for key, asked in self._questions.items() if not asked.answer.done()}
+            if len(self._questions) >= _MAX_QUESTIONS:
                 answer.set_result(_UNAVAILABLE)
                 return answer
             number = next(self._numbers)
@@ -118,22 +123,22 @@ class LatentStores:
         return True
 
     def stop(self) -> None:
-        """Ends all links."""
+        """Close all links."""
         self.set_stores(())
 
     def on_link(self, link: CacheStoreLink) -> None:
-        """What nobody was asked yet, it is asked."""
+        """Ask pending questions of a cache that is linked now."""
         with self._lock:
             self._ask_pending()
         link.record()
 
     def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
-        """Late ones, and those to what somebody else was asked, count as well as others."""
+        """Deliver an answer. It counts even if it is late or the question was asked again elsewhere."""
         with self._lock:
             asked = self._questions.pop(number, None)
         if asked is None:
             return
-        if not asked.answer.set_running_or_notify_cancel():  # its job has ended, or needs it no more
+        if not asked.answer.set_running_or_notify_cancel():  # the job has ended, or does not need it any more
             if answer.header.hits and answer.header.counts_starts:
                 link.report(_unused(asked.question.header, answer.header))
         else:
@@ -142,7 +147,7 @@ class LatentStores:
             asked.answer.set_result(replace(answer, work=work))
 
     def on_lost(self, link: CacheStoreLink) -> None:
-        """What it was asked, another one is, or the same when it is back."""
+        """Ask the questions of a lost link again, elsewhere or there."""
         with self._lock:
             for asked in self._questions.values():
                 if asked.link is link:
@@ -150,6 +155,7 @@ class LatentStores:
             self._ask_pending()
 
     def next_recording(self) -> CacheMessage | None:
+        """Return the oldest recording; None if there is none. Called by the thread that sends."""
         while True:
             with self._lock:
                 if not self._recordings:
@@ -158,8 +164,8 @@ class LatentStores:
                 self._waiting_bytes -= recording.size_bytes
             try:
                 return recording_of(recording, model_name=self._model_name)
-            except Exception:  # noqa: BLE001 - the boundary of a recording: the link, and others', go on without it
-                _log.exception("a recording could not be made")
+            except Exception:  # noqa: BLE001 - the boundary of a recording, which must not end the link
+                _log.exception("the message of a recording could not be made")
 
     def _open(self, store: ServiceAddress) -> CacheStoreLink:
         return CacheStoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)
@@ -168,14 +174,14 @@ class LatentStores:
         return next((link for link in self._links.values() if link.open), None)
 
     def _ask_pending(self) -> None:
-        """Asks what has no link, and is still wanted. Under the lock."""
+        """Ask questions that have no link and are still wanted. Call it under the lock."""
         for number, asked in self._questions.items():
             if asked.link is None and not asked.answer.done():
                 self._send(number, asked)
 
     def _send(self, number: int, asked: _Question) -> None:
-        """Asks the first cache that is linked; what was asked often enough has no answer. Under the lock."""
-        if asked.tries == _MOST_TRIES:
+        """Ask the first cache that is linked. Answer with nothing after too many tries. Call it under the lock."""
+        if asked.tries == _MAX_TRIES:
             if asked.answer.set_running_or_notify_cancel():
                 asked.answer.set_result(_UNAVAILABLE)
             return
@@ -186,6 +192,6 @@ class LatentStores:
 
 
 def _unused(question: CacheQuestion, answer: CacheAnswer) -> CacheStarts:
-    """Return what the store is told of hits that came when nobody waited for them any more."""
+    """Return the report to a cache about hits that came after their job had stopped waiting."""
     entries = [hit.entry for hit in answer.hits]
     return CacheStarts(key=question.key, prompt_digest=question.prompt_digest, unused=entries)

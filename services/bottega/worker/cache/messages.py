@@ -1,4 +1,4 @@
-"""Messages to and from an approximate cache, made of the engine's tensors and read into such."""
+"""Translates between the engine's tensors and messages of an approximate cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HEADER_SPECS = 2
 
 
 def question_of(number: int, question: LatentQuestion) -> messages.CacheMessage:
-    """The message that asks."""
+    """Return the message of a question."""
     return messages.question_message(number, question.header, _bytes(question.embedding))
 
 
 def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentReply]:
-    """The number of the question, and copies of what came. Raises ValueError."""
+    """Return the number of the question, and a copy of the answer. Raises ValueError."""
     number, header = messages.read_header(layout, views, CacheAnswer)
     check_times(header.times)
     messages.check_latents(layout, _HEADER_SPECS, len(header.hits))
@@ -36,7 +36,10 @@ def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentR
 
 
 def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheMessage:
-    """The message that records. It waits for the device, and shrinks the picture: for a thread that has time."""
+    """Return the message of a recording.
+
+    It waits for the device and shrinks the image, so it needs a thread that has time.
+    """
     latents = latents_in_order(recording)
     picture = recording.small_picture()
     height, width, _ = picture.shape
@@ -57,7 +60,7 @@ def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheM
 
 
 def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.GenerationSpec:
-    """What was drawn, for people; without images."""
+    """Return the spec of an image for people to read, without input images."""
     pb = generation_pb2
     return pb.GenerationSpec(
         model=model_name,

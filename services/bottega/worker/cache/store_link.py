@@ -1,7 +1,7 @@
-"""One approximate cache as a worker's engine sees it: sends questions and recordings, and hears answers.
+"""The link of a worker's engine to one approximate cache: sends questions and recordings, and receives answers.
 
-The link is opened as soon as the cache is known, so that the first question finds it open, and again when it is lost.
-What is still to be asked or recorded, its owner knows.
+The link is opened as soon as the cache is known, so that the first question finds it open, and again after a loss.
+LatentStores keeps the questions and recordings.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Of an answer: eight latents of a picture of 4096 pixels a side are 8 MiB in single precision.
+# The largest answer: eight latents of an image of 4096 x 4096 pixels are 8 MiB in single precision.
 _ANSWER_BYTES = 64 << 20
 _SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLinkSettings(LinkClientSettings):
-    """Takes in answers."""
+    """The settings of a link that receives answers of a cache."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=_SLOTS, slot_bytes=_ANSWER_BYTES))
     retry_s: float = 1.0
 
 
 class CacheStoreLink(LinkClientHandler):
-    """Any thread may call it. open: whether there is a link."""
+    """A link to one cache. Any thread may call it."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CacheStoreLink(LinkClientHandler):
         self._owner = owner
         self._connection: Connection | None = None
         self._records = False
-        self._told = False
+        self._loss_logged = False
         self._client = LinkClient(
             self,
             peer=f"cache {store.name}",
@@ -76,36 +76,37 @@ class CacheStoreLink(LinkClientHandler):
 
     @property
     def open(self) -> bool:
+        """Whether the link is open."""
         return self._connection is not None
 
     @property
     def wants_link(self) -> bool:
-        """Always: it is closed when the cache is there no more."""
+        """Always True, because a link is closed when its cache leaves the fleet."""
         return True
 
     def ask(self, number: int, question: LatentQuestion) -> bool:
-        """Sends a question; False where there is no link."""
+        """Send a question. Return False if there is no link."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_of(number, question))
 
     def report(self, starts: CacheStarts) -> None:
-        """Send what latents of this cache have saved. Do nothing without a link."""
+        """Report what latents of this cache have saved. Do nothing without a link."""
         connection = self._connection
         if connection is not None:
             connection.send(starts_message(starts))
 
     def record(self) -> None:
-        """There is a recording to be sent when there is nothing to ask. Harmless without a link."""
+        """Send recordings once there is nothing to ask. Do nothing without a link."""
         connection = self._connection
         if connection is not None:
             connection.post(self._begin_recording)
 
     def close(self) -> None:
-        """Ends the link."""
+        """Close the link."""
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
-        self._connection, self._told = connection, False
+        self._connection, self._loss_logged = connection, False
         assert connection.link is not None
         choice = connection.link.backend_choice
         facts = {"cache": self.store.name, "backend": choice.backend, "why": choice.reason}
@@ -121,18 +122,18 @@ class CacheStoreLink(LinkClientHandler):
 
     def on_end(self, cause: BottegaError) -> None:
         self._connection = None
-        if not self._told:  # once, however often it is tried again
-            self._told = True
+        if not self._loss_logged:  # once, however often it is tried again
+            self._loss_logged = True
             _log.warning("an approximate cache is lost", extra={"cache": self.store.name, "text": cause.message})
         self._owner.on_lost(self)
 
     @property
     def idle_s(self) -> float | None:
-        """Questions go before recordings."""
+        """Return 0 while recordings wait; questions are sent first."""
         return 0.0 if self._records else None
 
     def send_idle(self, link: Link) -> None:
-        """The next recording."""
+        """Send the next recording."""
         recording = self._owner.next_recording()
         self._records = recording is not None
         connection = self._connection
@@ -140,7 +141,7 @@ class CacheStoreLink(LinkClientHandler):
             return
         try:
             connection.send_now(link, recording)
-        except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+        except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link goes on
             _log.warning("a recording is dropped", extra={"cache": self.store.name, "text": error.message})
 
     def _begin_recording(self, _link: Link) -> None:

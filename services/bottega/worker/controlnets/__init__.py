@@ -1,6 +1,6 @@
-"""ControlNets on servers, as the worker's engine sees them: links, sessions, residuals, and who replaces a server.
+"""ControlNets on servers, used by a worker's engine: links, sessions, residuals, and the replacement of lost servers.
 
-`RemoteControlNets` is what the engine holds.
+`RemoteControlNets` is the engine's ControlNetProvider.
 """
 
 from bottega.worker.controlnets.provider import RemoteControlNets, StalenessPolicy

@@ -1,4 +1,4 @@
-"""ControlNets as an add-on of a worker's engine: on servers, and those that the worker runs itself."""
+"""The engine's add-on for ControlNets: on servers, and in the worker itself where the configuration names folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bottega.worker.engine.addons import EngineAddOnContext
 
 
 def create(context: EngineAddOnContext) -> WorkerControlNets:
-    """The add-on that the manifest names."""
+    """Return the add-on that the manifest names."""
     local = ConfiguredControlNets(context.model, context.config)
     remote = RemoteControlNets(
         base=local.base,
@@ -36,7 +36,12 @@ def create(context: EngineAddOnContext) -> WorkerControlNets:
 
 
 class WorkerControlNets(EngineControlNets):
-    """remote: runs all of them. local: those of this process."""
+    """The add-on for ControlNets.
+
+    Args:
+        remote: Runs all ControlNets, on servers or in this process.
+        local: The ControlNets of this process.
+    """
 
     def __init__(self, remote: RemoteControlNets, local: ConfiguredControlNets) -> None:
         super().__init__(remote)
@@ -55,20 +60,24 @@ class WorkerControlNets(EngineControlNets):
 
 
 class ConfiguredControlNets:
-    """base: the layout that ControlNets of the model have. controlnets: runs them; None where there are none.
+    """The ControlNets that a worker runs itself if no server does: checked at the start, loaded when they are needed.
 
-    digests: by name. Raises ControlNetUnusable naming one that cannot be used, TooLarge where there is no room for
-    them on the device, OSError.
+    Raises:
+        ControlNetUnusable: A ControlNet, which the error names, cannot be used.
+        TooLarge: The device has no room for them.
+        OSError: A file cannot be read.
     """
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.base = base_layout(model.backbone.unet.config, model.latent_scale)
+        """The layout that ControlNets of this model have."""
         folders = {name: Path(folder) for name, folder in config.controlnets.items()}
         self._sources = {
             name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
         }
         self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
         self.controlnets: LocalControlNets | None = None
+        """What runs them; None where none are configured."""
         self._cache: ControlNetCache | None = None
         if folders:
             weights_bytes = sum(source.size_bytes for source in self._sources.values())
@@ -78,7 +87,7 @@ class ConfiguredControlNets:
             self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=config.fixed_rows)
 
     def report(self) -> list[Hosted]:
-        """All of them, by name."""
+        """Return all of them for the fleet, by name."""
         if self._cache is None:
             return []
         popularity = self._cache.popularity

@@ -1,8 +1,9 @@
-"""The engine's ControlNets where they run on servers: requests steps, waits for residuals, and hands them over.
+"""The engine's ControlNets on servers: requests steps, waits for residuals, and hands them to the engine.
 
-The step of a ControlNet whose server is lost is requested again from the next server, once that has loaded it; until
-then its request delays no other. Without any server the request fails: a picture is never drawn without its controls.
-All of it happens in the engine's thread; links have threads of their own, and signal a condition when a message comes.
+If a server is lost, its steps are requested from the next one once that has loaded the ControlNet. Until then only
+requests that use it wait. Without any server the request fails: an image is never drawn without its controls.
+Everything here runs in the engine's thread. Links have threads of their own, and notify a condition when a message
+comes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from bottega.worker.controlnets.session import PlacedSession
 from bottega.worker.controlnets.session_manager import SessionManager
 from bottega.worker.controlnets.step_result import StepResult
 
-# How often a wait says that the engine lives, and looks whether something was loaded in this process.
+# How often a wait beats and checks whether a ControlNet was loaded in this process.
 _LOOK_S = 0.1
 
 
 class StalenessPolicy:
-    """Of one engine's turns."""
+    """Decides whether a request waits for each step's residuals or goes on with those of the step before.
+
+    It measures how long a step and its encoder half take, and decides by `planning.pipelines`.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,24 +47,29 @@ class StalenessPolicy:
         self._needed = True
 
     def on_turn(self) -> None:
-        """A turn has begun."""
+        """Note that a turn has begun."""
         now_s = self._clock()
         if self._asked_s is not None:
             self._step_s = smoothed(self._step_s, now_s - self._asked_s)
         self._asked_s, self._needed = now_s, False
 
     def on_idle(self) -> None:
-        """The time until the next turn is no step's."""
+        """Note that the time until the next turn belongs to no step."""
         self._asked_s = None
 
     def on_residuals_needed(self) -> None:
-        """The turn could use its residuals now."""
+        """Note that the turn could use its residuals now."""
         if not self._needed and self._asked_s is not None:
             self._needed = True
             self._encoder_s = smoothed(self._encoder_s, self._clock() - self._asked_s)
 
     def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
-        """Whether its steps go on with the residuals of the step before. answer_s, transfer_s: see ServerLink."""
+        """Return whether steps with this ControlNet go on with the residuals of the step before.
+
+        Args:
+            answer_s: See ServerLink.
+            transfer_s: See ServerLink.
+        """
         similarity = control.hosts.similarity
         if not control.may_be_stale or similarity is None:
             return False
@@ -70,10 +79,14 @@ class StalenessPolicy:
 
 
 class RemoteControlNets:
-    """A ControlNetProvider, see there.
+    """A ControlNetProvider whose ControlNets run on servers, or in this process where no server runs them.
 
-    base: of the model. local: those of this process. counters: of all links. heartbeat: beats while a forward waits.
-    staleness: decides who may go on with residuals of the step before.
+    Args:
+        base: Layout of the model's ControlNets.
+        local: The ControlNets of this process.
+        counters: Counts all links.
+        staleness: Decides which requests go on with residuals of the step before.
+        heartbeat: Beats while a forward pass waits.
     """
 
     def __init__(
@@ -104,16 +117,16 @@ class RemoteControlNets:
         self._heartbeat = heartbeat or Heartbeat()
         self._rows: list[Row] = []
         self._local_rows: dict[Row, Row] = {}
-        self._taken: dict[Row, set[StepResult]] = {}  # of this turn
+        self._taken: dict[Row, set[StepResult]] = {}  # results of this turn that the row has used
 
     @property
     def counters(self) -> LinkCounters:
-        """Of all links."""
+        """Counters of all links."""
         return self._manager.counters
 
     @property
     def servers(self) -> list[str]:
-        """Names of the servers that it is linked to."""
+        """Names of the servers with an open link."""
         return [link.server.name for link in self._manager.links if link.lost is None]
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
@@ -160,8 +173,11 @@ class RemoteControlNets:
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Only of servers that have slots to spare: what is asked for ahead holds one for longer,
-        and a server that has none left for its answers is stuck."""
+        """Request residuals ahead, from servers with slots to spare.
+
+        An answer that is requested ahead holds its slot for longer, and a server without a free slot cannot answer at
+        all.
+        """
         for link in self._manager.links:
             link.spare_slots()
         self._manager.take_in_news()
@@ -204,14 +220,14 @@ class RemoteControlNets:
                 addends.append(next(here))
                 continue
             answer = session.answer(row)
-            assert answer is not None, "it was ready"
+            assert answer is not None, "the engine takes residuals that are ready"
             result, place = answer
             self._taken.setdefault(row, set()).add(result)
             addends.append(self._device.to_device(result.at(point, place), self._dtype))
         return addends
 
     def stop(self) -> None:
-        """Closes all links."""
+        """Close all links."""
         for link in self._manager.links:
             link.end()
 
@@ -231,7 +247,7 @@ class RemoteControlNets:
         return not all(self._manager.is_open(session) for session in _sessions(row))
 
     def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
-        """Asks for what the rows need and was not asked for; a message a server, and group."""
+        """Request the residuals that rows need and that were not requested: one message for each server and group."""
         wanted: dict[ServerLink, list[tuple[Row, PlacedSession]]] = {}
         for row in rows:
             for session in _sessions(row):
@@ -250,7 +266,7 @@ class RemoteControlNets:
     def _ask_for(
         self, link: ServerLink, pairs: Sequence[tuple[Row, PlacedSession]], shapes: tuple[tuple[int, int, int], ...]
     ) -> None:
-        samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request have one
+        samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request share one sample
         places = {key: place for place, key in enumerate(samples)}
         result = StepResult(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
         for place, (row, session) in enumerate(pairs):
@@ -270,7 +286,7 @@ class RemoteControlNets:
         link.ask(step, result)
 
     def _compute(self) -> None:
-        """Has this process compute what only it can."""
+        """Compute in this process the residuals of sessions that run here."""
         if self._local is None:
             return
         rows = {}
@@ -290,5 +306,5 @@ def _sessions(row: Row) -> list[PlacedSession]:
 
 
 def _session(handle: Hashable) -> PlacedSession:
-    assert isinstance(handle, PlacedSession), "every handle was made here"
+    assert isinstance(handle, PlacedSession), "`open` made every handle"
     return handle

@@ -1,6 +1,6 @@
-"""One ControlNet server as a worker's engine sees it: leases and steps asked for by number, and their answers.
+"""The link of a worker's engine to one ControlNet server: requests leases and steps by number, and receives answers.
 
-A server that computes nothing within `stall_s` is given up, though it answers pings.
+A server that computes nothing for `stall_s` is given up, even if it answers pings.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from bottega.worker.controlnets.step_result import StepResult
 
 _log = logging.getLogger(__name__)
 
-# A quiet link is looked at several times a second. One look that is later than this says that this process itself was
-# stopped: what the server has said meanwhile is read now.
+# A quiet link is checked several times a second. A check that is later than this shows that this process itself was
+# stopped, and that messages of the server are still to be read.
 _LATE_S = 1.0
 # Weight of the newest measurement in a running average.
 _WEIGHT = 0.3
@@ -46,24 +46,26 @@ _WEIGHT = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlLinkSettings(LinkClientSettings):
-    """stall_s: after which a server is given up whose forwards show no sign of life though it owes an answer: longer
-    than the longest block of a network takes, or the embedding of a control image.
-    """
+    """The settings of a link to a ControlNet server."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=8, slot_bytes=1 << 30))
     stall_s: float = 20.0
+    """Seconds without progress after which a server that owes an answer is given up.
+
+    It must be longer than the longest block of a network, or the embedding of a control image, takes.
+    """
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LeaseStatus:
-    """What the server has said of a lease that it was asked for: that it is open, or why it will not be."""
+    """The server's answer to a request for a lease: it is open, or refused."""
 
     opened: bool = False
     refusal: BottegaError | None = None
 
 
 class ChangeCondition:
-    """A counter of events; a thread that has seen a count may wait for a higher one."""
+    """A counter of events by which the links' threads wake the engine's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -71,26 +73,28 @@ class ChangeCondition:
 
     @property
     def count(self) -> int:
-        """How much has happened."""
+        """Number of events so far."""
         return self._count
 
     def notify(self) -> None:
-        """Something has happened."""
+        """Count an event and wake those that wait."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Returns when more than `seen` has happened, or after the timeout."""
+        """Return when the count is above `seen`, or after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._count > seen, timeout_s)
 
 
 class ServerLink(LinkClientHandler):
-    """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
+    """A link to one server, used by one thread.
 
-    link_id: of the link that it replaces. answer_s: seconds from a step to its whole answer, of late; 0 is not known.
-    transfer_s: from the answer's beginning on; 0 within this host, where the wait is for a processor.
+    Messages may be sent right after `start`. Once the link is `lost`, it stays so.
+
+    Args:
+        link_id: Id of the link that it replaces.
     """
 
     def __init__(
@@ -104,11 +108,14 @@ class ServerLink(LinkClientHandler):
         link_id: str = "",
     ) -> None:
         self.server = server
-        self.answer_s = self.transfer_s = 0.0
+        self.answer_s = 0.0
+        """Recent seconds from a request to the whole answer; 0 if unknown."""
+        self.transfer_s = 0.0
+        """Recent seconds from an answer's beginning to its end; 0 within this host, where transfers need no time."""
         self._changes = changes
         self._settings = settings
         self._numbers = itertools.count(1)
-        self._leases: dict[int, LeaseStatus] = {}  # that were not answered yet
+        self._leases: dict[int, LeaseStatus] = {}  # those without an answer
         self._results: dict[int, StepResult] = {}
         self._outstanding: list[StepResult] = []
         self._progress = 0
@@ -125,17 +132,17 @@ class ServerLink(LinkClientHandler):
 
     @property
     def lost(self) -> BottegaError | None:
-        """Why the link has ended, once it has."""
+        """Why the link has ended; None while it has not."""
         return self._lost or self._client.connection.cause
 
     @property
     def link_id(self) -> str:
-        """Of the newest link."""
+        """Id of the newest link."""
         return self._client.link_id
 
     @property
     def wants_link(self) -> bool:
-        """Only one: what was begun on it moves to another server when it is lost."""
+        """Whether it has not been lost. It is not opened again, because its sessions move to another server."""
         return self._lost is None
 
     @property
@@ -144,22 +151,22 @@ class ServerLink(LinkClientHandler):
         return self._settings.limits.slot_bytes
 
     def start(self) -> None:
-        """Opens the link in the background."""
+        """Open the link in the background."""
         self._client.start()
 
     def open(self, lease: int, message: TensorMessage) -> LeaseStatus:
-        """Asks for a lease, in the background; what it returns will say what came of it, unless the link is lost."""
+        """Request a lease in the background. The returned status tells the outcome, unless the link is lost."""
         answer = self._leases[lease] = LeaseStatus()
         self._send(message, lease=lease)
         return answer
 
     def close(self, lease: int) -> None:
-        """Ends a lease, in the background."""
+        """End a lease in the background."""
         self._leases.pop(lease, None)
         self._send(number_message(ControlMessageKind.CLOSE, lease))
 
     def ask(self, step: ControlStep, result: StepResult) -> None:
-        """Asks for a step, whose number is new, in the background; the answer goes there."""
+        """Request a step with a new number, in the background. The answer goes into `result`."""
         if not self._results:
             self._progress_s = time.monotonic()
         self._results[step.number] = result
@@ -167,7 +174,7 @@ class ServerLink(LinkClientHandler):
         self._send(step_message(step), step=step.number)
 
     def number(self) -> int:
-        """A number that no other step of the link has."""
+        """Return a number that no other step of the link has."""
         return next(self._numbers)
 
     @property
@@ -176,9 +183,9 @@ class ServerLink(LinkClientHandler):
         return len(self._outstanding) < self._settings.limits.slots // 2
 
     def spare_slots(self) -> None:
-        """Copies answers where they hold half of the slots: the server must always have some to answer into.
+        """Copy answers if they hold half of the slots, because the server always needs free ones.
 
-        To be called when nobody looks at what is in them.
+        Call it only while nobody reads the answers.
         """
         self._outstanding = [result for result in self._outstanding if result.holds_memory]
         if not self.has_slots_to_spare:
@@ -188,19 +195,19 @@ class ServerLink(LinkClientHandler):
             self._outstanding = [result for result in self._outstanding if result.holds_memory]
 
     def end(self) -> None:
-        """Closes the link, and tells the server."""
+        """Close the link."""
         self._client.close()
         self._client.join()
 
     def on_open(self, connection: Connection) -> None:
-        """The server can be asked."""
+        """Log the backend of the link."""
         assert connection.link is not None
         choice = connection.link.backend_choice
         facts = {"server": self.server.name, "backend": choice.backend, "why": choice.reason}
         _log.info("linked to a ControlNet server", extra=facts)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Residuals are handed on point by point."""
+        """Handle a message. Residuals are passed on point by point."""
         if kind_of(incoming.layout) == ControlMessageKind.RESIDUALS:
             self._take_residuals(connection, incoming)
             return
@@ -209,16 +216,16 @@ class ServerLink(LinkClientHandler):
         self._changes.notify()
 
     def on_pong(self, progress: int) -> None:
-        """The server has counted so many signs of life of its forwards."""
+        """Note how many signs of progress the server has counted."""
         if progress != self._progress:
             self._progress, self._progress_s = progress, time.monotonic()
 
     def on_disconnect(self) -> None:
-        """Sessions that wait for an answer move to another server at once."""
+        """Wake the engine, whose sessions move to another server at once."""
         self._changes.notify()
 
     def on_end(self, cause: BottegaError) -> None:
-        """Nobody uses it any more."""
+        """Mark the link as lost."""
         if not isinstance(cause, LinkClosed):
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
         self._lost = cause
@@ -230,7 +237,7 @@ class ServerLink(LinkClientHandler):
             self._refuse(error, lease=lease, step=step)
 
         if not self._client.connection.send(message, on_failure=refuse):
-            self._changes.notify()  # it is lost
+            self._changes.notify()  # the link is lost
 
     def _take(self, incoming: Incoming, parts: Sequence[Part]) -> None:
         layout = incoming.layout
@@ -246,7 +253,7 @@ class ServerLink(LinkClientHandler):
                 raise ValueError(f"a server sends no {kind} message")
 
     def _refuse(self, error: BottegaError, *, lease: int | None, step: int | None) -> None:
-        """A lease will not be opened, or a step not be computed."""
+        """Note that a lease or a step is refused."""
         if lease is not None and (answer := self._leases.pop(lease, None)) is not None:
             answer.refusal = error
         if step is not None and (result := self._results.pop(step, None)) is not None:
@@ -269,7 +276,7 @@ class ServerLink(LinkClientHandler):
             try:
                 part = incoming.part(index)
             except LeaseExpired:
-                continue  # nobody reads it any more
+                continue  # its slot was given back, because no row needs it any more
             result.put(result.points - index, tensor_of(incoming.layout.specs[index], part))
             self._changes.notify()
         self._progress_s = time.monotonic()
@@ -278,11 +285,11 @@ class ServerLink(LinkClientHandler):
             self.transfer_s = smoothed(self.transfer_s, self._progress_s - incoming.began)
 
     def check(self) -> None:
-        """Raises DeadlineExceeded when the server answers pings, and computes nothing of what it was asked for."""
+        """Raise DeadlineExceeded if the server answers pings but computes nothing of what it was asked for."""
         now_s = time.monotonic()
         late, self._checked_s = now_s - self._checked_s > _LATE_S, now_s
         if late:
-            self._progress_s = now_s  # this process was stopped itself, and received nothing that the server sent
+            self._progress_s = now_s  # this process was stopped itself, and has received nothing meanwhile
         still_s = now_s - self._progress_s
         if self._results and still_s > self._settings.stall_s:
             raise DeadlineExceeded(

@@ -1,6 +1,6 @@
-"""One request's use of one ControlNet, wherever it runs: which servers were tried, and what they have answered.
+"""The sessions of requests with ControlNets, wherever those run: servers that were tried, and their answers.
 
-Belongs to the engine's thread.
+Only the engine's thread uses them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from bottega.worker.controlnets.step_result import CallTimes, StepResult
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionLease:
-    """What one request has open, or is opening, with one server. opened: whether that was taken in."""
+    """The sessions that one request has, or opens, at one server."""
 
     number: int
     link: ServerLink
     sessions: Sequence[PlacedSession]
     answer: LeaseStatus = field(default_factory=LeaseStatus)
     opened: bool = False
+    """Whether the sessions know that the server has opened it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """Where one row's residuals of one step are, or will be. place: among the rows of the result."""
+    """The place of one row's residuals of one step, which are here or will come."""
 
     step: int
     result: StepResult
     place: int
+    """Index among the rows of the result."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Answers:
-    """Of one half of one image: of the newest step that was asked for, and of the one before it."""
+    """The answers for one half of one image: to the newest request, and to the one before it."""
 
     newest: _Answer | None = None
     before: _Answer | None = None
@@ -46,22 +48,24 @@ class _Answers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PlacedSession:
-    """A handle of the engine. number: of its session with the lease's server.
-
-    tried: names of the servers that were asked to run it, those that were lost included. local: the handle where it
-    runs in this process. error: why nobody runs it any more. pipelined: whether steps go on with the residuals of the
-    step before. waited_s: that forwards waited for it. ran: who has run it.
-    """
+    """A session: the use of one ControlNet by one request, wherever that runs. The engine holds it as a handle."""
 
     control: ControlInput
     number: int = 0
+    """Number of the session at the lease's server."""
     tried: list[str] = field(default_factory=list)
+    """Names of the servers that were asked to run it, lost ones included."""
     lease: SessionLease | None = None
     local: Hashable | None = None
+    """Handle where the ControlNet runs in this process."""
     error: BottegaError | None = None
+    """Why no server runs it any more."""
     pipelined: bool = False
+    """Whether steps go on with the residuals of the step before."""
     waited_s: float = 0.0
+    """Seconds that forward passes waited for it."""
     ran: list[str] = field(default_factory=list)
+    """Names of the servers that have run it; an empty name stands for this process."""
     _calls: dict[tuple[int, CallTimes], str] = field(default_factory=dict)
     _answers: dict[tuple[Hashable, Half], _Answers] = field(default_factory=dict)
     _stale: set[tuple[Hashable, int]] = field(default_factory=set)
@@ -73,7 +77,7 @@ class PlacedSession:
 
     @property
     def record(self) -> ControlRecord:
-        """What it has come to."""
+        """The facts for the provenance."""
         return ControlRecord(
             waited_s=self.waited_s,
             stale_steps=len(self._stale),
@@ -88,16 +92,16 @@ class PlacedSession:
 
     @property
     def refused(self) -> bool:
-        """Whether the server has said that it cannot compute a step that was asked for."""
+        """Whether the server has refused a step that was requested."""
         return any(answers.newest is not None and answers.newest.result.refused for answers in self._answers.values())
 
     def asked(self, row: Row) -> bool:
-        """Whether the row's step was asked for, and its answer came, or may."""
+        """Return whether the row's step was requested and its answer is here or may come."""
         newest = self._of(row).newest
         return newest is not None and newest.step == row.step
 
     def expect(self, row: Row, result: StepResult, place: int) -> None:
-        """The row's residuals will be in this result."""
+        """Note which result will have the row's residuals."""
         result.use()
         if self.lease is not None and len(self._calls) < MAX_SPANS:
             self._calls[row.step, result.times] = self.lease.link.server.name
@@ -108,11 +112,14 @@ class PlacedSession:
             answers.before = answers.newest
         else:
             _drop(answers.newest)
-            self._stale.discard((row.owner, row.step))  # it was to be, before its server was lost
+            self._stale.discard((row.owner, row.step))  # the step is computed anew after the loss of its server
         answers.newest = _Answer(step=row.step, result=result, place=place)
 
     def answer(self, row: Row) -> tuple[StepResult, int] | None:
-        """Where the row's residuals are taken from: the step before in pipelined mode, where that was asked for."""
+        """Return the result with the row's residuals and the row's place in it.
+
+        In pipelined mode that is the result of the step before, if it was requested.
+        """
         answers = self._of(row)
         if answers.before is not None:
             self._stale.add((row.owner, row.step))
@@ -122,15 +129,16 @@ class PlacedSession:
         return None
 
     def forget_answers(self) -> None:
-        """Those that are there, and those that may come, are not wanted any more, here: others may be in them, too."""
+        """Drop the answers that are here or will come. Other sessions may still use the same results."""
         for answers in self._answers.values():
             _drop(answers.newest)
             _drop(answers.before)
         self._answers.clear()
 
     def give_up_answers(self) -> None:
-        """Answers that are not whole will not come, because their server is lost; `void` tells those that have read
-        their first points.
+        """Drop the answers of a lost server.
+
+        Incomplete results are marked as void for rows that have read their first points.
         """
         for answers in self._answers.values():
             for answer in (answers.newest, answers.before):

@@ -1,7 +1,7 @@
-"""Which server runs the ControlNets of requests: sessions on servers, which move when one is lost, or in this process.
+"""Chooses where the ControlNets of requests run: in sessions on servers, or in this process.
 
-A ControlNet whose server is lost goes on with the next one of its list, then in this process where it has the weights;
-without any it has an error. Belongs to the engine's thread.
+When a server is lost, its ControlNets move to the next one of their list, then into this process if it has the weights.
+If nothing is left, the session has an error. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.session import PlacedSession, SessionLease
 
-# Of requests whose ControlNets nobody runs now: servers come back within some seconds.
+# When to retry requests whose ControlNets no server runs: servers come back within some seconds.
 _RETRY_AFTER_S = 3.0
-# Refusals that another try, later or elsewhere, changes nothing about.
+# Refusals that stay the same at other servers and at other times.
 _FINAL = (ControlNetUnusable, TooLarge)
 
 
 class SessionManager:
-    """base, dtype: of the model. local: the ControlNets of this process, where it has some. counters: of all links."""
+    """The sessions of one engine.
+
+    Args:
+        base: Layout of the model's ControlNets.
+        dtype: Element type of the model.
+        local: The ControlNets of this process, if it has any.
+        counters: Counts all links.
+    """
 
     def __init__(
         self,
@@ -47,19 +54,20 @@ class SessionManager:
         self._settings = settings
         self._seen = -1
         self._links: dict[ControlServer, ServerLink] = {}
-        self._before: dict[ControlServer, str] = {}  # by server, the link that was lost
+        self._before: dict[ControlServer, str] = {}  # ids of lost links, by server
         self._leases: list[SessionLease] = []
         self._numbers = itertools.count(1)
 
     @property
     def links(self) -> list[ServerLink]:
-        """To all servers that are used, or were."""
+        """The links to all servers that are used or were used."""
         return list(self._links.values())
 
     def assign(self, sessions: Sequence[PlacedSession], why: BottegaError | None = None) -> None:
-        """Begins one request's sessions with the best servers that were not tried, else here.
+        """Begin the sessions of one request with the best servers that were not tried, else in this process.
 
-        why: what the last ones failed of.
+        Args:
+            why: The error of the servers that were tried last.
         """
         by_server: dict[ControlServer, list[PlacedSession]] = {}
         here: list[PlacedSession] = []
@@ -78,7 +86,7 @@ class SessionManager:
             self._assign_locally(here)
 
     def release(self, sessions: Sequence[PlacedSession]) -> None:
-        """They are not needed any more."""
+        """End sessions that are not needed any more."""
         for lease in dict.fromkeys(session.lease for session in sessions if session.lease is not None):
             lease.link.close(lease.number)
             self._leases.remove(lease)
@@ -86,7 +94,7 @@ class SessionManager:
             self._detach(session)
 
     def is_open(self, session: PlacedSession) -> bool:
-        """Raises nothing: a session that failed in this process moves on to its error."""
+        """Return whether a session is open. One that failed in this process gets its error."""
         if session.local is not None and self._local is not None:
             try:
                 return self._local.opened([session.local])
@@ -97,7 +105,7 @@ class SessionManager:
         return session.lease is not None and session.lease.opened
 
     def take_in_news(self) -> None:
-        """Takes in what the links' threads have said."""
+        """Handle what the links' threads have received."""
         if self.changes.count == self._seen:
             return
         self._seen = self.changes.count
@@ -120,7 +128,7 @@ class SessionManager:
                 self._before[server] = link.link_id
 
     def _reassign(self, lease: SessionLease, why: BottegaError) -> None:
-        """A server does not serve a lease any more: its ControlNets go on elsewhere."""
+        """Move the ControlNets of a lease that its server does not serve any more."""
         self._leases.remove(lease)
         for session in lease.sessions:
             session.give_up_answers()
@@ -139,7 +147,7 @@ class SessionManager:
         return digest is not None and control.hosts.digest in {"", digest}
 
     def _assign_locally(self, sessions: Sequence[PlacedSession]) -> None:
-        """Borrows them together: one by one, a request could hold what it waits for room for."""
+        """Open sessions in this process, together: one by one, a request could hold room that it waits for itself."""
         assert self._local is not None, "this process has the weights"
         try:
             handles = self._local.open([session.control for session in sessions])

@@ -1,3 +1,1 @@
-"""The worker's engine process: what it loads, the loop that speaks engine.proto over the pipe, and the translation of
-its messages.
-"""
+"""The worker's engine process: it loads the model, draws, and speaks engine.proto over a pipe."""

@@ -1,4 +1,4 @@
-"""What add-ons of a worker's engine are made from. The manifest names them (`ServiceSpec.engine_add_on`)."""
+"""Makes the add-ons of a worker's engine, which the manifest names (`ServiceSpec.engine_add_on`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from bottega.worker.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddOnContext:
-    """What an add-on of an engine may use.
-
-    offers: opens links to services. counters: of all links of the process. heartbeat: beats while a turn runs.
-    devices: for links that may be between devices.
-    """
+    """The values from which the factory of an engine add-on makes it."""
 
     config: EngineConfig
     model: Model
     offers: OfferSource
+    """Opens links to services."""
     counters: LinkCounters
+    """Counts all links of the process."""
     heartbeat: Heartbeat
+    """Beats while a turn runs."""
     devices: DeviceLinks | None = None
+    """Links between devices, where they are possible."""
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
-    """Those of the services in the manifest, in its order; edits stand behind the others, see EngineEdits.
+    """Yield the add-ons of the manifest's services in its order, but edits last; see EngineEdits.
 
-    Raises ConfigError, and what they raise.
+    Raises:
+        ConfigError: The manifest names something that is not an add-on; add-ons raise it as well.
     """
     for service in sorted(read_services(), key=lambda service: service.kind == kinds.ACTIVATIONS):
         if not service.engine_add_on:

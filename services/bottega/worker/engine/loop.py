@@ -1,8 +1,7 @@
-"""The loop of a worker's engine process, which owns the device and the model: it speaks engine.proto over the pipe, and
-exits when the pipe closes.
+"""The loop of a worker's engine process, which owns the device and the model and speaks engine.proto over the pipe.
 
-It is one thread: a beat comes from between two blocks of a network, so an engine that hangs falls silent, and one that
-is slow does not.
+The loop is one thread and ends with the pipe. Its beats come from between two blocks of a network, so an engine that
+hangs falls silent, and a slow one does not.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
-# While what the peer's jobs need is on its way.
+# While inputs of the peer's jobs are on their way.
 _LOOK_S = 0.05
 
 
 def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, trials: Path | None = None) -> int:
-    """Start, report how far that is, serve until the front is gone, and return the exit status.
+    """Start, report the progress of the start, serve until the front is gone, and return the exit status.
 
-    Where it cannot start it logs why, and the status is 1, or ConfigError's where it would not start again either.
+    If the engine cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail,
+    too.
 
     Args:
         channel: The pipe to the front.
-        config: What it may be told.
         reporter: Reports the start to the front.
         trials: See TrialLog.
     """
@@ -74,7 +73,7 @@ def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, t
 
 
 class WorkerEngineLoop:
-    """Executes commands, runs the engine's turns, and sends its events."""
+    """The loop that executes commands, runs the engine's turns and sends its events."""
 
     def __init__(self, channel: FramedPipe, runtime: Runtime, link_requests: LinkRequests) -> None:
         self._channel = channel
@@ -87,7 +86,7 @@ class WorkerEngineLoop:
         self._beaten_s = time.monotonic()
 
     def run(self) -> None:
-        """Serves until the pipe closes, which ends the process."""
+        """Serve until the pipe closes, which ends the process."""
         self._runtime.heartbeat.subscribe(self._beat_if_due)
         self._runtime.heartbeat.subscribe_covered(self._say_compiling)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
@@ -105,7 +104,9 @@ class WorkerEngineLoop:
         while (frame := self._channel.recv()) is not None:
             command = EngineCommand.FromString(frame)
             if command.HasField("link_result"):
-                self._link_requests.answer(command.link_result)  # at once: the loop may be waiting for the link
+                self._link_requests.answer(
+                    command.link_result
+                )  # in this thread, because the loop may wait for the link
             elif command.HasField("open_link"):
                 self._open_link(command.open_link)
             else:
@@ -113,11 +114,11 @@ class WorkerEngineLoop:
         for addon in self._engine.addons:
             addon.stop()
         if self._follower is not None:
-            self._follower.close()  # its socket leaves no file behind
-        os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
+            self._follower.close()  # removes the file of its socket
+        os._exit(0)  # the front is gone, and a turn may take long
 
     def _run_commands(self) -> None:
-        """Executes all commands that are here; with nothing else to do, waits for one."""
+        """Execute all commands that have come. Wait for one if there is nothing else to do."""
         while True:
             try:
                 command = self._commands.get(block=not self._engine.busy, timeout=self._pause_s)
@@ -132,7 +133,7 @@ class WorkerEngineLoop:
 
     @property
     def _pause_s(self) -> float:
-        """How long an engine with nothing of its own to do waits for commands."""
+        """How long an idle engine waits for commands."""
         return _LOOK_S if self._engine.remote_jobs.opening else _IDLE_BEAT_S
 
     def _update_leader(self) -> None:
@@ -155,7 +156,7 @@ class WorkerEngineLoop:
             return
         try:
             self._execute(command)
-        except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the other attempts'
+        except Exception as error:  # noqa: BLE001 - the boundary of a command, which must not end other attempts
             kind = command.WhichOneof("command")
             if kind == "start":
                 self._send(failed(command.start.attempt, to_job_failure(error)))
@@ -166,7 +167,7 @@ class WorkerEngineLoop:
         match command.WhichOneof("command"):
             case "start":
                 self._engine.submit(order_of(command.start, self._engine.model))
-                self._update_leader()  # before the next turn: rows that it offloaded until then are computed first
+                self._update_leader()  # before the next turn, so that rows offloaded until now are computed first
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":
@@ -191,8 +192,8 @@ class WorkerEngineLoop:
         self._send(beat_of(runtime, peer_links=linked, device_memory=self._device_memory.last))
 
     def _say_compiling(self) -> None:
-        """From a thread of its own: it reads nothing that the loop changes."""
-        with contextlib.suppress(Unavailable):  # the front is gone: the loop notices it
+        """Send that a forward pass is being compiled. Called in another thread; it reads no state of the loop."""
+        with contextlib.suppress(Unavailable):  # the loop notices as well that the front is gone
             self._send(EngineEvent(compiling=EngineCompiling()))
 
     def _send(self, event: EngineEvent) -> None:

@@ -1,6 +1,6 @@
 """The engine process: `python -m bottega.worker.engine.main --fd N --config-json JSON`, started by the worker's front.
 
-It reads what it is told and decides what is imported; `loop` then runs the engine.
+It reads its arguments and restricts imports before `loop` imports torch and runs the engine.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bottega.worker.engine.main", description="A worker's engine process"
     )
-    parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front")
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
-    parser.add_argument("--trials", type=Path, help="where it notes which acceleration it is trying")
+    parser.add_argument("--trials", type=Path, help="file in which it notes the acceleration that it is trying")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def starting_of(stage: str, done_bytes: int, total_bytes: int) -> EngineEvent:
-    """Return the message that the engine starts, and how far it is."""
+    """Return the message that reports progress of the start."""
     progress = StartProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes)
     return EngineEvent(starting=EngineStarting(progress=progress))
 

@@ -1,4 +1,4 @@
-"""What the engine says, as messages of the pipe. What it is told to draw is in `orders`."""
+"""Translates the engine's events and answers into messages of the pipe. `orders` translates its commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NUMBERS = {kind: number for number, kind in SAMPLERS.items()}
 
 
 def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
-    """The message that carries an event."""
+    """Return the message of an event."""
     attempt = attempt_of(event.key)
     match event:
         case JobStarted():
@@ -92,16 +92,16 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
 
 
 def failed(attempt: AttemptId, error: BottegaError, trace: Trace | None = None) -> engine_pb2.EngineEvent:
-    """The message that an attempt has failed."""
+    """Return the message that an attempt has failed."""
     return engine_pb2.EngineEvent(
         failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error), trace=trace)
     )
 
 
 def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
-    """The message that the engine is warm."""
+    """Return the message that the engine is ready."""
     model, defaults = engine.model, engine.model.defaults
-    said = image_pb2.Model(
+    served = image_pb2.Model(
         name=model.name,
         model_hash=model.digest,
         dtype=model.dtype_name,
@@ -118,18 +118,18 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
-    found = [
+    accelerations = [
         fleet_pb2.Acceleration(
-            name=each.name,
-            kept=each.kept,
-            speedup=each.speedup,
-            difference=each.difference if math.isfinite(each.difference) else 0.0,
-            tolerance=each.tolerance,
-            reason=each.reason,
+            name=check.name,
+            kept=check.kept,
+            speedup=check.speedup,
+            difference=check.difference if math.isfinite(check.difference) else 0.0,
+            tolerance=check.tolerance,
+            reason=check.reason,
         )
-        for each in engine.accelerations
+        for check in engine.accelerations
     ]
-    ready = engine_pb2.EngineReady(model=said, device=str(model.device), accelerations=found)
+    ready = engine_pb2.EngineReady(model=served, device=str(model.device), accelerations=accelerations)
     return engine_pb2.EngineEvent(ready=ready)
 
 
@@ -145,7 +145,7 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
 
 
 def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:
-    """The answer to an operator's question, with what is there after what was to be dropped."""
+    """Return the answer to a request about templates: it drops those that are to go, and lists the rest."""
     answer = engine_pb2.EngineTemplates(request=question.request)
     if question.HasField("drop"):
         answer.dropped.dropped = sum(addon.drop_templates(question.drop.id) for addon in engine.addons)
@@ -158,7 +158,7 @@ def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) ->
 
 
 def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> engine_pb2.EngineEvent:
-    """The answer to what an operator has asked to measure, or why it is not."""
+    """Return the answer to a request for a profile: the measured times, or an error."""
     answer = engine_pb2.EngineProfile(request=question.request)
     try:
         answer.profile.CopyFrom(engine.profile_blocks(question.profile.width, question.profile.height))
@@ -168,7 +168,11 @@ def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> eng
 
 
 def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -> engine_pb2.EngineEvent:
-    """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
+    """Return the message that tells that the engine lives and how busy it is.
+
+    Args:
+        peer_links: Open links with the other worker of the pair.
+    """
     engine = runtime.engine
     shares = engine.computed_shares()
     links = peer_links + sum(addon.open_links for addon in engine.addons)
@@ -209,13 +213,16 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
             beat.lora_swaps, beat.lora_pristine_bytes = addon.weights.swaps, addon.weights.pristine_bytes
         elif isinstance(addon, EngineEdits):
             recordings = addon.source.recordings
-            beat.recordings, beat.activation_bytes = len(recordings), sum(each.size_bytes for each in recordings)
+            beat.recordings, beat.activation_bytes = (
+                len(recordings),
+                sum(recording.size_bytes for recording in recordings),
+            )
             _add_masked(beat, engine, addon)
     return engine_pb2.EngineEvent(beat=beat)
 
 
 def _add_masked(beat: engine_pb2.EngineBeat, engine: Engine, edits: EngineEdits) -> None:
-    """What the gateway counts edits by."""
+    """Add the times by which the gateway estimates edits."""
     if edits.unusable:
         return
     beat.mask_tokens.token_elements, beat.mask_tokens.margin_tokens = edits.levels.finest, edits.levels.margin
@@ -251,7 +258,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         blocks_reused=record.edit.blocks_reused if record.edit is not None else 0,
         blocks_total=record.edit.blocks_total if record.edit is not None else 0,
         mask=None if record.edit is None else _mask_use(record.edit),
-        accelerations=[each.name for each in engine.accelerations if each.kept],
+        accelerations=[check.name for check in engine.accelerations if check.kept],
         vae_dtype=record.vae_dtype,
         vae_tiled=record.vae_tiled,
         device_s=record.device_s,
@@ -259,7 +266,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
 
 
 def _trace(trace: EngineTrace) -> Trace:
-    """On CLOCK_MONOTONIC."""
+    """Return the spans with times on CLOCK_MONOTONIC."""
     spans = [
         Span(
             name=span.name,
@@ -275,7 +282,7 @@ def _trace(trace: EngineTrace) -> Trace:
 
 
 def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
-    """The engine's part of it; the front knows the mask itself."""
+    """Return the engine's part of the facts about a mask; the front adds the rest."""
     return generation_pb2.MaskUse(
         computed_share=edit.computed_share,
         recording=edit.recording,

@@ -1,4 +1,4 @@
-"""What the engine is told to draw: from the message that starts an attempt to an order of its own."""
+"""Translates the message that starts an attempt into an order of the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from bottega.fair_order import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId
 
-# A key of the engine: job and number, which is all that an AttemptId holds.
+# The engine's key of an attempt: job and number.
 Key = tuple[str, int]
 
-# Fields whose absence says something, or stands for the default of ResolvedSpec.
+# Fields that are passed on only if present: absence has a meaning, or stands for the default of ResolvedSpec.
 _OPTIONAL = frozenset(
     {
         "prompt_2",
@@ -39,7 +39,7 @@ _OPTIONAL = frozenset(
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
-# Of the contract, and what they are here.
+# Samplers of the API, and the engine's.
 SAMPLERS = {
     generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
     generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
@@ -49,18 +49,18 @@ SAMPLERS = {
 
 
 def key_of(attempt: AttemptId) -> Key:
-    """The engine's key of an attempt."""
+    """Return the engine's key of an attempt."""
     return attempt.job_id, attempt.number
 
 
 def attempt_of(key: object) -> AttemptId:
-    """The attempt of an engine's key."""
-    assert isinstance(key, tuple), "every order was made here"
+    """Return the attempt of an engine's key."""
+    assert isinstance(key, tuple), "key_of made every key"
     return AttemptId(job_id=key[0], number=key[1])
 
 
 def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
-    """Return the order that a start command means, with the model's own sampler where it names none."""
+    """Return the order of a start command, with the model's default sampler where the spec names none."""
     return EngineOrder(
         key=key_of(start.attempt),
         spec=_spec(start, model),
@@ -78,11 +78,11 @@ def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
 
 
 def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
-    """Every default has been filled in by the gateway, but for those that are absent on purpose."""
+    """Return the spec with every field that the engine needs. The gateway has filled in the defaults."""
     spec = start.spec
     sampler = SAMPLERS.get(spec.sampler, model.defaults.sampler)
     own = model.samplers.default_choice(sampler)
-    said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
+    present = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
     return ResolvedSpec(
         prompt=spec.prompt,
         prompts=tuple(spec.prompts),
@@ -96,7 +96,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         loras=tuple(map(_lora, spec.loras)),
         edit=_edit(start) if start.HasField("mask") else None,
         keep_for_editing=spec.keep_for_editing,
-        **said,
+        **present,
     )
 
 
@@ -113,7 +113,7 @@ def _edit(start: engine_pb2.EngineStart) -> EditSpec:
 
 
 def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
-    """Each with its digest: a checkpoint fits no other version."""
+    """Yield the ControlNets, each with its digest, because a checkpoint fits no other version."""
     hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
     for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
         if net is not None and image is not None:
@@ -121,14 +121,14 @@ def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
 
 
 def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> ControlSpec:
-    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
+    present = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
     return ControlSpec(
         name=net.name,
         image_digest=image_digest,
         digest=digest,
         guess_mode=net.guess_mode,
         measured=net.measure_similarity,
-        **said,
+        **present,
     )
 
 
@@ -146,14 +146,14 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
 def _may_approximate(
     spec: generation_pb2.GenerationSpec, technique: Literal["stale_residuals", "masked_blocks"]
 ) -> bool:
-    """Whether a technique may be used: as the request says, else as its fidelity does."""
+    """Return whether a technique may be used: as the request says, else as its fidelity does."""
     if spec.techniques.HasField(technique):
         return bool(getattr(spec.techniques, technique))
     return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
-    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
+    """Return whether the peer may compute rows. That is exact, so only the request itself can forbid it."""
     return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
 
 

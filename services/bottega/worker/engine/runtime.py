@@ -1,4 +1,4 @@
-"""All that draws in a worker's engine process: the model on its device, warm, with its add-ons and its peer."""
+"""The parts of a worker's engine process: the model on its device, ready to draw, with its add-ons and its peer."""
 
 from __future__ import annotations
 
@@ -31,56 +31,70 @@ from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
 class LinkRequests:
-    """An OfferSource. Any thread may request; one thread handles the answers. send: sends to the front."""
+    """An OfferSource that asks the front for links to other services.
+
+    Any thread may call `request`, and one thread calls `answer`.
+
+    Args:
+        send: Sends a request to the front.
+    """
 
     def __init__(self, send: Callable[[OutgoingLinkRequest], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[ServiceOffer]] = {}
+        self._pending: dict[int, Future[ServiceOffer]] = {}
 
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        named = [LinkTerm(name=name, value=value) for name, value in (terms or {}).items()]
+        link_terms = [LinkTerm(name=name, value=value) for name, value in (terms or {}).items()]
         request = OutgoingLinkRequest(
             request=next(self._numbers),
             address=address,
-            open=OpenLinkRequest(kind=kind, link_id=link_id, terms=named),
+            open=OpenLinkRequest(kind=kind, link_id=link_id, terms=link_terms),
         )
-        asked = self._asked[request.request] = Future[ServiceOffer]()
+        offer = self._pending[request.request] = Future[ServiceOffer]()
         self._send(request)
-        return asked
+        return offer
 
     def answer(self, message: LinkResult) -> None:
-        """The front's answer; it always comes, with an error at the latest when the service says nothing."""
-        asked = self._asked.pop(message.request, None)
-        if asked is None:
+        """Handle an answer of the front. It always comes, with an error if the service does not answer."""
+        offer = self._pending.pop(message.request, None)
+        if offer is None:
             return
         if message.HasField("error"):
-            asked.set_exception(from_job_error(message.error))
+            offer.set_exception(from_job_error(message.error))
             return
         try:
-            asked.set_result(ServiceOffer(offer=offer_from_wire(message.opened.offer), service=message.opened.service))
+            offer.set_result(ServiceOffer(offer=offer_from_wire(message.opened.offer), service=message.opened.service))
         except InvalidRequest as error:
-            asked.set_exception(error)
+            offer.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """All that draws. counters: of its links. heartbeat: of the engine's turns.
-
-    peer: the other worker of a pair, as this engine leads it. devices: for links that may be between devices.
-    """
+    """The parts of an engine process."""
 
     config: EngineConfig
     engine: Engine
     counters: LinkCounters
+    """Counts all links of the process."""
     heartbeat: Heartbeat
+    """Beats while a turn of the engine runs."""
     peer: Leader | None = None
+    """The other worker of a pair, to which this engine offloads rows."""
     devices: DeviceLinks | None = None
+    """Links between devices, where they are possible."""
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
-        """What it does for the other worker of a pair. post: see Follower. Raises ConfigError."""
+        """Return what computes rows for the other worker of a pair; None without a peer.
+
+        Args:
+            post: Has the engine's thread call a function soon.
+
+        Raises:
+            ConfigError: The address for links cannot be bound.
+        """
         if self.peer is None:
             return None
         endpoints = link_endpoints(self.config.links_listen, self.config.links_socket, seal=self.config.links_seal)
@@ -100,15 +114,17 @@ def load_runtime(
     *,
     trials: Path | None = None,
 ) -> Runtime:
-    """Load the model, check accelerations, and warm it up.
+    """Load the model, check accelerations, and warm up.
 
     Args:
-        config: The engine's.
-        link_requests: By which links to other services are asked for.
-        reporter: Told of the stages, and of every block of a network that runs; nobody is without it.
+        link_requests: Asks for links to other services.
+        reporter: Reports the stages and every block of a network that runs. Without it nothing is reported.
         trials: See TrialLog.
 
-    Raises OSError, ValueError or BottegaError with the reason when model, device or an add-on cannot be used.
+    Raises:
+        OSError: A file of the model cannot be read.
+        ValueError: A file of the model has wrong content.
+        BottegaError: The model, the device or an add-on cannot be used.
     """
     reporter = reporter or silent_reporter()
     compute_with(config.threads)

@@ -1,4 +1,4 @@
-"""The LoRAs of a worker's engine: fetched from the store over links, by digest, and kept within a budget of bytes."""
+"""The LoRAs of a worker's engine: fetched from stores by digest, over links, and kept within a budget of bytes."""
 
 from bottega.worker.loras.cache import LoraCache
 from bottega.worker.loras.store_link import LoraLinkSettings

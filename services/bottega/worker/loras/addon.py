@@ -1,4 +1,4 @@
-"""LoRAs as an add-on of a worker's engine: from the fleet's stores."""
+"""The engine's add-on for LoRAs from the fleet's stores."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras.cache import LoraCache
 from bottega.worker.loras.store_link import LoraLinkSettings
 
-# Of what is left beside the model, and whatever add-ons before this one have; the rest is for forwards.
+# Share of the memory that the model and earlier add-ons leave; the rest is for forward passes.
 _MEMORY_SHARE = 0.25
-# Of those at hand, that are reported: by the contract.
-_MOST_HOSTED = 256
+# The API's bound on reported LoRAs.
+_MAX_HOSTED = 256
 
 
 def create(context: EngineAddOnContext) -> WorkerLoras:
-    """The add-on that the manifest names."""
+    """Return the add-on that the manifest names."""
     return WorkerLoras(context)
 
 
 class WorkerLoras(EngineLoras):
-    """All LoRAs of a worker."""
+    """The add-on for LoRAs."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
         config = context.config
-        # What is kept of LoRAs, and half as much of them stacked for groups.
+        # The cache of LoRAs, and half as much for stacks of them that groups need.
         reserved_bytes = context.model.memory.reserve_up_to(
             "LoRAs", config.lora_budget_bytes + config.lora_budget_bytes // 2, share=_MEMORY_SHARE
         )
@@ -51,8 +51,8 @@ class WorkerLoras(EngineLoras):
         )
 
     def hosted(self) -> Sequence[Hosted]:
-        """Those in memory, the newest ones, and those in the weights."""
-        here = self._cache.resident[-_MOST_HOSTED:]
+        """Return the newest LoRAs in memory, and those in the weights."""
+        here = self._cache.resident[-_MAX_HOSTED:]
         return [
             *(Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED) for digest in here),
             *(

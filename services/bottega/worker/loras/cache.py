@@ -1,7 +1,7 @@
-"""Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
+"""The LoraSource of a worker's engine: a cache in front of the fleet's LoRA stores.
 
-Downloads are shared by all that requested them. A store that is lost is asked again, where it is now, or another one,
-for as long as the engine waits; when that is over the engine gives up, and says so.
+Requests for the same LoRA share one download. While the engine waits, a LoRA of a lost store is asked for again, there
+or at another store. The engine gives up and reports it when its time is over.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from bottega.worker.loras.store_link import LoraLinkSettings, StoreLink
 
 _log = logging.getLogger(__name__)
 
-# Links that are kept: a fleet has one store, or a few.
-_MOST_STORES = 16
+# Links that are kept. A fleet has one store, or a few.
+_MAX_STORES = 16
 
 
 class LoraCache:
-    """One thread of the engine's calls it.
+    """A cache of LoRAs, called by one thread of the engine.
 
-    device, dtype: of the model. budget_bytes: of LoRAs that nobody waits for; those that somebody does are as many as
-    the engine's jobs have.
+    Args:
+        device: Device of the model.
+        dtype: Element type of the model.
+        budget_bytes: Bytes of LoRAs that no job uses. Those in use are as many as the engine's jobs need.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class LoraCache:
         self._settings = settings
         self._counters = counters
         self._stores: tuple[ServiceAddress, ...] = ()
-        self._without_store: list[LoraDownload] = []  # for want of a store
+        self._without_store: list[LoraDownload] = []  # downloads that no store can be asked for now
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._downloads = LruCache[LoraDownload](
@@ -62,17 +64,17 @@ class LoraCache:
 
     @property
     def resident(self) -> list[str]:
-        """Digests of what is here, the newest used last."""
+        """Digests of the LoRAs in memory, the most recently used last."""
         return [digest for digest, download in self._downloads.items() if download.ready]
 
     @property
     def used_bytes(self) -> int:
-        """Of what is here."""
+        """Bytes of the LoRAs in memory."""
         return self._downloads.used_bytes
 
     @property
     def linked(self) -> int:
-        """Links that are open."""
+        """Number of open links."""
         return sum(link.linked for link in list(self._links.values()))
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
@@ -96,7 +98,7 @@ class LoraCache:
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
         with self._changed:
-            # Not when one of several is here: its caller was told of it once, and waits for the others.
+            # Wait although one of several may have come: the caller knows it and waits for the others.
             if not all(_settled(handle) for handle in handles):
                 self._changed.wait_for(lambda: self._version != self._seen_version, timeout_s)
             self._seen_version = self._version
@@ -104,7 +106,7 @@ class LoraCache:
     def close(self, handles: Sequence[LoraHandle]) -> None:
         with self._changed:
             for handle in handles:
-                assert isinstance(handle, DownloadHandle), "every handle was made here"
+                assert isinstance(handle, DownloadHandle), "`begin` made every handle"
                 if handle.open:
                     handle.open = False
                     handle.download.users -= 1
@@ -113,12 +115,12 @@ class LoraCache:
             self._downloads.trim_idle()
 
     def stop(self) -> None:
-        """Ends all links."""
+        """Close all links."""
         for link in list(self._links.values()):
             link.close()
 
     def _ask(self, download: LoraDownload) -> None:
-        """Asks the best store that has not refused it. Under the lock."""
+        """Ask the best store that has not refused it. Call it under the lock."""
         store = self._next_store(download)
         if store is not None:
             self._link_to(store).fetch(download)
@@ -126,7 +128,11 @@ class LoraCache:
             self._without_store.append(download)
 
     def _next_store(self, download: LoraDownload, *, but: str = "") -> ServiceAddress | None:
-        """The best that has not refused it. but: the address of another one that is not meant."""
+        """Return the best store that has not refused it.
+
+        Args:
+            but: Address of a store to leave out as well.
+        """
         passed = {but, *self._refusals.get(download, ())}
         return next((store for store in self._stores if store.address not in passed), None)
 
@@ -142,15 +148,15 @@ class LoraCache:
                 on_refused=self._refused,
                 on_lost=self._lost,
             )
-            idle = [address for address, each in self._links.items() if each is not link and not each.wanted()]
-            for address in idle[: max(0, len(self._links) - _MOST_STORES)]:
+            idle = [address for address, other in self._links.items() if other is not link and not other.wanted()]
+            for address in idle[: max(0, len(self._links) - _MAX_STORES)]:
                 self._links.pop(address).close()
         self._links.move_to_end(store.address)
         return link
 
     def _refused(self, link: StoreLink, download: LoraDownload, error: BottegaError) -> None:
-        """A store will not send it: another one may. In a thread of its link's."""
-        if isinstance(error, DataLoss):  # for its operator, whether or not another one has it whole
+        """Ask another store, or fail, because a store refused the LoRA. Called in a thread of the link."""
+        if isinstance(error, DataLoss):  # the operator must know, whether or not another store has it undamaged
             facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
         with self._changed:
@@ -159,15 +165,15 @@ class LoraCache:
             refused = self._refusals.setdefault(download, {})
             refused[link.store.address] = error
             if self._next_store(download) is None:
-                # That one has it not says nothing beside what is wrong with it elsewhere.
-                told = (each for each in refused.values() if not isinstance(each, LoraNotFound))
-                self._fail(download, next(told, error))
+                # An error of a store that has the LoRA says more than "not found" of another one.
+                telling = (refusal for refusal in refused.values() if not isinstance(refusal, LoraNotFound))
+                self._fail(download, next(telling, error))
             else:
                 download.restart()
                 self._ask(download)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
-        """A store is lost: what it has not sent is asked for elsewhere, or there again."""
+        """Ask other stores for what a lost store has not sent. Its own link asks again where there is no other one."""
         with self._changed:
             for download in link.wanted():
                 if (other := self._next_store(download, but=link.store.address)) is not None:
@@ -175,14 +181,14 @@ class LoraCache:
                     self._link_to(other).fetch(download)
 
     def _give_up(self, download: LoraDownload) -> None:
-        """Forgets a download that nobody waits for; the next request starts it from its beginning.
+        """Forget a download that nobody waits for. The next request starts it from its beginning.
 
-        Were it kept until it is here, requests that come and go at once would fill the memory, and the link, too, for
-        which others wait. Under the lock.
+        If it were kept until it is complete, short requests would fill the memory and delay others on the link. Call it
+        under the lock.
         """
         download.given_up = True
         self._refusals.pop(download, None)
-        self._without_store = [each for each in self._without_store if each is not download]
+        self._without_store = [other for other in self._without_store if other is not download]
         if self._downloads.get(download.ref.digest) is download:
             self._downloads.remove(download.ref.digest)
         for link in self._links.values():
@@ -203,7 +209,7 @@ class LoraCache:
 
 
 def _settled(handle: LoraHandle) -> bool:
-    """Whether there is nothing more to wait for."""
+    """Return whether there is nothing more to wait for."""
     try:
         return handle.ready
     except BottegaError:

@@ -1,8 +1,8 @@
-"""One LoRA that is here or on its way: its layers as tensors, and why it will never come.
+"""A LoRA that is here or on its way: its layers as tensors, or the error because of which it will not come.
 
-The thread that receives fills it, and one that checks may end it; the engine's reads it: what is there is never changed
-again. Within a host the layers are views of the store's own memory, sealed (bottega.transport, files), wherever the
-model's element type and device let them: then what is hashed and used is no copy, and cannot change in between.
+The thread that receives fills it, the thread that checks may fail it, and the engine's thread reads it. What is here
+never changes again. Within a host the layers are views of the store's own sealed memory (bottega.transport, files),
+where the model's element type and device allow it: what is hashed and used is then no copy, and cannot change.
 """
 
 from __future__ import annotations
@@ -26,41 +26,44 @@ from bottega.lora.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes
 from bottega.v1.trace_pb2 import StoreTimes
 
-# Of a whole LoRA that is checked: between two of them others get their turn.
+# A whole LoRA is hashed in pieces of this size, so that other threads run in between.
 _PIECE_BYTES = 4 << 20
-# Of the largest items that a LoRA has.
+# Size of the largest element type of a LoRA.
 _ALIGNMENT_BYTES = 4
 _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 
 
 class LoraDownload:
-    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock; requested_s: when
-    a store was asked last. work: of the store that has answered. given_up: its last user has gone before it was ready;
-    a later request for the same LoRA makes another one.
+    """A download of one LoRA, shared by all who need it.
 
-    size_bytes: of its layers. Shared ones count as its own: the store may have let them go, and then nobody else has
-    them.
+    Args:
+        device: Device of the layers.
+        dtype: Element type of the layers.
     """
 
     def __init__(self, ref: LoraRef, *, device: torch.device, dtype: torch.dtype) -> None:
         self.ref = ref
-        self.asked_s = self.requested_s = time.monotonic()
+        self.requested_s = time.monotonic()
+        """When a store was asked last, on CLOCK_MONOTONIC."""
         self.arrived_s: float | None = None
         self.work: StoreWork | None = None
+        """Work of the store that has answered."""
         self.error: BottegaError | None = None
         self.users = 0
         self.given_up = False
+        """Whether its last user went before it was ready. A later request for the LoRA makes another download."""
         self.size_bytes = 0
+        """Bytes of the layers. Shared memory counts: the store may have freed its own use of it."""
         self._device = device
         self._dtype = dtype
         self._hash = hashlib.sha256()
-        # While it comes: what its header says, its second section and how much of that is there.
+        # While it is incomplete: its header, its second section, and how many bytes of that are here.
         self._lora: CanonicalLora | None = None
         self._unet = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
         self._layers: dict[str, Layers] = {}
-        # Hash of the header and the first section that the layers of the text encoders are of.
         self.beginning = ""
+        """Hash of the header and the first section, which the layers of the text encoders come from."""
 
     @property
     def text_ready(self) -> bool:
@@ -69,32 +72,40 @@ class LoraDownload:
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is here, and is what was asked for."""
+        """Whether all of it is here and has the digest that was asked for."""
         return self.arrived_s is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is complete, and nobody uses it."""
+        """Whether it is complete and nobody uses it."""
         return self.ready and not self.users
 
     def layers(self, component: str) -> Layers:
-        """What it does to one component."""
+        """Return the layers of one component."""
         return self._layers[component]
 
     def restart(self) -> None:
-        """What has come of it is not whole, and comes anew. Layers that somebody may be reading stay until then."""
+        """Drop the incomplete part, which will come again. Layers that the engine may be reading stay until then."""
         self._lora = None
         self._unet = torch.empty(0, dtype=torch.uint8)
         self.size_bytes = 0
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """The first of what a store sends is here. times: that it has spent until then."""
+        """Note that the store's answer begins to come.
+
+        Args:
+            times: Seconds that the store has spent until then.
+        """
         self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=time.monotonic())
 
     def take_head(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
-        """The header and the first section are here. unet_bytes: that the second one will have.
+        """Take the header and the first section.
 
-        Raises DataLoss where they are no LoRA, or not what their header says.
+        Args:
+            unet_bytes: Size of the second section, which comes in pieces.
+
+        Raises:
+            DataLoss: They are not those of a LoRA, or differ from what the header says.
         """
         self.restart()
         try:
@@ -110,7 +121,7 @@ class LoraDownload:
             self._complete(lora)
 
     def take_whole(self, file: memoryview) -> None:
-        """All of it is here, as the store's own memory; `check` comes next. Raises DataLoss where it is no LoRA."""
+        """Take all of it, in the store's own memory. `check` comes next. Raises DataLoss if it is not a LoRA."""
         self.restart()
         try:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
@@ -125,19 +136,22 @@ class LoraDownload:
         self._unet = _shared(file[middle:])
 
     def check(self) -> None:
-        """Ends what `take_whole` began; it takes as long as hashing it does. Raises DataLoss where it is not what was
-        asked for."""
-        assert self._lora is not None, "a whole one is taken first"
+        """Hash what `take_whole` took, and complete it. Raises DataLoss if it has another digest."""
+        assert self._lora is not None, "take_whole comes first"
         for first in range(0, len(self._unet), _PIECE_BYTES):
             self._hash.update(self._unet[first : first + _PIECE_BYTES].numpy().data)
         self._complete(self._lora)
 
     def take_piece(self, piece: memoryview) -> None:
-        """The next bytes of the second section are here. Raises DataLoss where it is not what was asked for, and
-        ValueError where no more were to come."""
+        """Take the next bytes of the second section.
+
+        Raises:
+            DataLoss: The LoRA is complete but has another digest than was asked for.
+            ValueError: No more bytes were to come.
+        """
         end = self._filled + len(piece)
         if self._lora is None or end > len(self._unet):
-            raise ValueError("a piece of a LoRA that has not begun, or is whole")
+            raise ValueError("a piece came of a LoRA that has not begun or is complete")
         self._copy(piece, self._unet[self._filled : end])
         self._filled = end
         if end == len(self._unet):
@@ -146,7 +160,7 @@ class LoraDownload:
             self._complete(self._lora)
 
     def _begin(self, lora: CanonicalLora, text: Tensor) -> None:
-        """The first section is here, and hashed."""
+        """Read the layers of the first section, which is hashed."""
         self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
         self.beginning = self._hash.hexdigest()  # last: a thread that has seen it sees no earlier layers
         self._lora = lora
@@ -163,45 +177,51 @@ class LoraDownload:
         self.arrived_s = time.monotonic()
 
     def _copy(self, view: memoryview, section: Tensor) -> None:
-        """What is hashed and used is a copy: the sender may still write to a slot that it sent."""
+        """Copy bytes before they are hashed and used, because the sender may still write to a slot that it sent."""
         if len(view):
             section.copy_(torch.frombuffer(view, dtype=torch.uint8))
         self._hash.update(section.numpy().data)
 
     def _read(self, lora: CanonicalLora, section: Tensor, components: list[str]) -> dict[str, Layers]:
-        """The layers of a section."""
+        """Return the layers of a section."""
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
-        there = load_bytes(open_device(self._device), section)
+        on_device = load_bytes(open_device(self._device), section)
         found: dict[str, dict[str, LoraLayer]] = {component: {} for component in components}
         for module in lora.modules:
             if module.component in found:
-                layer = self._layer(module, section, there)
+                layer = self._layer(module, section, on_device)
                 found[module.component][module.path] = layer
                 self.size_bytes += layer.down.nbytes + layer.up.nbytes
         return dict[str, Layers](found)
 
-    def _layer(self, module: Module, section: Tensor, there: Tensor) -> LoraLayer:
-        """there: the section where the layers are wanted."""
+    def _layer(self, module: Module, section: Tensor, on_device: Tensor) -> LoraLayer:
+        """Return one layer.
+
+        Args:
+            section: The section in memory of the host.
+            on_device: The section on the device that needs the layers.
+        """
         scale = float(_tensor(module.scale, section))
         if not math.isfinite(scale):
             raise DataLoss(f"the LoRA store sent a scale that is no number, for {self.ref.name}")
-        down, up = (_tensor(entry, there).to(self._dtype) for entry in (module.down, module.up))
+        down, up = (_tensor(entry, on_device).to(self._dtype) for entry in (module.down, module.up))
         return LoraLayer(down=down, up=up, scale=scale)
 
 
 class DownloadHandle:
-    """One for each who asked. open: until it is closed.
+    """A handle by which one user reads a download.
 
-    What a prompt is read with comes before the whole can be checked. Where another store had to send it, and sent
-    something else, its user has read damaged layers, and hears so.
+    The text encoders' layers are used before the whole LoRA can be checked. If another store then sent different
+    layers, the user has read damaged ones, and gets an error.
     """
 
     def __init__(self, download: LoraDownload) -> None:
         self.download = download
         self.asked_s = time.monotonic()
         self.open = True
-        self._used = ""  # the beginning that layers were taken of
+        """Whether it has not been closed."""
+        self._used = ""  # `beginning` of the layers that were used
 
     @property
     def text_ready(self) -> bool:
@@ -231,26 +251,26 @@ class DownloadHandle:
         if self.download.error is not None:
             raise self.download.error
         if self.download.ready and self._used not in {"", self.download.beginning}:
-            # Not the damage itself: it is not lost, and a job that begins now has it whole.
+            # Not DataLoss, because a job that begins now gets undamaged layers.
             raise NoLora(
-                f"the text encoders' part of {self.download.ref.name} came damaged, and was used before that was seen; "
-                "ask again: it is whole now",
+                f"the text encoders' part of {self.download.ref.name} was damaged on its way and used before that was "
+                "noticed; try again, it is here undamaged now",
                 metadata={"loras": self.download.ref.name},
                 retry_after_s=0.0,
             )
 
 
 def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> CanonicalLora:
-    """An empty first section comes as one byte, and none has one byte otherwise."""
-    told = text_bytes if text_bytes > 1 else 0
-    lora = canonical.parse(head, file_bytes=len(head) + told + unet_bytes)
-    if (lora.text_bytes, lora.unet_bytes) != (told, unet_bytes):
-        raise BadLora("its sections are not as long as its header says")
+    """Return the parsed header. An empty first section is sent as one byte, and no section has one byte otherwise."""
+    section_bytes = text_bytes if text_bytes > 1 else 0
+    lora = canonical.parse(head, file_bytes=len(head) + section_bytes + unet_bytes)
+    if (lora.text_bytes, lora.unet_bytes) != (section_bytes, unet_bytes):
+        raise BadLora("the sections have other lengths than the header says")
     return lora
 
 
 def _shared(view: memoryview) -> Tensor:
-    """Bytes that nobody changes, as they lie there."""
+    """Return a view of memory that nobody changes."""
     return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""One LoRA store as a worker's engine sees it: fetches what is wanted, and opens the link again when it is lost.
+"""The link of a worker's engine to one LoRA store: fetches LoRAs, and is opened again after a loss.
 
-What comes whole is checked in a thread of its own, so that text that a prompt waits for waits for no other LoRA's hash.
-LoRAs are known by number here, and none is kept.
+A LoRA that comes whole is hashed in a thread of its own, so that a prompt that waits for the text encoders' layers of
+one LoRA does not wait for another one's hash. The link knows LoRAs by number, and keeps none.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLinkSettings(LinkClientSettings):
-    """Takes in slots that grow to the largest message that came: a head, or a piece. A whole LoRA is a file beside its
-    message."""
+    """The settings of a link whose slots grow to the largest message: a header or a piece.
+
+    A whole LoRA comes as a file beside its message.
+    """
 
     limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
 class StoreLink(LinkClientHandler):
-    """`fetch` what is wanted; it is asked for as long as the link takes. Any thread may call it.
+    """A link to one store. It asks for what `fetch` was called with until it has come. Any thread may call it.
 
-    on_progress: called when more of something is here. on_refused: called with what the store will not send, and why.
-    on_lost: called with all that was asked for when the store was lost, or could not be reached; what it takes out of
-    the mapping is no longer wanted here.
+    Args:
+        on_progress: Called when more of a LoRA is here.
+        on_refused: Called with a LoRA that the store does not send, and the reason.
+        on_lost: Called when the store is lost or cannot be reached. It may give up what is wanted elsewhere.
     """
 
     def __init__(
@@ -89,16 +92,16 @@ class StoreLink(LinkClientHandler):
 
     @property
     def linked(self) -> bool:
-        """Whether there is a link."""
+        """Whether the link is open."""
         return self._connection is not None
 
     @property
     def wants_link(self) -> bool:
-        """As long as something is to be fetched."""
+        """Whether something is to be fetched."""
         return bool(self._wanted)
 
     def fetch(self, download: LoraDownload) -> None:
-        """Asks for it, in the background."""
+        """Ask for a LoRA, in the background."""
         with self._lock:
             number = next(self._numbers)
             self._wanted[number] = download
@@ -107,27 +110,27 @@ class StoreLink(LinkClientHandler):
         self._client.wake()
 
     def give_up(self, download: LoraDownload) -> None:
-        """It is wanted elsewhere, or by nobody; what still comes of it is thrown away."""
+        """Drop a download that is fetched elsewhere or needed by nobody. Late parts of it are ignored."""
         with self._lock:
-            for number in [number for number, each in self._wanted.items() if each is download]:
+            for number in [number for number, wanted in self._wanted.items() if wanted is download]:
                 del self._wanted[number]
                 if self._connection is not None:
                     self._connection.send(number_message(LoraMessageKind.CANCEL, number))
 
     def wanted(self) -> list[LoraDownload]:
-        """What was asked for and has not come."""
+        """Return the downloads that have not come."""
         with self._lock:
             return list(self._wanted.values())
 
     def close(self) -> None:
-        """Ends the link."""
+        """Close the link."""
         with self._lock:
             self._closed = True
         self._client.close()
-        self._checks.shutdown(wait=False)  # what is here whole is still checked: somebody may wait for it
+        self._checks.shutdown(wait=False)  # checks that wait still run, because a job may need them
 
     def on_open(self, connection: Connection) -> None:
-        """All that is wanted is asked for, on the new link."""
+        """Ask for everything that is wanted, on the new link."""
         with self._lock:
             self._connection = connection
             for number, download in self._wanted.items():
@@ -138,7 +141,7 @@ class StoreLink(LinkClientHandler):
         _log.info("linked to a LoRA store", extra=facts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """What has not come is asked for again, here or elsewhere."""
+        """Report the loss. What has not come is asked for again, here or elsewhere."""
         with self._lock:
             self._connection = None
         _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": cause.message})
@@ -147,7 +150,7 @@ class StoreLink(LinkClientHandler):
         self._on_lost(self, cause)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """What a LoRA's head or piece may be is checked before its bytes come."""
+        """Handle a message. Sizes of a header or a piece are checked before its bytes are received."""
         layout = incoming.layout
         with incoming:
             match LoraMessageKind(kind_of(layout)):
@@ -164,7 +167,7 @@ class StoreLink(LinkClientHandler):
                 case LoraMessageKind.REFUSED:
                     self._take_refusal(*messages.read_refusal(layout, connection.wait_all(incoming)))
                 case kind:
-                    raise ValueError(f"a store sends no {kind} message")
+                    raise ValueError(f"a LoRA store must not send a {kind} message")
 
     def _ask(self, connection: Connection, number: int, download: LoraDownload) -> None:
         download.requested_s = time.monotonic()
@@ -181,7 +184,7 @@ class StoreLink(LinkClientHandler):
         self._take(read_number(layout, views), take)
 
     def _take(self, number: int, take: Callable[[LoraDownload], None]) -> None:
-        """A part of a LoRA is here. Of one that nobody wants any more it is thrown away."""
+        """Take a part of a LoRA. A part that nobody wants any more is ignored."""
         download = self._wanted.get(number)
         if download is None:
             return
@@ -198,7 +201,7 @@ class StoreLink(LinkClientHandler):
             self._on_progress()
 
     def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
-        """All of a LoRA is here: it does not need the link any more, and what a prompt waits for can be read."""
+        """Take a whole LoRA. It does not need the link any more, and the text encoders' layers can be read."""
         if file is None:
             raise ValueError("a whole LoRA came without its file")
         download = self._wanted.get(number)
@@ -217,7 +220,7 @@ class StoreLink(LinkClientHandler):
         self._on_progress()
 
     def _check(self, download: LoraDownload) -> None:
-        """In a thread of its own."""
+        """Check a whole LoRA, in a thread of its own."""
         if download.given_up:
             return
         try:
@@ -233,7 +236,7 @@ class StoreLink(LinkClientHandler):
     def _take_refusal(self, number: int, packed: bytes) -> None:
         refusal = job_error_from_json(packed)
         if (download := self._wanted.get(number)) is not None:
-            # A store is asked by digest; people know it by its name.
+            # The store knows the digest only; people know the name.
             refusal.message = f"LoRA {download.ref.name}: {refusal.message}"
             refusal.metadata["loras"] = download.ref.name
         self._refuse(number, from_job_error(refusal))

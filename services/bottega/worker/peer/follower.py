@@ -1,7 +1,7 @@
-"""What this engine does for its peer: takes its link, and computes what it offloads between turns of its own.
+"""The follower's side of a pair: takes the peer's link, and computes rows for it between turns of this engine.
 
-A thread of the link receives; what has to be computed goes to the engine's thread. While the engine has something of
-its own to do the link's thread declines at once, so that two engines that offload to each other never wait for each
+A thread of the link receives, and passes on to the engine's thread what has to be computed. While the engine has work
+of its own, the link's thread declines at once, so that two engines that offload to each other never wait for each
 other.
 """
 
@@ -43,10 +43,10 @@ from bottega.transport import (
 
 _log = logging.getLogger(__name__)
 
-# Jobs of the leader that are kept; it runs some tens.
+# Jobs of the leader that are kept. It runs some tens.
 _MAX_REMOTE_JOBS = 256
-# Memory is taken only as messages need it: eight control images of four megapixels are 96 MiB. A leader that lives
-# takes and sends messages at once: nothing else waits in its threads.
+# Slots grow as messages need it: eight control images of four megapixels are 96 MiB. A living leader receives and sends
+# messages at once, because its threads do nothing else.
 _SETTINGS = LinkServerSettings(limits=Limits(slots=4, slot_bytes=128 << 20), send_s=1.0, receive_s=5.0)
 _REFUSED = SampledLog(
     _log,
@@ -58,25 +58,25 @@ _REFUSED = SampledLog(
 
 
 class LeaderLink(LinkHandler):
-    """One link of the worker that leads; the follower serves the newest one."""
+    """A link of the leading worker. The follower serves the newest one."""
 
     def __init__(self, connection: Connection, follower: Follower) -> None:
         self.connection = connection
         self._follower = follower
-        # Numbers of the leader's jobs, as it told of them, and whether it waits for an answer.
+        # The leader's numbers of its jobs, and whether it waits for an answer.
         self._remote_jobs: set[int] = set()
         self._stepping = False
 
     def on_open(self, connection: Connection) -> None:
-        """It replaces the one before."""
+        """Replace the link before."""
         self._follower.begin(self)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Nobody waits for what it asked for."""
+        """Tell the follower that nobody waits for its answers."""
         self._follower.end(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """What takes time is done by the engine's thread."""
+        """Handle a message. The engine's thread does the work that takes time."""
         layout = incoming.layout
         with incoming:
             parts = connection.wait_all_parts(incoming)
@@ -86,25 +86,25 @@ class LeaderLink(LinkHandler):
                 case PairMessageKind.JOB:
                     number, remote_job = read_job(layout, parts)
                     if number in self._remote_jobs or len(self._remote_jobs) >= _MAX_REMOTE_JOBS:
-                        raise ValueError(f"job {number} is here already, or is one of more than {_MAX_REMOTE_JOBS}")
+                        raise ValueError(f"job {number} is known already, or there are {_MAX_REMOTE_JOBS} jobs")
                     self._remote_jobs.add(number)
                     self._follower.admit(self, number, remote_job)
                 case PairMessageKind.LEAVE:
                     left = read_number(layout, parts)
                     if left not in self._remote_jobs:
-                        raise ValueError(f"job {left} leaves, which is not here")
+                        raise ValueError(f"job {left} ends, but is not known")
                     self._remote_jobs.remove(left)
                     self._follower.dismiss(left)
                 case kind:
-                    raise ValueError(f"a leader sends no {kind} message")
+                    raise ValueError(f"a leader must not send a {kind} message")
 
     def decline(self, step: RemoteStep) -> None:
-        """The leader computes it itself."""
+        """Decline a step, which the leader then computes itself."""
         self._stepping = False
         self.connection.send(number_message(PairMessageKind.DECLINED, step.number))
 
     def answer(self, step: RemoteStep, computed: ComputedRows) -> None:
-        """The rows are here."""
+        """Send computed rows."""
         self._stepping = False
         noise = RemoteNoise(
             number=step.number, places=computed.places, noise=computed.noise, waited_s=computed.waited_s
@@ -122,9 +122,13 @@ class LeaderLink(LinkHandler):
 
 
 class Follower(LinkServer[LeaderLink]):
-    """post: has the engine's thread do something soon.
+    """The server of the peer's link.
 
-    Raises ConfigError when an address cannot be bound.
+    Args:
+        post: Has the engine's thread call a function soon.
+
+    Raises:
+        ConfigError: An address cannot be bound.
     """
 
     def __init__(
@@ -139,25 +143,31 @@ class Follower(LinkServer[LeaderLink]):
         self.busy = False
         self._remote_jobs = remote_jobs
         self._post = post
-        self._leader = ""  # name of the worker that is linked, or about to be
+        self._leader = ""  # name of the worker that is linked, or will be
         self._link: LeaderLink | None = None
         self._changing = threading.Lock()
         settings = replace(_SETTINGS, devices=devices)
         super().__init__(endpoints, service="the worker", peer="its peer", settings=settings, counters=counters)
 
     def new_handler(self, connection: Connection) -> LeaderLink:
-        """What serves one link."""
+        """Return the handler of a new link."""
         return LeaderLink(connection, self)
 
     @property
     def linked(self) -> bool:
-        """Whether somebody leads."""
+        """Whether a worker leads this one."""
         return self._link is not None
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
-        """An offer for the worker that leads. caller: host of the worker.
+        """Return an offer of a link for the worker that leads.
 
-        Raises Unavailable where another one does, LinksFull, InvalidRequest.
+        Args:
+            caller: Host of the worker.
+
+        Raises:
+            Unavailable: Another worker leads already.
+            LinksFull: There are too many links.
+            InvalidRequest: The link's id is malformed.
         """
         with self._changing:
             if self._leader not in ("", worker) and self.linked:
@@ -166,14 +176,14 @@ class Follower(LinkServer[LeaderLink]):
         return super().offer(worker, link_id, caller=caller)
 
     def report_busy(self, *, busy: bool) -> None:
-        """Whether the engine has something of its own to do. From the engine's thread."""
+        """Tell the leader whether the engine has work of its own. Called by the engine's thread."""
         with self._changing:
             if busy != self.busy:
                 self.busy = busy
                 self._send(number_message(PairMessageKind.STATE, int(busy)))
 
     def report_jobs(self) -> None:
-        """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
+        """Tell the leader which jobs' rows can be computed now, or cannot any more. Called by the engine's thread."""
         for status in self._remote_jobs.changed_statuses():
             if status.error is not None:
                 _REFUSED.log_event(details={"text": status.error.message})
@@ -181,7 +191,7 @@ class Follower(LinkServer[LeaderLink]):
             self._send(number_message(kind, status.remote_job))
 
     def begin(self, link: LeaderLink) -> None:
-        """A new link has been opened."""
+        """Use a new link."""
         with self._changing:
             before, self._link = self._link, link
             link.connection.send(number_message(PairMessageKind.STATE, int(self.busy)))
@@ -190,7 +200,7 @@ class Follower(LinkServer[LeaderLink]):
         self._post(self._remote_jobs.clear)
 
     def end(self, link: LeaderLink) -> None:
-        """A link has ended."""
+        """Stop using a link that has ended."""
         with self._changing:
             if self._link is not link:
                 return
@@ -198,7 +208,7 @@ class Follower(LinkServer[LeaderLink]):
         self._post(self._remote_jobs.clear)
 
     def admit(self, link: LeaderLink, number: int, remote_job: RemoteJob) -> None:
-        """Has a job of the leader begun."""
+        """Have a job of the leader begun."""
 
         def admit() -> None:
             try:
@@ -211,11 +221,11 @@ class Follower(LinkServer[LeaderLink]):
         self._post(admit)
 
     def dismiss(self, number: int) -> None:
-        """Has a job of the leader ended."""
+        """Have a job of the leader ended."""
         self._post(lambda: self._remote_jobs.dismiss(number))
 
     def compute(self, link: LeaderLink, step: RemoteStep) -> None:
-        """Has the rows of a step computed, and answered."""
+        """Have the rows of a step computed and answered."""
         self._post(lambda: self._compute(link, step))
 
     def _compute(self, link: LeaderLink, step: RemoteStep) -> None:
@@ -224,15 +234,15 @@ class Follower(LinkServer[LeaderLink]):
         computed = None
         try:
             computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
-        except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
+        except Exception as error:  # noqa: BLE001 - the boundary of a step, which the leader then computes itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
-        self.report_jobs()  # before the answer: rows that were late for good are not offloaded again
+        self.report_jobs()  # before the answer, so that the leader does not offload rows again that have failed
         if computed is None:
             link.decline(step)
         else:
             link.answer(step, computed)
 
     def _send(self, message: WholeMessage) -> None:
-        link = self._link  # its own thread may end it meanwhile
+        link = self._link  # read once, because the link's thread may end it meanwhile
         if link is not None:
             link.connection.send(message)

@@ -1,6 +1,6 @@
-"""The peer as this engine leads it: what is offloaded to it, over a link that is opened again whenever it is lost.
+"""The leader's side of a pair: offloads rows to the peer, over a link that is opened again whenever it is lost.
 
-What is lost with a link is not asked for again: the engine computes it itself.
+The engine computes itself what is lost with a link.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLinkSettings(LinkClientSettings):
-    """A peer that lives takes a message at once, because its threads do nothing else; it may be away for long."""
+    """The settings of the link to a peer. A living peer receives a message at once; it may be away for long."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=4, slot_bytes=1 << 30))
     send_s: float | None = 1.0
@@ -47,23 +47,30 @@ class PeerLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _FollowerState:
-    """Of one link. remote_jobs: sent on it, by number; ready: whose rows can be offloaded. step: that is not answered.
-
-    busy: whether the peer has something of its own to do. outcome: of the last step, once it has come.
-    """
+    """The state of one link."""
 
     connection: Connection
     remote_jobs: dict[RemoteJob, int] = field(default_factory=dict)
+    """Numbers of the jobs that were sent on it."""
     ready: set[int] = field(default_factory=set)
+    """Numbers of the jobs whose rows can be offloaded."""
     busy: bool = True
+    """Whether the peer has work of its own."""
     step: int = 0
+    """Number of the step that has no answer; 0 for none."""
     rows: Sequence[Row] = ()
     sent_s: float = 0.0
     outcome: OffloadResult | None = None
+    """Answer to the last step, once it has come."""
 
 
 class Leader(LinkClientHandler):
-    """An OffloadTarget, see there. address: host:port of the peer's worker. terms: what it must agree to."""
+    """An OffloadTarget whose rows the peer computes.
+
+    Args:
+        address: host:port of the peer.
+        terms: Properties in which both workers must agree.
+    """
 
     def __init__(
         self,
@@ -76,7 +83,7 @@ class Leader(LinkClientHandler):
     ) -> None:
         self._address = address
         self._state: _FollowerState | None = None
-        self._changed = threading.Condition()  # of the state, by the two threads
+        self._changed = threading.Condition()  # guards the state, which two threads change
         self._numbers = itertools.count(1)
         self._complaint = ""
         self._client = LinkClient(
@@ -88,21 +95,21 @@ class Leader(LinkClientHandler):
         )
 
     def start(self) -> None:
-        """Opens the link in the background, now and whenever it is lost."""
+        """Open the link in the background, now and whenever it is lost."""
         self._client.start()
 
     def stop(self) -> None:
-        """Closes it."""
+        """Close the link."""
         self._client.close()
 
     @property
     def wants_link(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     @property
     def linked(self) -> bool:
-        """Whether there is a link."""
+        """Whether the link is open."""
         return self._state is not None
 
     @property
@@ -126,7 +133,7 @@ class Leader(LinkClientHandler):
         if remote_job not in state.remote_jobs:
             number = state.remote_jobs[remote_job] = next(self._numbers)
             if not remote_job.parts:
-                state.ready.add(number)  # the link keeps order: rows come after this
+                state.ready.add(number)  # the link keeps the order, so rows arrive after the job
             state.connection.send(job_message(number, remote_job))
         return state.remote_jobs[remote_job] in state.ready
 
@@ -139,11 +146,11 @@ class Leader(LinkClientHandler):
 
     def offload(self, rows: Sequence[OffloadedRow]) -> bool:
         state = self._state
-        if state is None or any(each.remote_job not in state.remote_jobs for each in rows):
-            return False  # lost since it was asked
+        if state is None or any(offloaded.remote_job not in state.remote_jobs for offloaded in rows):
+            return False  # the link was lost meanwhile
         with self._changed:
             state.step, state.outcome = next(self._numbers), None
-            state.rows, state.sent_s = [each.row for each in rows], time.monotonic()
+            state.rows, state.sent_s = [offloaded.row for offloaded in rows], time.monotonic()
         return state.connection.send(step_message(state.step, rows, state.remote_jobs))
 
     def result(self, timeout_s: float) -> OffloadResult | None:
@@ -153,7 +160,7 @@ class Leader(LinkClientHandler):
             return state.outcome if state is not None else None
 
     def on_open(self, connection: Connection) -> None:
-        """It is told of jobs anew."""
+        """Start without jobs, because the peer of a new link knows none."""
         assert connection.link is not None
         choice = connection.link.backend_choice
         _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
@@ -161,7 +168,7 @@ class Leader(LinkClientHandler):
         self._state = _FollowerState(connection=connection)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Says why there is no link any more; of a peer that is away, and tried every second, once."""
+        """Log why the link is lost. A peer that is away is tried every second, and logged once."""
         with self._changed:
             before, self._state = self._state, None
             self._changed.notify_all()
@@ -173,9 +180,9 @@ class Leader(LinkClientHandler):
             _log.warning("not linked to the peer; this worker draws alone", extra=facts)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Of the newest link."""
+        """Handle a message of the newest link."""
         state = self._state
-        assert state is not None, "it was opened"
+        assert state is not None, "messages come after on_open"
         layout = incoming.layout
         with incoming:
             parts = connection.wait_all_parts(incoming)
@@ -196,21 +203,21 @@ class Leader(LinkClientHandler):
             case PairMessageKind.REFUSED:
                 state.ready.discard(number)
             case _:
-                raise ValueError(f"a follower sends no {kind} message")
+                raise ValueError(f"a follower must not send a {kind} message")
 
     def _settle(
         self, state: _FollowerState, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
     ) -> None:
-        """The answer to a step has come."""
+        """Handle the answer to a step."""
         with self._changed:
             if number != state.step:
-                raise ValueError(f"step {number} is answered, which was not asked for")
+                raise ValueError(f"an answer to step {number} came, which was not requested")
             if noise is not None:
                 if any(place >= len(state.rows) for place in noise):
-                    raise ValueError(f"step {number} had fewer rows than are answered")
+                    raise ValueError(f"the answer to step {number} has a row that was not requested")
                 rows = {state.rows[place]: tensor.to(state.rows[place].sample) for place, tensor in noise.items()}
                 if any(tensor.shape != row.sample.shape for row, tensor in rows.items()):
-                    raise ValueError(f"step {number} had rows of another shape")
+                    raise ValueError(f"the answer to step {number} has a row of another shape")
                 state.outcome = OffloadResult(noise=rows, seconds=max(0.0, time.monotonic() - state.sent_s - waited_s))
             state.step, state.rows = 0, ()
             self._changed.notify_all()
