@@ -25,9 +25,6 @@ class AttemptInputs:
         checkpoint: Checkpoint to resume from, or empty.
     """
 
-    overlay: Overlay | None
-    """Image and mask that drawn pictures are pasted into before they are encoded; None where they stay as drawn."""
-
     def __init__(
         self,
         *,
@@ -37,7 +34,8 @@ class AttemptInputs:
         kept_latents: bytes = b"",
         checkpoint: bytes = b"",
     ) -> None:
-        self.overlay = None
+        self.overlay: Overlay | None = None
+        """Image and mask that drawn pictures are pasted into before they are encoded; None if they stay as drawn."""
         self._image, self._mask, self._control_images = image, mask, tuple(control_images)
         self._kept_latents, self._checkpoint = kept_latents, checkpoint
         self._digest = ""
