@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int)
     parser.add_argument("--config-json", type=json.loads)
     parser.add_argument("--trials")
+    parser.add_argument("--max-quiet-s")
     arguments = parser.parse_args()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     model = arguments.config_json["model"]

@@ -216,9 +216,18 @@ class FleetMembership:
         await answered.wait()  # a report that is written while the gateway refuses would hide why it does
         if not self.joined.is_set():
             return
+        reported = fleet_pb2.Load()
+        is_first = True
         while True:
             self._changed.clear()
-            yield fleet_pb2.JoinRequest(load=self._load())
+            load = self._load()
+            # An attempt under way is reported each time: the gateway compares it with its own view.
+            if is_first or load.running or load != reported:
+                reported.CopyFrom(load)
+                is_first = False
+                yield fleet_pb2.JoinRequest(load=load)
+            else:
+                yield fleet_pb2.JoinRequest()
             await asyncio.sleep(_COALESCE_S)
             try:
                 await asyncio.wait_for(self._changed.wait(), REPORT_INTERVAL_S - _COALESCE_S)

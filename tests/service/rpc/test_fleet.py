@@ -65,7 +65,11 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
         drawn = 7
         member.report_soon()
         assert (await asyncio.wait_for(fleet.reports.get(), 0.3)).load.memory_bytes == 7
-        await asyncio.wait_for(fleet.reports.get(), 1.0)  # twice a second without any change
+        unchanged = await asyncio.wait_for(fleet.reports.get(), 1.0)  # twice a second without any change
+        assert unchanged == fleet_pb2.JoinRequest()
+        drawn = 8
+        member.report_soon()
+        await eventually(lambda: not fleet.reports.empty() and fleet.reports.get_nowait().load.memory_bytes == 8)
 
         address = server.address
         await server.stop()

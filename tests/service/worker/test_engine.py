@@ -167,12 +167,13 @@ async def test_it_says_how_far_its_start_is(engine: RunningEngine) -> None:
     assert all(engine.stages[stage].total_bytes > 0 for stage in (*loaded, "hashing its files"))
 
 
-async def test_an_idle_engine_beats_every_second_and_says_what_its_turns_take(engine: RunningEngine) -> None:
+async def test_an_idle_engine_without_news_seldom_beats_and_says_what_its_turns_take(engine: RunningEngine) -> None:
     count = len(engine.beats())
-    await engine.until(lambda: len(engine.beats()) >= count + 3)
+    await engine.until(lambda: len(engine.beats()) >= count + 2)
     beats = engine.beats()[count:]
     pauses_s = [after_s - before_s for (before_s, _), (after_s, _) in itertools.pairwise(beats)]
-    assert max(pauses_s) <= 1.0
+    assert min(pauses_s) >= 1.5
+    assert max(pauses_s) <= ANSWER_S / 5, "several beats come before it counts as hung"
     beat = beats[-1][1].beat
     assert not beat.running
     assert beat.fixed_s > 0

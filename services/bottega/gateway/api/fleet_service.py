@@ -134,6 +134,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                     return
                 if request.HasField("load"):
                     self._fleet.report(member, request.load)
+                elif not request.HasField("registration"):
+                    self._fleet.report(member, member.load)  # as before
         finally:
             self._fleet.leave(member, stream)
             wake.set()

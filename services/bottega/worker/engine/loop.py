@@ -23,7 +23,7 @@ from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
-from bottega.v1.engine_pb2 import EngineCommand, EngineCompiling, EngineEvent
+from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
@@ -38,7 +38,14 @@ _IDLE_BEAT_S = 0.5
 _LOOK_S = 0.05
 
 
-def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, trials: Path | None = None) -> int:
+def run(
+    channel: FramedPipe,
+    config: EngineConfig,
+    reporter: StartReporter,
+    *,
+    trials: Path | None = None,
+    max_quiet_s: float = 0.0,
+) -> int:
     """Start, report the progress of the start, serve until the front is gone, and return the exit status.
 
     If the engine cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail,
@@ -48,6 +55,7 @@ def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, t
         channel: The pipe to the front.
         reporter: Reports the start to the front.
         trials: See TrialLog.
+        max_quiet_s: See WorkerEngineLoop.
     """
     link_requests = LinkRequests(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
@@ -64,7 +72,7 @@ def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, t
         _log.error("the engine cannot start: its device has not enough memory", extra=facts)
         return 1
     try:
-        process = WorkerEngineLoop(channel, runtime, link_requests)
+        process = WorkerEngineLoop(channel, runtime, link_requests, max_quiet_s=max_quiet_s)
         channel.send(ready_of(runtime.engine).SerializeToString())
         process.run()
     except Unavailable:
@@ -73,9 +81,15 @@ def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, t
 
 
 class WorkerEngineLoop:
-    """The loop that executes commands, runs the engine's turns and sends its events."""
+    """The loop that executes commands, runs the engine's turns and sends its events.
 
-    def __init__(self, channel: FramedPipe, runtime: Runtime, link_requests: LinkRequests) -> None:
+    Args:
+        max_quiet_s: Longest pause between two beats of an idle engine that has nothing new to report.
+    """
+
+    def __init__(
+        self, channel: FramedPipe, runtime: Runtime, link_requests: LinkRequests, *, max_quiet_s: float = 0.0
+    ) -> None:
         self._channel = channel
         self._runtime = runtime
         self._engine = runtime.engine
@@ -83,7 +97,9 @@ class WorkerEngineLoop:
         self._commands: queue.SimpleQueue[EngineCommand | Callable[[], None]] = queue.SimpleQueue()
         self._follower = runtime.follow(self._commands.put)
         self._device_memory = DeviceMemoryMeter(runtime.engine.model.runtime, runtime.engine.model.memory)
-        self._beaten_s = time.monotonic()
+        self._max_quiet_s = max_quiet_s
+        self._reported = EngineBeat()
+        self._beaten_s = self._reported_s = time.monotonic()
 
     def run(self) -> None:
         """Serve until the pipe closes, which ends the process."""
@@ -189,7 +205,13 @@ class WorkerEngineLoop:
         self._beaten_s = time.monotonic()
         runtime = self._runtime
         linked = sum(end is not None and end.linked for end in (runtime.peer, self._follower))
-        self._send(beat_of(runtime, peer_links=linked, device_memory=self._device_memory.last))
+        event = beat_of(runtime, peer_links=linked, device_memory=self._device_memory.last)
+        news = _news_of(event.beat)
+        is_quiet = not self._engine.busy and self._beaten_s - self._reported_s < self._max_quiet_s
+        if is_quiet and news == self._reported:
+            return
+        self._reported, self._reported_s = news, self._beaten_s
+        self._send(event)
 
     def _say_compiling(self) -> None:
         """Send that a forward pass is being compiled. Called in another thread; it reads no state of the loop."""
@@ -198,3 +220,12 @@ class WorkerEngineLoop:
 
     def _send(self, event: EngineEvent) -> None:
         self._channel.send(event.SerializeToString())
+
+
+def _news_of(beat: EngineBeat) -> EngineBeat:
+    """Return a beat without the counters of links, which change with every ping."""
+    news = EngineBeat()
+    news.CopyFrom(beat)
+    news.links.Clear()
+    news.links.open = beat.links.open
+    return news

@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front")
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
     parser.add_argument("--trials", type=Path, help="file in which it notes the acceleration that it is trying")
+    parser.add_argument("--max-quiet-s", type=float, default=0.0, help="longest pause between two messages at rest")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
@@ -40,7 +41,7 @@ def main() -> int:
         with lean_imports():
             from bottega.worker.engine.loop import run
         config = EngineConfig(**arguments.config_json)
-        return run(channel, config, reporter, trials=arguments.trials)
+        return run(channel, config, reporter, trials=arguments.trials, max_quiet_s=arguments.max_quiet_s)
     except Unavailable:
         return 0  # the front is gone
 
