@@ -248,6 +248,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     def on_lost(self, why: str) -> None:
         """Fail the calls that wait for an engine that was lost."""
         lost = WorkerLost(f"the worker's engine was lost: {why}")
+        self._link_calls.fail_all(lost)
         self._template_calls.fail_all(lost)
         self._profile_calls.fail_all(lost)
 
