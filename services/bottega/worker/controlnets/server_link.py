@@ -111,7 +111,7 @@ class ServerLink(LinkClientHandler):
         self.answer_s = 0.0
         """Recent seconds from a request to the whole answer; 0 if unknown."""
         self.transfer_s = 0.0
-        """Recent seconds from an answer's beginning to its end; 0 within this host, where only processors are waited for."""
+        """Recent seconds from an answer's beginning to its end; 0 within this host, where transfers take none."""
         self._changes = changes
         self._settings = settings
         self._numbers = itertools.count(1)
