@@ -326,10 +326,8 @@ class AttemptRunner:
         try:
             self._engine.send(command)
         except BottegaError as error:  # the loss of the engine ends the attempt
-            kind = command.WhichOneof("command")
-            _log.info(
-                "a command could not be sent to the engine", extra={**self._facts, "command": kind, **_why(error)}
-            )
+            facts = {"command": command.WhichOneof("command"), **_why(error)}
+            _log.info("a command could not be sent to the engine", extra={**self._facts, **facts})
 
     def _end(self) -> None:
         if self._expiry:

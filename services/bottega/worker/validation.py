@@ -154,7 +154,7 @@ def _check_addons(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
     """Yield violations of the add-ons' bounds. The engine's add-ons check the content."""
     for name, messages in (("addons", request.addons), ("decisions.by_kind", request.decisions.by_kind)):
         if len(messages) > _MAX_ADDONS or not all(map(kinds.is_kind, messages)):
-            yield Violation(field=name, description=f"must be at most {_MAX_ADDONS}, each by its kind")
+            yield Violation(field=name, description=f"must have at most {_MAX_ADDONS} entries, by kind of service")
         if any(len(message) > _MAX_ADDON_BYTES for message in messages.values()):
             yield Violation(field=name, description=f"must have at most {_MAX_ADDON_BYTES} bytes each")
 

@@ -116,7 +116,7 @@ class CacheStoreLink(LinkClientHandler):
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         with incoming:
             if kind_of(incoming.layout) != CacheMessageKind.ANSWER:
-                raise ValueError(f"a cache sends no {kind_of(incoming.layout)[:40]} message")
+                raise ValueError(f"a cache must not send a {kind_of(incoming.layout)[:40]} message")
             number, answer = messages.answer_of(incoming.layout, connection.wait_all(incoming))
         self._owner.on_answer(self, number, answer)
 

@@ -250,7 +250,7 @@ class ServerLink(LinkClientHandler):
                 error = from_job_error(job_error_from_json(refusal.error))
                 self._refuse(error, lease=refusal.lease, step=refusal.step)
             case kind:
-                raise ValueError(f"a server sends no {kind} message")
+                raise ValueError(f"a ControlNet server must not send a {kind} message")
 
     def _refuse(self, error: BottegaError, *, lease: int | None, step: int | None) -> None:
         """Note that a lease or a step is refused."""
@@ -267,9 +267,9 @@ class ServerLink(LinkClientHandler):
         number = read_number(incoming.layout, [incoming.part(0)])
         result = self._results.pop(number, None)
         if result is None:
-            raise ValueError(f"the answer to step {number}, which was not asked for")
+            raise ValueError(f"an answer to step {number} came, which was not requested")
         if result.layout.digest != incoming.layout.digest:
-            raise LayoutMismatch(f"the answer to step {number} has other residuals than the model takes")
+            raise LayoutMismatch(f"the answer to step {number} has residuals of other shapes than the model takes")
         result.begin(incoming.release)
         for index in range(1, len(incoming.layout.specs)):
             connection.wait(incoming, index + 1)

@@ -42,5 +42,5 @@ def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
             continue
         addon = load_object(service.engine_add_on)(context)
         if not isinstance(addon, EngineAddOn) or addon.kind != service.kind:
-            raise ConfigError(f"{service.engine_add_on} makes no EngineAddOn of kind {service.kind}")
+            raise ConfigError(f"{service.engine_add_on} does not make an EngineAddOn of kind {service.kind}")
         yield addon

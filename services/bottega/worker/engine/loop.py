@@ -120,9 +120,8 @@ class WorkerEngineLoop:
         while (frame := self._channel.recv()) is not None:
             command = EngineCommand.FromString(frame)
             if command.HasField("link_result"):
-                self._link_requests.answer(
-                    command.link_result
-                )  # in this thread, because the loop may wait for the link
+                # Answered in this thread, because the loop may wait for the link.
+                self._link_requests.answer(command.link_result)
             elif command.HasField("open_link"):
                 self._open_link(command.open_link)
             else:

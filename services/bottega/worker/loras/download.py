@@ -111,7 +111,7 @@ class LoraDownload:
         try:
             lora = _parsed(head, len(text), unet_bytes)
         except BadLora as error:
-            raise DataLoss(f"the LoRA store sent what is no LoRA: {error.message}") from error
+            raise DataLoss(f"the LoRA store sent a damaged LoRA: {error.message}") from error
         self._hash = hashlib.sha256(head)
         section = torch.empty(lora.text_bytes, dtype=torch.uint8)
         self._copy(text[: lora.text_bytes], section)
@@ -127,7 +127,7 @@ class LoraDownload:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
             lora = canonical.parse(head, file_bytes=len(file))
         except (BadLora, HeaderError) as error:
-            raise DataLoss(f"the LoRA store sent what is no LoRA: {error}") from error
+            raise DataLoss(f"the LoRA store sent a damaged LoRA: {error}") from error
         middle = lora.header_bytes + lora.text_bytes
         section = _shared(file[lora.header_bytes : middle])
         self._hash = hashlib.sha256(head)
@@ -204,7 +204,7 @@ class LoraDownload:
         """
         scale = float(_tensor(module.scale, section))
         if not math.isfinite(scale):
-            raise DataLoss(f"the LoRA store sent a scale that is no number, for {self.ref.name}")
+            raise DataLoss(f"the LoRA store sent a scale of {self.ref.name} that is not finite")
         down, up = (_tensor(entry, on_device).to(self._dtype) for entry in (module.down, module.up))
         return LoraLayer(down=down, up=up, scale=scale)
 
