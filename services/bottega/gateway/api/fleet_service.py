@@ -135,7 +135,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 if request.HasField("load"):
                     self._fleet.report(member, request.load)
                 elif not request.HasField("registration"):
-                    self._fleet.report(member, member.load)  # as before
+                    self._fleet.report(member, member.load)  # it has not changed
         finally:
             self._fleet.leave(member, stream)
             wake.set()
