@@ -13,7 +13,7 @@ AsyncClient is the same for asyncio. What goes wrong is raised as a class of bot
 
 from bottega.client.addons.cache.client import CacheFigures
 from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache
-from bottega.client.addons.cache.prompt_pairs import PromptPair
+from bottega.client.addons.cache.samples import PromptPair
 from bottega.client.addons.controlnets.types import (
     AddedControlNet,
     ControlNetHost,
@@ -23,10 +23,9 @@ from bottega.client.addons.controlnets.types import (
     ResidualProfile,
     ServedControlNet,
 )
-from bottega.client.addons.loras.profiling import LoraBoundMeasured
-from bottega.client.addons.templates.client import DroppedTemplates, WarmedTemplates
+from bottega.client.addons.loras.client import LoraBoundMeasured
+from bottega.client.addons.templates.client import DroppedTemplates, MeasuredBlocks, WarmedTemplates
 from bottega.client.addons.templates.overview import FleetTemplate, SilentService, TemplateHolder, TemplateOverview
-from bottega.client.addons.templates.profiling import MeasuredBlocks
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 
+from bottega.client.addons.cache import cli_drawing
 from bottega.client.addons.cache.profiling import judge_name
-from bottega.client.addons.cache.prompt_pairs import miniature_pairs
-from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
-from bottega.client.cli.cache import profile
+from bottega.client.addons.cache.samples import Method, PairSample, SampleFile, miniature_pairs
 from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words
 from bottega.v1.cache_pb2 import CacheProfile
@@ -137,7 +136,7 @@ async def test_what_would_be_drawn_is_said_and_nothing_is_drawn_unless_somebody_
     assert result.exit_code == 2, result.output
     assert f"{PAIRS} pairs of prompts: {PAIRS * 2 * 7} pictures to draw, about " in result.stderr
     assert "Say so with --yes." in result.stderr
-    monkeypatch.setattr(profile, "is_interactive", lambda: True)
+    monkeypatch.setattr(cli_drawing, "is_interactive", lambda: True)
     result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)  # its stdin says nothing
     assert (result.exit_code, "Draw them?" in result.stderr) == (1, True)
     assert not worker.requests

@@ -12,7 +12,7 @@ from click.testing import Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.addons.cache.addon import ADD_ON
+from bottega.client.addons.cache.client import ADD_ON
 from bottega.client.types.checks import CheckResult, Level
 from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
 from tests.support.running_gateway import Running as RunningGateway

@@ -12,7 +12,7 @@ from click.testing import Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.addons.loras.upload import read_lora
+from bottega.client.addons.loras.stores import read_lora
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from bottega.client import AsyncClient
-from bottega.client.addons.templates.addon import ADD_ON
+from bottega.client.addons.templates.client import ADD_ON
 from bottega.client.types.checks import CheckResult, Level
 from bottega.errors import MethodNotServed, NoWorker
 from bottega.v1.activations_pb2 import (

@@ -12,7 +12,7 @@ from click.testing import Result
 
 from bottega import kinds
 from bottega.client import AsyncClient
-from bottega.client.addons.templates.addon import ADD_ON
+from bottega.client.addons.templates.client import ADD_ON
 from bottega.client.types.checks import CheckResult, Level
 from bottega.errors import InvalidRequest, NoActivationStore
 from bottega.v1.activations_pb2 import BlockProfile

@@ -1,8 +1,8 @@
-"""What the client offers for each add-on service: every package beside this file is one.
+"""The client's part of each add-on service: every package beside this file is one.
 
-Its `addon.ADD_ON` says what people call it, and its client module has the methods that bottega.client.sdk.clients
-gives to the clients. The package of the same name in bottega.client.cli is its part of the command. A new add-on is
-named nowhere but in bottega.client.sdk.clients.
+Its `client` module has `ADD_ON`, a description for people, and the methods that bottega.client.sdk.clients adds to the
+clients. Its `cli` module has the subcommands, `PART` (options of `bottega generate` and `bottega edit`) and
+`advice_for` (what to do about its errors). Only bottega.client.sdk.clients lists the add-ons by name.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ import pkgutil
 
 
 def add_on_names() -> tuple[str, ...]:
-    """Names of the packages, in their order."""
+    """Return the names of the add-ons, in alphabetical order."""
     return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.ispkg))

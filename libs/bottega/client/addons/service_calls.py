@@ -1,4 +1,4 @@
-"""Calls to the add-on services of a fleet: who they are, which of them has something, errors, lists in pages."""
+"""Calls to the add-on services of a fleet: finding them, converting their errors, and reading lists in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from bottega.client.addons.addon import ClientAddOn
 from bottega.client.transport.connection import service_channels
 from bottega.errors import BottegaError, InternalError, Unavailable
 from bottega.rpc.channel import Target
@@ -20,14 +19,14 @@ _MAX_PAGES = 200
 
 
 class PageRequest(Protocol):
-    """Asks for some of what there is."""
+    """The interface of a request for one page of a list."""
 
     page_size: int
     page_token: str
 
 
 class Page(Protocol):
-    """Some of what there is."""
+    """The interface of one page of a list."""
 
     @property
     def next_page_token(self) -> str: ...
@@ -41,21 +40,25 @@ PageT = TypeVar("PageT", bound=Page)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCalls(Generic[StubT]):
-    """How the services of one kind are called, and what is raised where that fails.
+    """Calls to the services of one kind."""
 
-    add_on: its kind stands as "service" in the metadata of what they refuse. stub: makes their methods of a channel.
-    unavailable: raised where one does not answer, or none is there.
-    """
-
-    add_on: ClientAddOn
+    kind: str
+    """The kind with which they join the fleet; `metadata["service"]` of the errors that they answer with."""
+    title: str
+    """The title of one service, for error messages."""
     stub: Callable[[grpc.aio.Channel], StubT]
+    """Makes the stub of a channel."""
     unavailable: type[Unavailable]
+    """The error that is raised if no service has joined, or one does not answer."""
 
     def joined(self, fleet: ListMembersResponse) -> Sequence[Registration]:
-        """Those that have joined, in the gateway's order, those that drain last. Raises `unavailable` without any."""
-        members = [member for member in fleet.members if member.registration.kind == self.add_on.kind]
+        """Return the services that have joined, in the gateway's order, draining ones last.
+
+        Raises `unavailable` if there are none.
+        """
+        members = [member for member in fleet.members if member.registration.kind == self.kind]
         if not members:
-            raise self.unavailable(f"no {self.add_on.title} has joined; bottega fleet shows who has")
+            raise self.unavailable(f"no {self.title} has joined; bottega fleet shows who has")
         return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]
 
     async def call_owner(
@@ -65,10 +68,15 @@ class ServiceCalls(Generic[StubT]):
         *,
         missing: BottegaError,
     ) -> tuple[Registration, AnswerT]:
-        """The first service that has what `call` asks for, and its answer.
+        """Return the first service that has what `call` asks for, and its answer.
 
-        missing: raised where none has it; each says so with an error of this class. Raises `unavailable` where one that
-        may have it does not answer.
+        Args:
+            services: The services to ask, in this order.
+            call: Asks one service. It raises an error of the class of `missing` if that service lacks the thing.
+            missing: Raised if no service has it.
+
+        Raises:
+            Unavailable: A service that may have it does not answer.
         """
         failure = missing
         for service in services:
@@ -83,7 +91,7 @@ class ServiceCalls(Generic[StubT]):
 
     @asynccontextmanager
     async def open(self, service: Registration) -> AsyncIterator[StubT]:
-        """The methods of one of them, as long as the block lasts. Raises as `errors`."""
+        """Open a channel to one service for the `with` block, and return its stub. Errors are raised as by `errors`."""
         target = Target(address=service.address, role=service.kind, name=service.name)
         async with service_channels().open(target) as channel:
             with self.errors(service):
@@ -91,25 +99,25 @@ class ServiceCalls(Generic[StubT]):
 
     @contextmanager
     def errors(self, service: Registration) -> Iterator[None]:
-        """Raises what goes wrong with calls in the block as a BottegaError."""
+        """Raise errors of gRPC calls in the `with` block as BottegaError."""
         try:
             yield
         except grpc.RpcError as error:
             if not was_answered(error):
-                raise self.unavailable(
-                    f"{self.add_on.title} {service.name} does not answer at {service.address}"
-                ) from None
+                raise self.unavailable(f"{self.title} {service.name} does not answer at {service.address}") from None
             failure = from_rpc_error(error)
-            failure.metadata["service"] = self.add_on.kind
+            failure.metadata["service"] = self.kind
             raise failure from None
 
 
 async def all_pages(
     method: grpc.aio.UnaryUnaryMultiCallable[RequestT, PageT], request: RequestT, *, timeout_s: float, what: str
 ) -> AsyncIterator[PageT]:
-    """The pages of a list, from the first to the last, each within its own time-out.
+    """Yield the pages of a list, from the first to the last. Raise InternalError if it does not end.
 
-    Raises InternalError for a list that does not end. what: whose it is, for that.
+    Args:
+        timeout_s: Seconds that each page may take.
+        what: The owner of the list, for the error message.
     """
     for _ in range(_MAX_PAGES):
         page = await method(request, timeout=timeout_s)

@@ -46,7 +46,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"bottega.client.cli.{cmd_name}").command
+        module = f"bottega.client.addons.{cmd_name}.cli" if cmd_name in add_on_names() else f"{__name__}.{cmd_name}"
+        command: click.Command = importlib.import_module(module).command
         return command
 
     def make_context(

@@ -57,14 +57,14 @@ class GenerationPart:
 
 def generation_parts() -> list[GenerationPart]:
     """Of all add-ons, in their order."""
-    return [_part(name, "generation").PART for name in add_on_names()]
+    return [_module(name).PART for name in add_on_names()]
 
 
 def advice_for(error: BottegaError) -> str | None:
     """What to do about an error of an add-on; None where it is none of theirs."""
-    found: Iterator[str | None] = (_part(name, "advice").advice_for(error) for name in add_on_names())
+    found: Iterator[str | None] = (_module(name).advice_for(error) for name in add_on_names())
     return next((advice for advice in found if advice is not None), None)
 
 
-def _part(add_on: str, part: str) -> Any:
-    return importlib.import_module(f"bottega.client.cli.{add_on}.{part}")
+def _module(add_on: str) -> Any:
+    return importlib.import_module(f"bottega.client.addons.{add_on}.cli")

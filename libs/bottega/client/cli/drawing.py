@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from bottega.client.addons.cache.prompt_pairs import EMBEDDED_MODEL
+from bottega.client.addons.cache.samples import EMBEDDED_MODEL
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice

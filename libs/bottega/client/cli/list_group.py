@@ -1,4 +1,4 @@
-"""A group of commands of which one needs no word: its options alone are those of its `list`, or of another one."""
+"""A group of commands with a default command."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import click
 
 
 class ListGroup(click.Group):
-    """`bottega jobs -n 5` means `bottega jobs list -n 5`. needs_no_word: the name of that command."""
+    """A Click group with a default command: `bottega jobs -n 5` means `bottega jobs list -n 5`."""
 
-    needs_no_word = "list"
+    default_command = "list"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = [self.needs_no_word, *args]
+            args = [self.default_command, *args]
         return super().parse_args(ctx, args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs, pairs_of_file, thin_out
+from bottega.client.addons.cache.samples import PromptPair, miniature_pairs, pairs_of_file, thin_out
 from bottega.miniature.scenes import read_caption
 from bottega.planning import count_words
 

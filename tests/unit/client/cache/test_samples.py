@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.addons.cache.prompt_pairs import PromptPair
-from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
+from bottega.client.addons.cache.samples import Method, PairSample, PromptPair, SampleFile
 from bottega.errors import InvalidRequest
 
 METHOD = Method(model_hash="ab" * 32, num_inference_steps=30, draws=4, judge="the oracle")

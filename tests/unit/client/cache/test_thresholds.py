@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.client.addons.cache.samples import PairSample
-from bottega.client.addons.cache.thresholds import profile_message, skip_profile, use_of
+from bottega.client.addons.cache.samples import PairSample, profile_message, skip_profile, use_of
 from bottega.latents.names import FRACTIONS
 
 

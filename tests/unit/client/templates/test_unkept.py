@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bottega.client.addons.templates.cli import _fail_unkept
 from bottega.client.addons.templates.overview import FleetTemplate, TemplateOverview
-from bottega.client.cli.templates.commands import _fail_unkept
 from bottega.v1.activations_pb2 import Template
 
 ID = "3f0a91c25e" + "0" * 22

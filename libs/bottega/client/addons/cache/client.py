@@ -1,24 +1,40 @@
-"""The clients' methods about approximate caches: what they hold, how well they serve, and their profiles.
+"""The clients' methods about approximate caches, and the doctor's findings about them.
 
-A fleet has one, as a rule. Where it has several, each is told and asked the same.
+A fleet usually has one cache. If it has several, every call goes to all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from bottega.client.addons.cache.drawing import PairDrawer
-from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, measure_cache
-from bottega.client.addons.cache.stores import CACHES, CALL_S
+from bottega import kinds
+from bottega.client.addons.addon import ClientAddOn
+from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, PairDrawer, measure_cache
+from bottega.client.addons.cache.samples import EMBEDDED_MODEL
+from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
+from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.messages import build_message
-from bottega.errors import CacheEntryNotFound
+from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheEntry, CacheProfile, GetCacheEntryResponse, GetCacheStatsResponse
-from bottega.v1.fleet_pb2 import Registration
+from bottega.v1.cache_pb2_grpc import CacheServiceStub
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
+
+if TYPE_CHECKING:
+    from bottega.v1.cache_pb2_grpc import CacheServiceAsyncStub
+
+
+# A cache works its records off one after the other, and says so itself after 30 s.
+CALL_S = 40.0
+CACHES: ServiceCalls[CacheServiceAsyncStub] = ServiceCalls(
+    kind=kinds.CACHE, title="approximate cache", stub=CacheServiceStub, unavailable=NoCache
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +146,74 @@ class CacheMethods(GatewayClient):
     cache_profiles = blocking(AsyncCacheMethods.cache_profiles)
     set_cache_profile = blocking(AsyncCacheMethods.set_cache_profile)
     profile_cache = blocking(AsyncCacheMethods.profile_cache)
+
+
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    entries: int
+    trouble: str
+    profiled: Set[str]
+
+
+def check_caches(fleet: ListMembersResponse) -> Iterator[CheckResult]:
+    """Asks every cache. Not in an event loop."""
+    served = {
+        model.model_hash: model.name
+        for member in fleet.members
+        if member.registration.kind == kinds.WORKER
+        for model in member.registration.models
+    }
+    for member in fleet.members:
+        if member.registration.kind == kinds.CACHE:
+            yield from _check_cache(member.registration, served)
+
+
+def _check_cache(cache: Registration, served: dict[str, str]) -> Iterator[CheckResult]:
+    try:
+        findings = asyncio.run(_ask(cache))
+    except BottegaError as error:
+        yield warn(f"the approximate cache {cache.name} cannot be asked: {error.message}", "bottega logs says more.")
+        return
+    if findings.trouble:
+        yield warn(
+            f"the approximate cache {cache.name} records nothing: {findings.trouble}",
+            "It goes on by itself when that is over; pictures are drawn meanwhile.",
+        )
+    else:
+        yield ok(f"approximate cache {cache.name} joined, with {findings.entries} entries")
+    for model_hash, name in sorted(served.items(), key=lambda item: item[1]):
+        if model_hash not in findings.profiled:
+            yield warn(
+                f"the approximate cache {cache.name} has no profile of {name}, so nothing is reused for it (where its "
+                "embeddings are 768 wide, Nirvana's own thresholds count)",
+                _how_to_measure(name),
+            )
+
+
+def _how_to_measure(model: str) -> str:
+    """The whole command: only the embedded model has prompts and a judge of its own."""
+    if model == EMBEDDED_MODEL:
+        return f"bottega cache profile --model {model} measures which similarity is enough."
+    return (
+        f"bottega cache profile --model {model} --prompts FILE --clip FOLDER measures which similarity is enough: FILE "
+        "has prompts as people send them, one a line, FOLDER a CLIP of transformers."
+    )
+
+
+async def _ask(cache: Registration) -> _Findings:
+    async with CACHES.open(cache) as stub:
+        stats = await stub.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=_ANSWER_S)
+        answer = await stub.ListCacheProfiles(cache_pb2.ListCacheProfilesRequest(), timeout=_ANSWER_S)
+    return _Findings(
+        entries=sum(model.entries for model in stats.models),
+        trouble=stats.trouble,
+        profiled={profile.model_hash for profile in answer.profiles},
+    )
+
+
+ADD_ON = ClientAddOn(
+    kind=kinds.CACHE, title="approximate cache", hosted_title="cached models", check_fleet=check_caches
+)

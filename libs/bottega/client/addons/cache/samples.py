@@ -1,19 +1,81 @@
-"""What was measured with pairs of prompts: a line of a file for each pair, so that an interrupted measurement goes on.
-
-The first line says how it was measured; a file of another way is refused.
-"""
+"""Pairs of prompts to measure a cache with, their samples in a file, and the thresholds that these say."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
-from bottega.client.addons.cache.prompt_pairs import PromptPair
 from bottega.errors import InvalidRequest
+from bottega.latents import has_enough_words
 from bottega.latents.names import FRACTIONS
+from bottega.planning import BALANCED_ALPHA, FAST_ALPHA, LengthClass, QualitySample, SkipProfile, measured_class
+from bottega.planning.skip_profile import SHORT_WORDS
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
+
+# How many refinements the second prompt is away from the first: mostly one, as in a session, and seldom so many that
+# little is left in common.
+_REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
+
+EMBEDDED_MODEL = "miniature"
+"""What it is called, if not otherwise: the only one whose prompts are known here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPair:
+    """Two prompts; the second one's pictures start from latents of the first one's."""
+
+    first: str
+    second: str
+
+
+def pairs_of_file(text: str) -> list[PromptPair]:
+    """Return a pair for each two neighbouring lines that differ; every line is a prompt.
+
+    An empty line separates people: no pair spans it. Prompts with too few words to be recorded make no pairs.
+    """
+    pairs = pairwise(line.strip() for line in text.splitlines())
+    return [
+        PromptPair(first=one, second=other)
+        for one, other in pairs
+        if one != other and has_enough_words(one) and has_enough_words(other)
+    ]
+
+
+def miniature_pairs(count: int, *, seed: int = 0) -> list[PromptPair]:
+    """Return `count` pairs in the embedded model's grammar: a scene, and the same scene after one to eight refinements.
+
+    Half of the scenes have one thing and half have two. Half of the latter use the long sentence of more than 15 words.
+    The first pairs of a seed are the same for every count.
+    """
+    rng = random.Random(seed)
+    return [_miniature_pair(number, rng) for number in range(count)]
+
+
+def thin_out(pairs: Sequence[PromptPair], most: int) -> list[PromptPair]:
+    """Return at most `most` of the pairs, spread evenly over all."""
+    if len(pairs) <= most:
+        return list(pairs)
+    return [pairs[number * len(pairs) // most] for number in range(most)]
+
+
+def _miniature_pair(number: int, rng: random.Random) -> PromptPair:
+    from bottega.miniature.scenes import caption, placed_caption, random_scene, refine
+
+    say = placed_caption if number % 4 == 3 else caption
+    first = random_scene(rng, things=1 + number % 2)
+    second = first
+    for _ in range(rng.choice(_REFINEMENTS)):
+        second = refine(second, rng)
+    while second == first:
+        second = refine(second, rng)
+    return PromptPair(first=say(first), second=say(second))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +165,96 @@ def _sample(line: str) -> PairSample:
     if strange := cached.keys() - set(FRACTIONS):
         raise ValueError(f"{strange} is no fraction")
     return PairSample(**said, cached=cached)
+
+
+ALPHAS: Mapping[str, float] = {"balanced": BALANCED_ALPHA, "fast": FAST_ALPHA}
+"""By fidelity, the share of an uncached picture's quality that a cached one has to exceed."""
+
+_CLASS_BOUNDS = (float(SHORT_WORDS), math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """The effect of a profile on the pairs that it was made of."""
+
+    pairs: int
+    shares: Mapping[float, float]
+    """Share of the pairs that start after each fraction of the steps. The other pairs are drawn from noise."""
+    uncached: float
+    """Mean quality of the pairs that start, when drawn from noise; 0 if no pair starts."""
+    cached: float
+    """Their mean quality when drawn as the profile says; 0 if no pair starts."""
+
+
+def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
+    """Return the thresholds by length of the prompt; prompts shorter or longer than all measured ones have none.
+
+    A class in which nothing may be skipped is left out, unless a longer one follows.
+    """
+    fewest = min((sample.words for sample in samples), default=0)
+    most = max((sample.words for sample in samples), default=0)
+    classes = [LengthClass(max_words=fewest - 1, thresholds={})] if fewest > 1 else []
+    for bound in _CLASS_BOUNDS:
+        least = classes[-1].max_words if classes else 0
+        of_class = [sample for sample in samples if least < sample.words <= bound]
+        if of_class:
+            classes.append(measured_class(min(bound, most), _by_fraction(of_class), alpha=alpha))
+    while classes and not classes[-1].thresholds:
+        classes.pop()
+    return SkipProfile(classes=tuple(classes))
+
+
+def profile_message(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
+    """Return the profile of both fidelities. A class without thresholds says that nothing may be reused."""
+    profile = CacheProfile(model_hash=model_hash, about=about)
+    profile.balanced.extend(_class_messages(skip_profile(samples, BALANCED_ALPHA)))
+    profile.fast.extend(_class_messages(skip_profile(samples, FAST_ALPHA)))
+    if not profile.balanced and not profile.fast:
+        profile.balanced.add()
+    return profile
+
+
+def use_of(profile: SkipProfile, samples: Sequence[PairSample]) -> Use:
+    """Return the effect of a profile on these pairs."""
+    starts = [(sample, fraction) for sample in samples if (fraction := _fraction(profile, sample))]
+    return Use(
+        pairs=len(samples),
+        shares={each: sum(fraction == each for _, fraction in starts) / len(samples) for each in FRACTIONS},
+        uncached=mean(sample.uncached for sample, _ in starts) if starts else 0.0,
+        cached=mean(sample.cached[fraction] for sample, fraction in starts) if starts else 0.0,
+    )
+
+
+def _by_fraction(samples: Sequence[PairSample]) -> Mapping[float, list[QualitySample]]:
+    return {
+        fraction: [
+            QualitySample(similarity=each.similarity, cached=each.cached[fraction], uncached=each.uncached)
+            for each in samples
+            if fraction in each.cached
+        ]
+        for fraction in FRACTIONS
+        if any(fraction in each.cached for each in samples)
+    }
+
+
+def _fraction(profile: SkipProfile, sample: PairSample) -> float:
+    """Return the fraction of the steps after which the sample's pictures start; 0 if they do not."""
+    allowed = (
+        fraction
+        for fraction, least in profile.thresholds(sample.words).items()
+        if sample.similarity >= least and fraction in sample.cached
+    )
+    return max(allowed, default=0.0)
+
+
+def _class_messages(profile: SkipProfile) -> Iterator[CacheLengthClass]:
+    for each in profile.classes:
+        yield _class_message(each)
+
+
+def _class_message(length_class: LengthClass) -> CacheLengthClass:
+    bounded = math.isfinite(length_class.max_words)
+    message = CacheLengthClass(max_words=int(length_class.max_words) if bounded else 0)
+    for fraction, similarity in length_class.thresholds.items():
+        message.thresholds.add(fraction=fraction, similarity=similarity)
+    return message

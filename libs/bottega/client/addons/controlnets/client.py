@@ -1,27 +1,124 @@
-"""The clients' methods about ControlNets: which are served, how servers are given more, and their profiles."""
+"""The clients' methods about ControlNets, and the doctor's findings about the servers that host them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from bottega.client.addons.controlnets.hosting import controlnets_of
-from bottega.client.addons.controlnets.profiling import measure_residuals
-from bottega.client.addons.controlnets.servers import add_to_server, controlnet_servers, import_root, store_profile
+from bottega import kinds
+from bottega.client.addons.addon import ClientAddOn, LeftOutThing
 from bottega.client.addons.controlnets.types import (
     AddedControlNet,
+    ControlNetHost,
     MeasuredProfile,
     ProfileCase,
+    Readiness,
     ResidualProfile,
     ServedControlNet,
 )
+from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
-from bottega.client.types.messages import build_message
-from bottega.errors import ModelNotFound
+from bottega.client.types.checks import CheckResult, ok, warn
+from bottega.client.types.control import ControlNet
+from bottega.client.types.messages import as_list, build_message
+from bottega.client.types.picture import Picture
+from bottega.errors import (
+    BottegaError,
+    ControlNetNotFound,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    NoControlNet,
+    Unavailable,
+    Violation,
+)
+from bottega.v1 import controlnet_pb2, fleet_pb2, hosted_pb2
 from bottega.v1.controlnet_pb2 import AddControlNetRequest
+from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
+from bottega.v1.hosted_pb2 import Hosted
+
+if TYPE_CHECKING:
+    from bottega.v1.controlnet_pb2_grpc import ControlNetServiceAsyncStub
+
+
+# A server reads the headers of the weights and their hash, which of some GiB takes a while.
+_ADD_S = 120.0
+_LIST_S = 5.0
+# A server writes a file.
+_SET_PROFILE_S = 30.0
+_SERVERS: ServiceCalls[ControlNetServiceAsyncStub] = ServiceCalls(
+    kind=kinds.CONTROLNET, title="ControlNet server", stub=ControlNetServiceStub, unavailable=Unavailable
+)
+
+
+def controlnet_servers(fleet: ListMembersResponse, *, name: str | None = None) -> list[Registration]:
+    """All of them, or the one of that name. Raises NoControlNet without any, InvalidRequest where none has the name."""
+    servers = [member.registration for member in fleet.members if member.registration.kind == kinds.CONTROLNET]
+    if not servers:
+        raise NoControlNet("no ControlNet server has joined")
+    chosen = [server for server in servers if name in (None, server.name)]
+    if not chosen:
+        names = ", ".join(server.name for server in servers)
+        rule = Violation(field="server", description=f"there is none of that name; joined: {names}")
+        raise InvalidRequest(f"{name}: {rule.description}", violations=[rule])
+    return chosen
+
+
+async def add_to_server(server: Registration, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
+    """Has a server host one more; what goes wrong is part of the answer."""
+    try:
+        async with _SERVERS.open(server) as stub:
+            answer = await stub.AddControlNet(request, timeout=_ADD_S)
+    except BottegaError as error:
+        return AddedControlNet(server=server.name, error=error)
+    return AddedControlNet(server=server.name, size_bytes=answer.controlnet.size_bytes)
+
+
+async def import_root(servers: Sequence[Registration]) -> str:
+    """The folder below which the servers host what is added. Raises InvalidRequest where they have none in common."""
+    roots = set()
+    for server in servers:
+        async with _SERVERS.open(server) as stub:
+            roots.add((await stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_LIST_S)).root)
+    if len(roots) > 1 or "" in roots:
+        why = "the servers have different roots: choose one" if len(roots) > 1 else "the configuration has no root"
+        raise InvalidRequest(f"nothing can be added: {why}", violations=[Violation(field="server", description=why)])
+    return roots.pop()
+
+
+async def store_profile(
+    fleet: ListMembersResponse, name: str, profile: ResidualProfile, *, digest: str | None
+) -> tuple[str, ...]:
+    """Has every server that hosts the ControlNet remember its profile; returns their names.
+
+    digest: of the version that was measured; None is whatever each of them has under that name. Raises
+    ControlNetNotFound where no server hosts it, and what a server refuses it with.
+    """
+    hosts = [
+        (member.registration, net.digest)
+        for member in fleet.members
+        if member.registration.kind == kinds.CONTROLNET
+        for net in member.load.hosted
+        if net.kind == kinds.CONTROLNET and net.name == name and digest in (None, net.digest)
+    ]
+    if not hosts:
+        raise ControlNetNotFound(f"no ControlNet server hosts {name}: a profile is of use for servers only")
+    message = build_message(
+        hosted_pb2.ResidualProfile(model_hash=profile.model_hash),
+        num_inference_steps=profile.num_inference_steps,
+        similarity=profile.similarity,
+    )
+    for server, hosted in hosts:
+        request = controlnet_pb2.SetProfileRequest(name=name, digest=hosted, profile=message)
+        async with _SERVERS.open(server) as stub:
+            await stub.SetProfile(request, timeout=_SET_PROFILE_S)
+    return tuple(server.name for server, _ in hosts)
 
 
 class AsyncControlNetMethods(AsyncGatewayClient):
@@ -96,3 +193,156 @@ class ControlNetMethods(GatewayClient):
     controlnet_root = blocking(AsyncControlNetMethods.controlnet_root)
     profile_controlnet = blocking(AsyncControlNetMethods.profile_controlnet)
     set_controlnet_profile = blocking(AsyncControlNetMethods.set_controlnet_profile)
+
+
+async def measure_residuals(
+    client: AsyncGatewayClient,
+    name: str,
+    cases: Iterable[ProfileCase],
+    *,
+    num_inference_steps: int | None,
+    model: str | None,
+    on_picture: Callable[[float], None],
+) -> MeasuredProfile:
+    """Draw one picture after the other, and measure how similar the residuals of its steps are.
+
+    Args:
+        on_picture: Called with the measurement of each picture.
+
+    Raises:
+        InvalidRequest: There are no cases, or a picture has fewer than two steps.
+        NoControlNet: The servers do not all host the same ControlNet.
+        BottegaError: Drawing failed.
+    """
+    found: list[tuple[float, Picture]] = []
+    for seed, case in enumerate(_checked(cases)):
+        net = ControlNet(name, case.image, measure_similarity=True)
+        picture = await client.generate(
+            case.prompt, seed=seed, model=model, num_inference_steps=num_inference_steps, controlnets=[net]
+        )
+        if len(picture.provenance.controlnets) != 1:
+            raise InternalError(f"the picture's provenance has no entry for {name} by itself")
+        use = picture.provenance.controlnets[0]
+        if use.similarity is None:
+            raise _broken("num_inference_steps", "two steps are needed, to compare them")
+        found.append((use.similarity, picture))
+        on_picture(use.similarity)
+    if not found:
+        raise _broken("cases", "at least one is needed")
+    versions = {(picture.provenance.controlnets[0].digest, picture.provenance.model_hash) for _, picture in found}
+    if len(versions) > 1:
+        raise NoControlNet(f"{name} or the model was replaced between two pictures: measure again")
+    picture = found[0][1]
+    pictures = tuple(similarity for similarity, _ in found)
+    profile = ResidualProfile(
+        model_hash=picture.provenance.model_hash,
+        num_inference_steps=picture.provenance.parameters.num_inference_steps,
+        similarity=min(pictures),
+    )
+    return MeasuredProfile(digest=picture.provenance.controlnets[0].digest, profile=profile, pictures=pictures)
+
+
+def _checked(cases: object) -> Iterator[ProfileCase]:
+    """Raises InvalidRequest for what is none of them."""
+    for case in as_list(cases, name="cases", what="ProfileCase"):
+        if not isinstance(case, ProfileCase):
+            raise _broken("cases", f"must be a list of ProfileCase; got one {type(case).__name__}")
+        yield case
+
+
+def _broken(field: str, rule: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {rule}", violations=[Violation(field=field, description=rule)])
+
+
+_READINESS = {
+    hosted_pb2.HOSTED_STATE_ON_DISK: Readiness.ON_DISK,
+    hosted_pb2.HOSTED_STATE_LOADING: Readiness.LOADING,
+    hosted_pb2.HOSTED_STATE_LOADED: Readiness.LOADED,
+}
+
+
+def controlnets_of(fleet: fleet_pb2.ListMembersResponse) -> tuple[ServedControlNet, ...]:
+    """What the members of a fleet host, by name, the most popular version first."""
+    found: dict[tuple[str, str, str], list[tuple[fleet_pb2.Member, Hosted]]] = {}
+    for member in fleet.members:
+        for net in (item for item in member.load.hosted if item.kind == kinds.CONTROLNET):
+            found.setdefault((net.name, net.digest, net.base), []).append((member, net))
+    served = [_served(fleet, hosted) for hosted in found.values()]
+    return tuple(sorted(served, key=lambda net: (net.name, -net.popularity, net.digest)))
+
+
+def _served(fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.Member, Hosted]]) -> ServedControlNet:
+    net = hosted[0][1]
+    models = (model for member in fleet.members for model in member.registration.models)
+    hosts = sorted((_host(member, one) for member, one in hosted), key=lambda host: (not host.server, host.name))
+    return ServedControlNet(
+        name=net.name,
+        digest=net.digest,
+        base=net.base,
+        models=tuple(sorted({model.name for model in models if not net.base or model.base in ("", net.base)})),
+        size_bytes=net.size_bytes,
+        hosts=tuple(hosts),
+        profiles=_profiles(one for _, one in hosted),
+    )
+
+
+def _profiles(hosted: Iterable[Hosted]) -> tuple[ResidualProfile, ...]:
+    """By base model, the one that says least: what decides."""
+    least: dict[str, ResidualProfile] = {}
+    for profile in (profile for net in hosted for profile in net.profiles):
+        known = least.get(profile.model_hash)
+        if known is None or profile.similarity < known.similarity:
+            least[profile.model_hash] = ResidualProfile(
+                model_hash=profile.model_hash,
+                num_inference_steps=profile.num_inference_steps,
+                similarity=profile.similarity,
+            )
+    return tuple(least.values())
+
+
+def _host(member: fleet_pb2.Member, net: Hosted) -> ControlNetHost:
+    return ControlNetHost(
+        name=member.registration.name,
+        address=member.registration.address,
+        server=member.registration.kind == kinds.CONTROLNET,
+        readiness=_READINESS.get(net.state, Readiness.UNKNOWN),
+        popularity=net.popularity,
+        sessions=net.sessions,
+    )
+
+
+# ControlNets that a line has room for.
+_MOST_NAMES = 8
+
+
+def _check_fleet(fleet: ListMembersResponse) -> Iterator[CheckResult]:
+    nets = controlnets_of(fleet)
+    if servers := sum(member.registration.kind == kinds.CONTROLNET for member in fleet.members):
+        names = sorted({net.name for net in nets})
+        listed = ", ".join(names[:_MOST_NAMES]) or "no ControlNet"
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        yield ok(f"{servers} ControlNet server{'' if servers == 1 else 's'} joined, with {listed}{more}")
+    for name in sorted({net.name for net in nets if not net.models}):
+        yield warn(f"no model that is served can be drawn with ControlNet {name}", f"bottega controlnets where {name}")
+    versions = Counter((net.name, net.base) for net in nets)
+    for name in sorted({name for (name, _), count in versions.items() if count > 1}):
+        yield warn(
+            f"ControlNet {name} is served in more than one version", f"Keep one: bottega controlnets where {name}"
+        )
+
+
+def _misfits(fleet: ListMembersResponse) -> Iterator[LeftOutThing]:
+    bases = sorted({model.base for member in fleet.members for model in member.registration.models if model.base})
+    for net in controlnets_of(fleet):
+        if not net.models:
+            reason = f"it fits no model that is served: its shapes are {net.base}, theirs {', '.join(bases)}"
+            yield LeftOutThing(service=net.hosts[0].name, name=net.name, reason=reason)
+
+
+ADD_ON = ClientAddOn(
+    kind=kinds.CONTROLNET,
+    title="ControlNet server",
+    hosted_title="ControlNets",
+    check_fleet=_check_fleet,
+    misfits=_misfits,
+)

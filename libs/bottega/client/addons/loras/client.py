@@ -1,34 +1,43 @@
-"""The clients' methods about LoRAs: those that the stores have, their quarantine, and how late one may come."""
+"""The clients' methods about LoRAs: those in the stores, their quarantine, and how late one may arrive."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bottega.client.addons.loras.profiling import LoraBoundMeasured, measure_lora
+from bottega import kinds
+from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.loras.stores import (
     CALL_S,
+    IMPORT_S,
     STORES,
     choose_store,
     find_lora,
     missing_lora,
+    read_lora,
+    upload,
 )
-from bottega.client.addons.loras.upload import IMPORT_S, read_lora, upload
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
-from bottega.client.types.messages import build_message
-from bottega.errors import LoraNotFound
+from bottega.client.types.lora import Lora
+from bottega.client.types.messages import as_list, build_message, describe
+from bottega.client.types.picture import Picture
+from bottega.client.types.provenance import LoraUse
+from bottega.errors import InternalError, LoraNotFound, LoraUnusable, Violation
+from bottega.planning import latest_step
+from bottega.rules import refuse
 from bottega.v1 import lora_pb2
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import QuarantinedLora, RestoreLoraResponse, StoredLora
 
 if TYPE_CHECKING:
     from bottega.v1.lora_pb2_grpc import LoraServiceAsyncStub
+
 
 AnswerT = TypeVar("AnswerT")
 
@@ -202,3 +211,84 @@ class LoraMethods(GatewayClient):
     loras_in_quarantine = blocking(AsyncLoraMethods.loras_in_quarantine)
     restore_lora = blocking(AsyncLoraMethods.restore_lora)
     discard_lora = blocking(AsyncLoraMethods.discard_lora)
+
+
+# One picture says little of the next one: the least that a profile is made of.
+LEAST_PROMPTS = 4
+SEEDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraBoundMeasured:
+    """How late the LoRA of that digest may come into requests of so many steps: max_step, see client.Lora.
+
+    prompts: of each, the bound that its own pictures have; max_step is the least of them.
+    """
+
+    digest: str
+    num_inference_steps: int
+    max_step: int
+    prompts: tuple[int, ...]
+
+
+async def measure_lora(
+    client: AsyncGatewayClient,
+    name: str,
+    prompts: Sequence[str],
+    *,
+    scale: float,
+    num_inference_steps: int | None,
+    model: str | None,
+    on_prompt: Callable[[int], None],
+) -> LoraBoundMeasured:
+    """Pictures of one prompt after the other, each with two seeds. on_prompt: told the bound of each.
+
+    Raises InvalidRequest for too few prompts, LoraUnusable where the LoRA is replaced meanwhile, and what drawing
+    raises.
+    """
+    refuse(list(_check_prompts(prompts)))
+    lora = Lora(name, scale, measure_similarity=True)
+    bounds: list[int] = []
+    digests: set[str] = set()
+    for number, prompt in enumerate(prompts):
+        picture, *_ = await client.generate_many(
+            prompt, SEEDS, seed=SEEDS * number, model=model, num_inference_steps=num_inference_steps, lora=[lora]
+        )
+        use = _measured_use(picture, name)
+        digests.add(use.digest)
+        bounds.append(latest_step(use.similarities))
+        on_prompt(bounds[-1])
+    if len(digests) > 1:
+        raise LoraUnusable(f"{name} was replaced between two pictures: measure again", metadata={"lora": name})
+    return LoraBoundMeasured(
+        digest=digests.pop(),
+        num_inference_steps=picture.provenance.parameters.num_inference_steps,
+        max_step=min(bounds),
+        prompts=tuple(bounds),
+    )
+
+
+def _check_prompts(prompts: object) -> Iterator[Violation]:
+    given = as_list(prompts, name="prompts", what="texts")
+    wrong = [prompt for prompt in given if not isinstance(prompt, str)]
+    if wrong:
+        yield Violation(field="prompts", description=f"must be texts; got {describe(wrong[0])}")
+    elif len(set(given)) < LEAST_PROMPTS:
+        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
+        yield Violation(field="prompts", description=rule)
+
+
+def _measured_use(picture: Picture, name: str) -> LoraUse:
+    """Raises LoraUnusable where nothing was measured, InternalError where it is not the one that was asked for."""
+    if len(picture.provenance.loras) != 1:
+        raise InternalError(f"the picture's provenance has no entry for {name} by itself")
+    use = picture.provenance.loras[0]
+    if not use.similarities:
+        raise LoraUnusable(
+            f"worker {picture.provenance.worker} did not measure {name}: is it of an earlier version?",
+            metadata={"lora": name},
+        )
+    return use
+
+
+ADD_ON = ClientAddOn(kind=kinds.LORAS, title="LoRA store", hosted_title="LoRAs")

@@ -1,7 +1,7 @@
-"""The clients' methods about templates: the images of which recordings are kept that their edits can use again.
+"""The clients' methods about templates: recorded images, whose edits compute only the masked part.
 
-Workers record them and have them in their memory, activation stores keep them for all workers. A fleet has one store,
-as a rule; of several each has some of the templates, and all have the same profiles.
+Workers record templates and hold them in memory; activation stores keep them for all workers. A fleet usually has one
+store. Several stores hold different templates, and the same profiles.
 """
 
 from __future__ import annotations
@@ -11,27 +11,49 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from bottega import kinds
+from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import ServiceCalls
-from bottega.client.addons.templates.overview import TemplateOverview, look_over
-from bottega.client.addons.templates.profiling import PROFILE_S, MeasuredBlocks, measure_blocks
-from bottega.client.addons.templates.stores import CALL_S as STORE_S
-from bottega.client.addons.templates.stores import STORES, stores_of
-from bottega.client.addons.templates.workers import CALL_S as WORKER_S
-from bottega.client.addons.templates.workers import WORKERS, workers_of
+from bottega.client.addons.templates.overview import (
+    STORE_S,
+    STORES,
+    WORKER_S,
+    WORKERS,
+    TemplateOverview,
+    check_templates,
+    look_over,
+    stores_of,
+    workers_of,
+)
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
 from bottega.client.types.messages import build_message
-from bottega.errors import BottegaError, NoWorker
+from bottega.errors import BottegaError, ModelNotFound, NoWorker, Unavailable
 from bottega.v1 import activations_pb2 as pb
-from bottega.v1.activations_pb2 import BlockProfile
-from bottega.v1.fleet_pb2 import Registration
+from bottega.v1.activations_pb2 import BlockProfile, ProfileBlocksRequest
+from bottega.v1.fleet_pb2 import ListMembersResponse, Member, Registration
 
 if TYPE_CHECKING:
     from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
 
+
 StubT = TypeVar("StubT")
 AnswerT = TypeVar("AnswerT")
+
+
+PROFILE_S = 600.0
+"""That a measurement may take: it is some hundred forwards, which are slow without a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBlocks:
+    """A profile, the worker that has measured it, the model's name, and the stores that keep it from now on."""
+
+    profile: BlockProfile
+    worker: str
+    model: str
+    stores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +209,52 @@ class TemplateMethods(GatewayClient):
     block_profiles = blocking(AsyncTemplateMethods.block_profiles)
     set_block_profile = blocking(AsyncTemplateMethods.set_block_profile)
     profile_blocks = blocking(AsyncTemplateMethods.profile_blocks)
+
+
+async def measure_blocks(
+    fleet: ListMembersResponse, *, model: str | None, worker: str | None, width: int, height: int, timeout_s: float
+) -> MeasuredBlocks:
+    """Waits for the worker's measurement, at most timeout_s; no store is told.
+
+    model, worker: None leaves the choice. width, height: in pixels; 0 is the model's own.
+    Raises ModelNotFound, NoWorker without one that may measure it, and Unavailable where that has no blocks to measure.
+    """
+    request = build_message(ProfileBlocksRequest(), width=width, height=height)
+    chosen = _choose_worker(fleet, model, worker)
+    async with WORKERS.open(chosen) as stub:
+        answer = await stub.ProfileBlocks(request, timeout=timeout_s)
+    if not answer.profile.blocks:
+        raise Unavailable(f"worker {chosen.name} can measure no blocks of its model")
+    name = next((each.name for each in chosen.models if each.model_hash == answer.profile.model_hash), "")
+    return MeasuredBlocks(profile=answer.profile, worker=chosen.name, model=name or answer.profile.model_hash)
+
+
+def _choose_worker(fleet: ListMembersResponse, model: str | None, worker: str | None) -> Registration:
+    """Raises NoWorker where none is idle: what runs beside a measurement would be measured with it."""
+    joined = [each for each in fleet.members if each.registration.kind == kinds.WORKER]
+    workers = [each for each in joined if each.registration.models]  # others are starting
+    served = sorted({each.name for one in workers for each in one.registration.models})
+    if not workers:
+        raise NoWorker("no worker has joined")
+    if model is not None and model not in served:
+        raise ModelNotFound(f"no such model: {model}", metadata={"served": ", ".join(served)})
+    if model is None and worker is None and len(served) > 1:
+        raise ModelNotFound(f"several models are served, say which: {', '.join(served)}")
+    named = [each for each in workers if worker in (None, each.registration.name) and _serves(each, model)]
+    if not named:
+        whose = f"no worker {worker} has joined" if model is None else f"worker {worker} does not serve {model}"
+        raise NoWorker(whose)
+    idle = [each for each in named if not each.load.running and not each.load.draining]
+    if not idle and worker is None:
+        whose = "every worker" if len(named) > 1 else f"worker {named[0].registration.name}"
+        raise NoWorker(f"{whose} draws now, and would measure that as well", metadata={"service": kinds.ACTIVATIONS})
+    return (idle or named)[0].registration
+
+
+def _serves(member: Member, model: str | None) -> bool:
+    return model is None or any(each.name == model for each in member.registration.models)
+
+
+ADD_ON = ClientAddOn(
+    kind=kinds.ACTIVATIONS, title="activation store", hosted_title="templates of edits", check_fleet=check_templates
+)

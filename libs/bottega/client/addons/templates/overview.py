@@ -1,23 +1,59 @@
-"""Which templates a fleet has, and where: what activation stores and workers say of theirs, put together.
+"""Which templates of edits a fleet has: calls to activation stores and workers, their answers merged, and a check-up.
 
-A worker that has a template of a store calls it as the store does, so one template is one entry, wherever it is.
+A template is a recorded image. A worker that took a template from a store uses the store's ID for it, so one template
+is one entry, wherever it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.client.addons.templates.stores import CALL_S as STORE_S
-from bottega.client.addons.templates.stores import MOST_LISTED, STORES, stores_of
-from bottega.client.addons.templates.workers import CALL_S as WORKER_S
-from bottega.client.addons.templates.workers import WORKERS, workers_of
-from bottega.errors import BottegaError, NoWorker
+from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.types.checks import CheckResult, ok, warn
+from bottega.errors import BottegaError, NoActivationStore, NoWorker
+from bottega.v1 import activations_pb2 as pb
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest, ListTemplatesRequest, Template
+from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
+from bottega.v1.image_pb2 import Model
+from bottega.v1.worker_pb2_grpc import WorkerServiceStub
+
+if TYPE_CHECKING:
+    from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
+    from bottega.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+
+# Records are worked off one after the other; deleting the files of many templates takes a while.
+STORE_S = 40.0
+MOST_LISTED = 1000
+"""Templates that a store lists at once."""
+
+STORES: ServiceCalls[ActivationServiceAsyncStub] = ServiceCalls(
+    kind=kinds.ACTIVATIONS, title="activation store", stub=ActivationServiceStub, unavailable=NoActivationStore
+)
+
+
+def stores_of(fleet: ListMembersResponse) -> Sequence[Registration]:
+    """In the gateway's order; none where none has joined."""
+    return [member.registration for member in fleet.members if member.registration.kind == kinds.ACTIVATIONS]
+
+
+# The engine process answers between two of its turns.
+WORKER_S = 20.0
+WORKERS: ServiceCalls[WorkerServiceAsyncStub] = ServiceCalls(
+    kind=kinds.WORKER, title="worker", stub=WorkerServiceStub, unavailable=NoWorker
+)
+
+
+def workers_of(fleet: ListMembersResponse) -> Sequence[Registration]:
+    """Return the workers that are ready, in the gateway's order; those whose engines start have no templates."""
+    found = (member.registration for member in fleet.members if member.registration.kind == kinds.WORKER)
+    return [registration for registration in found if registration.models]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +197,120 @@ def _known(records: Sequence[tuple[TemplateHolder, Template]]) -> FleetTemplate:
         store=stores[0][0].name if stores else "",
         workers=tuple(holder.name for holder, _ in records if holder.kind == kinds.WORKER),
     )
+
+
+_ANSWER_S = 5.0
+# Recorded of a pixel in a step: a template of SDXL at 1024, 50 steps, both halves of guidance, is about 21 GB. What is
+# served has that shape, or a smaller one.
+_MOST_BYTES_OF_A_PIXEL = 21e9 / 1024**2 / 50
+# Of a store's disk; above it little is left for what nobody has pinned.
+_MOST_PINNED = 0.8
+_MORE = "bottega logs says more."
+_BUDGET = "activations_mib, of the engine in its configuration, says how much memory recordings may take."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoreFindings:
+    listing: pb.ListStoredTemplatesResponse
+    profiled: Set[str]
+
+
+def check_templates(fleet: ListMembersResponse) -> Iterator[CheckResult]:
+    """Asks every store and every worker. Not in an event loop."""
+    served = {model.model_hash: model for worker in workers_of(fleet) for model in worker.models}
+    stores = stores_of(fleet)
+    answers = [(worker, _worker_answer(worker)) for worker in workers_of(fleet)]
+    told = [answer for _, answer in answers if not isinstance(answer, BottegaError)]
+    least_bytes = min((answer.budget_bytes for answer in told if answer.budget_bytes), default=0)
+    for store in stores:
+        yield from _check_store(store, served, least_bytes)
+    if not stores and any(kinds.ACTIVATIONS in worker.uses for worker in workers_of(fleet)):
+        yield warn(
+            "no activation store has joined, so what workers record of edits goes with them",
+            "bottega up starts one, on a server systemctl start bottega-activations; its log says why it has not.",
+        )
+    yield from _check_workers(answers)
+
+
+def _check_store(store: Registration, served: Mapping[str, Model], workers_bytes: int) -> Iterator[CheckResult]:
+    """workers_bytes: that the recordings of a worker have room for, of the one that has least; 0 where none says so."""
+    try:
+        found = asyncio.run(_ask_store_for_checkup(store))
+    except BottegaError as error:
+        yield warn(
+            f"the activation store {store.name} cannot be asked: {error.message}",
+            "bottega logs activations says more; edits are drawn meanwhile, and compute what workers do not have.",
+        )
+        return
+    listing = found.listing
+    if listing.trouble:
+        yield warn(
+            f"the activation store {store.name} records nothing: {listing.trouble}",
+            "It goes on by itself when that is over; edits are drawn meanwhile.",
+        )
+    else:
+        room = f"{_gib(listing.used_bytes)} of {_gib(listing.budget_bytes)} GiB"
+        count = f"{listing.total} template{'' if listing.total == 1 else 's'}"
+        yield ok(f"activation store {store.name} joined, with {count}, {room}")
+    yield from _check_pins(store, listing)
+    budget_bytes = min((each for each in (listing.template_budget_bytes, workers_bytes) if each), default=0)
+    for model in sorted(served.values(), key=lambda each: each.name):
+        if model.model_hash not in found.profiled and _may_exceed(budget_bytes, model):
+            yield warn(
+                f"the activation store {store.name} has no profile of {model.name}: which blocks of its templates are "
+                "kept, where all of them are too much, is estimated",
+                f"bottega templates profile --model {model.name} measures which are worth their bytes.",
+            )
+
+
+def _may_exceed(budget_bytes: int, model: Model) -> bool:
+    """Whether a template of the model may be too large for what one may take, so that a profile counts."""
+    pixels = model.default_width * model.default_height
+    return 0 < budget_bytes < _MOST_BYTES_OF_A_PIXEL * pixels * model.default_steps
+
+
+def _check_pins(store: Registration, listing: pb.ListStoredTemplatesResponse) -> Iterator[CheckResult]:
+    pinned = sum(template.size_bytes for template in listing.templates if template.pinned)
+    if pinned > _MOST_PINNED * listing.budget_bytes:
+        share = f"{pinned / max(1, listing.budget_bytes):.0%}"
+        yield warn(
+            f"pinned templates take {share} of the disk that the activation store {store.name} may use",
+            "bottega templates unpin ID lets one go; or give it a larger disk_bytes.",
+        )
+
+
+def _check_workers(
+    answers: Sequence[tuple[Registration, pb.ListTemplatesResponse | BottegaError]],
+) -> Iterator[CheckResult]:
+    for worker, answer in answers:
+        if isinstance(answer, BottegaError):
+            yield warn(f"{worker.name} does not say what it has recorded of edits: {answer.message}", _MORE)
+        elif not answer.budget_bytes:
+            yield warn(f"{worker.name} records nothing of edits, so all of them compute the whole picture", _BUDGET)
+        elif answer.templates:
+            count = len(answer.templates)
+            yield ok(f"{worker.name} has recorded {count} template{'' if count == 1 else 's'} of edits")
+
+
+def _worker_answer(worker: Registration) -> pb.ListTemplatesResponse | BottegaError:
+    try:
+        return asyncio.run(_ask_worker_for_checkup(worker))
+    except BottegaError as error:
+        return error
+
+
+async def _ask_store_for_checkup(store: Registration) -> _StoreFindings:
+    async with STORES.open(store) as stub:
+        request = pb.ListStoredTemplatesRequest(limit=MOST_LISTED)
+        listing = await stub.ListStoredTemplates(request, timeout=_ANSWER_S)
+        answer = await stub.ListBlockProfiles(pb.ListBlockProfilesRequest(), timeout=_ANSWER_S)
+    return _StoreFindings(listing=listing, profiled={profile.model_hash for profile in answer.profiles})
+
+
+async def _ask_worker_for_checkup(worker: Registration) -> pb.ListTemplatesResponse:
+    async with WORKERS.open(worker) as stub:
+        return await stub.ListTemplates(pb.ListTemplatesRequest(), timeout=_ANSWER_S)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.3g}"

@@ -1,4 +1,4 @@
-"""`bottega loras quarantine`, `rebuild` and `discard`: for the operator of a store that has files it does not know."""
+"""`bottega loras quarantine`, `rebuild` and `discard`: LoRA files that their store's catalogue does not list."""
 
 from __future__ import annotations
 

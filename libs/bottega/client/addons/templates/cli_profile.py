@@ -1,4 +1,4 @@
-"""`bottega templates profile`: which blocks of a model are worth the bytes that a template keeps of them, measured."""
+"""`bottega templates profile`: which blocks of a model are worth the bytes of their recordings."""
 
 from __future__ import annotations
 

@@ -1,22 +1,30 @@
-"""`bottega loras`: which LoRAs the suite has, and how to add, measure and remove them."""
+"""`bottega loras` and the options, output lines and advice that LoRAs add to other commands."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
+from bottega import errors, rules
+from bottega.client.addons.loras.cli_quarantine import discard_command, quarantine_command, rebuild_command
+from bottega.client.addons.loras.client import LEAST_PROMPTS
 from bottega.client.cli.adapters import ask_as_operator
+from bottega.client.cli.addons import GenerationPart
+from bottega.client.cli.error_help import storage_advice
+from bottega.client.cli.escaping import escaped
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
-from bottega.client.cli.loras.profile import command as profile_command
-from bottega.client.cli.loras.quarantine import discard_command, quarantine_command, rebuild_command
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
-from bottega.errors import InvalidRequest, LoraNotFound
+from bottega.client.types.lora import Lora
+from bottega.client.types.provenance import Provenance
+from bottega.errors import BottegaError, InvalidRequest, LoraNotFound
 from bottega.v1.lora_pb2 import LORA_STATE_IN_MEMORY, LORA_STATE_LOADING, StoredLora
 
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
@@ -154,7 +162,7 @@ def unpin(*, name: str, address: str) -> None:
     say(f"{name} is pinned no more")
 
 
-for each in (profile_command, quarantine_command, rebuild_command, discard_command):
+for each in (quarantine_command, rebuild_command, discard_command):
     command.add_command(each)
 
 
@@ -220,3 +228,139 @@ def _memory_state(lora: StoredLora) -> str:
     if here is None:
         return "not now, and stays there once it is" if lora.pinned else "no"
     return f"{here}, and stays there" if lora.pinned else here
+
+
+_MINIATURE = "miniature"
+
+
+@command.command("profile")
+@click.argument("name")
+@click.option("--prompt", "prompts", multiple=True, help="What is drawn; at least four. The embedded model needs none.")
+@click.option(
+    "--steps",
+    multiple=True,
+    type=click.IntRange(1, 200),
+    help="Of each picture; repeatable. Default: the model's. Other numbers go by the nearest one.",
+)
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Take the strongest that you draw with.")
+@click.option("--model", help="To measure with; default: the one that NAME was made for.")
+@address_option
+@fleet_option
+def profile(
+    *, name: str, prompts: tuple[str, ...], steps: tuple[int, ...], scale: float, model: str | None, address: str
+) -> None:
+    """Measure how late the LoRA NAME may come into a picture.
+
+    Draws two pictures of every prompt, with NAME and without: give prompts of the kind that you use it with, its
+    trigger words included. The store remembers the step after which the worst picture leads elsewhere (a cosine of the
+    latents below .99). Requests that allow approximations begin at once and make so many steps without NAME, at most,
+    where it is not at the worker yet.
+    """
+    with connect(address) as client:
+        drawn = prompts or _captions(client, client.lora(name))
+        counts: tuple[int | None, ...] = tuple(dict.fromkeys(steps)) or (None,)
+        for count in counts:
+            note(f"drawing {len(drawn)} prompts with two seeds, with {name} and without ...")
+            measured = client.profile_lora(
+                name,
+                drawn,
+                scale=scale,
+                num_inference_steps=count,
+                model=model,
+                on_prompt=lambda step: note(f"  step {step}"),
+            )
+            say(f"{name}: may be late until step {measured.max_step} of {measured.num_inference_steps}")
+            if not measured.max_step:
+                note("It changes the picture from the first step on, so every request waits until it is loaded.")
+
+
+def _captions(client: Client, lora: StoredLora) -> tuple[str, ...]:
+    """Of scenes of the embedded model, where the LoRA is for that one."""
+    from bottega.miniature.scenes import caption, held_out_scenes
+
+    if lora.base != _MINIATURE or _MINIATURE not in {model.name for model in client.models()}:
+        raise click.UsageError(f"give at least {LEAST_PROMPTS} prompts: bottega loras profile {lora.name} --prompt ...")
+    words = "".join(f", {word}" for word in lora.trigger_words)
+    return tuple(caption(scene) + words for scene in held_out_scenes(LEAST_PROMPTS, things=1))
+
+
+class LoraType(click.ParamType[Lora]):
+    """Says what is wrong before anything is asked for."""
+
+    name = "lora"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Lora:
+        name, colon, scale = value.partition(":")
+        if not rules.is_adapter_name(name):
+            self.fail(f"{name!r} is no name of a LoRA; NAME or NAME:SCALE is wanted, such as outline:0.8", param, ctx)
+        if not colon:
+            return Lora(name)
+        try:
+            number = float(scale)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            self.fail(f"{name}: {scale!r} is no scale; a number such as 0.8 is wanted after NAME:", param, ctx)
+        return Lora(name, number)
+
+
+def _describe(provenance: Provenance) -> Iterator[str]:
+    for use in provenance.loras:
+        yield f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s"
+        if use.mixed_alphas:
+            yield f"LoRA {use.name}: its modules have different alphas; stock Diffusers may load it otherwise"
+        if use.stock_may_leave_out:
+            yield f"LoRA {use.name}: stock Diffusers may leave out its {', '.join(use.stock_may_leave_out)}"
+
+
+PART = GenerationPart(
+    options=(
+        click.option(
+            "--lora",
+            "lora",
+            type=LoraType(),
+            multiple=True,
+            metavar="NAME[:SCALE]",
+            help="Draw with the LoRA NAME (bottega loras lists them); may be repeated.",
+        ),
+        click.option(
+            "--late-loras/--no-late-loras",
+            "bounded_lora_loading",
+            default=None,
+            help="Make steps before the LoRAs are there (approximate). Default: by --fidelity.",
+        ),
+    ),
+    stage="loras",
+    describe=_describe,
+)
+
+
+_BY_CLASS = {
+    errors.LoraNotFound: "bottega loras lists those that there are.",
+    errors.LoraUnusable: "bottega loras lists which model each is for; bottega models what is served.",
+    errors.NoLora: "bottega fleet shows whether a LoRA store has joined; bottega logs loras why one has not.",
+}
+
+
+def advice_for(error: BottegaError) -> str | None:
+    """None where the error is about no LoRA and no store."""
+    if error.metadata.get("service") == "loras" and (advice := _of_the_store(error)) is not None:
+        return advice
+    if names := error.metadata.get("loras"):  # joined by commas; one where it is damaged
+        if isinstance(error, errors.DataLoss):
+            return f"Bring it again as it was, which replaces it: bottega loras add {escaped(names)} FILE"
+        if isinstance(error, errors.NotFinite):
+            return "Try scales nearer to 0 (--lora NAME:SCALE), or each LoRA by itself, or none of them."
+    return _BY_CLASS.get(type(error))
+
+
+def _of_the_store(error: BottegaError) -> str | None:
+    """What helps with the same errors of the gateway does not help here."""
+    match error:
+        case errors.StorageUnavailable():
+            return storage_advice(error, "LoRA store")
+        case errors.DataLoss():
+            return "bottega logs loras -n 50 says what is damaged."
+        case errors.TooLarge():
+            return ""
+    return None
