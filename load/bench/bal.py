@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from bottega.client import Lora, Picture
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
 from load.bench.bal_quality import Quality, compare
 from load.bench.bench_model import DEFAULT, write_bench_model

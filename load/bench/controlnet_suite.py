@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.client import Client
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from load.bench.throttle import Throttle
 from tests.support.services import Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until

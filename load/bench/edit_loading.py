@@ -19,7 +19,7 @@ from statistics import median
 
 import grpc
 
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from load.bench.bench_model import write_bench_model

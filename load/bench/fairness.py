@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 from bottega.client import AsyncClient, AsyncJob, Client
-from bottega.client.transport.access import KEY_VARIABLE
+from bottega.client.transport.credentials import KEY_VARIABLE
 from bottega.errors import BottegaError, QueueFull
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants

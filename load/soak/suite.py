@@ -13,7 +13,7 @@ import psutil
 
 from bottega import kinds
 from bottega.client import Client
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from tests.support.services import FREE_PORTS, Service, Services, worker_config

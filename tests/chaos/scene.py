@@ -15,7 +15,7 @@ import psutil
 
 from bottega import kinds
 from bottega.client import Client, JobState, JobStatus, Picture
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.errors import BottegaError
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.v1 import fleet_pb2

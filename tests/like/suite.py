@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bottega import kinds
 from bottega.client import Client
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from tests.like.requests import CONTROLNETS

@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import psutil
 
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.services import Service, Services, worker_config

@@ -29,8 +29,8 @@ from bottega.client.addons.templates.overview import FleetTemplate, SilentServic
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
+from bottega.client.transport.credentials import Tls
 from bottega.client.transport.retry import RetryPolicy
-from bottega.client.transport.tls import Tls
 from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority

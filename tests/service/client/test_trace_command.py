@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import PIL.Image
 import pytest
 
 from bottega.client import Client
@@ -27,17 +26,16 @@ def test_the_file_and_the_picture_are_written_and_the_times_said(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
     gateway.trace = TRACE
-    result = run("trace", "job-1", "-o", "day.json", "--png", address=address)
+    result = run("trace", "job-1", "-o", "day.json", "--svg", address=address)
     assert result.exit_code == 0
-    assert result.stdout.splitlines() == ["day.json", "day.png"]
+    assert result.stdout.splitlines() == ["day.json", "day.svg"]
     assert "gateway, jobs: 400.0 ms" in result.stderr
     assert "denoise: 1,250.0 ms" in result.stderr
     assert "\x1b" not in result.stderr
     assert "https://ui.perfetto.dev" in result.stderr
     written = json.loads((own_folder / "day.json").read_text())
     assert [each["name"] for each in written["traceEvents"] if each["ph"] == "X"] == ["queue", "step 0", "step 1"]
-    with PIL.Image.open(own_folder / "day.png") as picture:
-        assert picture.format == "PNG"
+    assert (own_folder / "day.svg").read_text().startswith("<svg ")
 
 
 def test_without_a_name_the_file_is_named_after_the_job(
@@ -52,7 +50,7 @@ def test_without_a_name_the_file_is_named_after_the_job(
 
 @pytest.mark.usefixtures("gateway")
 def test_the_picture_is_not_written_over_the_file_for_a_viewer(address: str, own_folder: Path) -> None:
-    result = run("trace", "job-1", "-o", "day.PNG", "--png", address=address)
+    result = run("trace", "job-1", "-o", "day.SVG", "--svg", address=address)
     assert result.exit_code == 2
     assert "-o day.json" in result.stderr
     assert not list(own_folder.iterdir())

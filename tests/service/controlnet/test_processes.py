@@ -19,7 +19,7 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.errors import ControlNetUnusable, LinksFull
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import Deadline, connect, offer_from_wire

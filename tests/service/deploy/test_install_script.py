@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bottega.client.checkup.controlnets import check_own_controlnets
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.checkup.machine import (
     check_cores,
@@ -25,7 +24,7 @@ from bottega.client.checkup.machine import (
     check_unit_disks,
     pinned_versions,
 )
-from bottega.client.checkup.model import check_model
+from bottega.client.checkup.model import check_model, check_own_controlnets
 from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE

@@ -21,10 +21,15 @@ from bottega.client import Client
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.suite import ports
 from bottega.client.suite.background import end_orphans
-from bottega.client.suite.log_reader import LogFollower, last_lines, services_with_logs
-from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
-from bottega.client.suite.ports import free_ports
-from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
+from bottega.client.suite.plan import PortTaken, SuiteOptions, free_ports, plan_suite
+from bottega.client.suite.service_log import (
+    LogFollower,
+    ServiceLog,
+    fields_of,
+    last_lines,
+    lines_of,
+    services_with_logs,
+)
 from bottega.client.transport.address import default_address, default_fleet_address
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.cli.fleet import accelerations_table, fleet_table
-from bottega.client.cli.fleet_rates import FleetRates
-from bottega.client.cli.job_list import jobs_table
+from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
 from bottega.client.cli.terminal import PlainTable, print_table
-from bottega.client.cli.top import top_table
+from bottega.client.cli.top import FleetRates, top_table
 from bottega.client.types.jobs import status_from
 from bottega.client.types.models import model_from
 from bottega.v1.fleet_pb2 import Acceleration, Activity, ListMembersResponse, Load, Member, Registration

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from bottega.client import AsyncClient, RetryPolicy
-from bottega.client.cli.unexpected_errors import _Notes
+from bottega.client.cli import _Notes
 from bottega.client.transport import calls
 from bottega.errors import Unavailable
 

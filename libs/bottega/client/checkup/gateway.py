@@ -1,11 +1,14 @@
-"""Checks whether a gateway answers and who has joined it, or else who has its ports."""
+"""Checks whether a gateway answers, its certificates and who has joined it, or else which process has its ports."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import grpc
 import psutil
@@ -13,16 +16,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, refusals_of
-from bottega.client.checkup.certificates import check_certificates
 from bottega.client.sdk.clients import AsyncClient
+from bottega.client.transport.credentials import Tls, channels_of, tls_from_environment
 from bottega.client.transport.retry import RetryPolicy
-from bottega.client.transport.tls import channels_of, tls_from_environment
 from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
 from bottega.plain_text import progress_text
+from bottega.rpc.address import is_loopback, split
 from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import Role
+from bottega.rpc.security.identity import dns_name
 from bottega.rpc.security.tls_probe import find_tls_mismatch
 from bottega.v1 import fleet_pb2
 
@@ -186,3 +190,54 @@ def _listener(port: int) -> str:
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
     return "another program"
+
+
+_DAY_S = 86_400.0
+_SOON_DAYS = 14
+_RENEW = "bottega certs renew makes a new one; services use it within a second."
+
+
+def check_certificates(address: str) -> Iterator[CheckResult]:
+    """Of the gateway that answers at host:port, and this client's own."""
+    tls = tls_from_environment()
+    if tls is None:
+        if not is_loopback(address):
+            yield warn(
+                f"calls to {address} are in plain text, and whoever is there is believed",
+                "bottega certs makes certificates; BOTTEGA_TLS_AUTHORITY and the others name them.",
+            )
+        return
+    try:
+        yield _validity("the gateway's certificate", _shown_at(address, tls))
+        if tls.certificate is not None:
+            yield _validity("this client's certificate", Path(tls.certificate).read_bytes())
+    except (OSError, ssl.SSLError, BottegaError) as error:
+        todo = "Are they of one authority? bottega certs show lists what it has signed."
+        yield fail(f"the certificates cannot be looked at: {error}", todo)
+
+
+def _shown_at(address: str, tls: Tls) -> bytes:
+    """The gateway's certificate, in PEM, which the authority has signed."""
+    context = ssl.create_default_context(cafile=str(tls.authority))
+    context.set_alpn_protocols(["h2"])
+    if tls.certificate is not None and tls.key is not None:
+        context.load_cert_chain(str(tls.certificate), str(tls.key))
+    with (
+        socket.create_connection(split(address), timeout=_ANSWER_S) as connection,
+        context.wrap_socket(connection, server_hostname=dns_name(Role.GATEWAY)) as secured,
+    ):
+        shown = secured.getpeercert(binary_form=True)
+    assert shown is not None, "the context asks for one"
+    return ssl.DER_cert_to_PEM_cert(shown).encode()
+
+
+def _validity(what: str, certificate: bytes) -> CheckResult:
+    from bottega.rpc.security.certificates import facts_of
+
+    facts = facts_of(certificate, source=what)
+    days = (facts.expires_wall - time.time()) / _DAY_S
+    named = f"{what}, of {facts.identity}," if facts.identity else f"{what}"
+    if days < 0:
+        return fail(f"{named} has expired", _RENEW)
+    said = f"{named} expires in {days:.0f} days"
+    return warn(said, _RENEW) if days < _SOON_DAYS else ok(said)

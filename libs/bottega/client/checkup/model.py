@@ -1,12 +1,17 @@
-"""Checks whether a model's folder can be served, as workers do before they start."""
+"""Checks whether a model's folder can be served, as workers do before they start, and the ControlNets in it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from bottega.client.types.checks import CheckResult, fail, ok, warn
+from bottega.miniature import WEIGHTS
 from bottega.model_files import ModelReport, check_model_folder, folder_of
+from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.controlnet_layout import ControlLayout, read_base_layout
+from bottega.model_files.own_files import own_controlnets
 
 _TODO = "Workers do not start with it. Put it right, or look at another folder: bottega doctor --model FOLDER"
 
@@ -36,3 +41,30 @@ def _described(report: ModelReport) -> str:
         f"{report.family}, {size} x {size} pixels; {files} files of weights{variant} in {dtypes}, "
         f"{millions:.1f} million parameters, {report.size_bytes / 2**20:.1f} MiB"
     )
+
+
+_CONTROLNET_TODO = "Requests cannot use it. Correct it, or take it out of the model's folder controlnets."
+
+
+def check_own_controlnets(model: str) -> Iterator[CheckResult]:
+    """Check the ControlNets of the folder `model`, or of the embedded "miniature"."""
+    folder = WEIGHTS if model == "miniature" else Path(model)
+    own, base = own_controlnets(folder), _base(folder)
+    good = []
+    for name, path in own.hosted.items():
+        if reason := check_controlnet(name, Path(path), base):
+            yield warn(reason, _CONTROLNET_TODO)
+        else:
+            good.append(name)
+    for name, reason in own.left_out.items():
+        yield warn(f"controlnets/{name} of {model}: {reason}", _CONTROLNET_TODO)
+    if good:
+        yield ok(f"{len(good)} ControlNet{'' if len(good) == 1 else 's'} of {model} can be used: {', '.join(good)}")
+
+
+def _base(folder: Path) -> ControlLayout | None:
+    """Return the model's layout; None where its configurations cannot be read, which is not a ControlNet's fault."""
+    try:
+        return read_base_layout(folder)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError):
+        return None

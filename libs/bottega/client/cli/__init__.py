@@ -1,20 +1,21 @@
-"""The `bottega` command: its subcommands by name, and what becomes of errors. Each subcommand has a file."""
+"""The `bottega` command: its subcommands by name, and the handling of errors. Each subcommand has a module."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from bottega.client.addons import add_on_names
 from bottega.client.cli.escaping import escaped_lines
-from bottega.client.cli.gateway_options import gateway_choice
-from bottega.client.cli.terminal import fail
-from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
+from bottega.client.cli.options import gateway_choice
+from bottega.client.cli.terminal import fail, note
 from bottega.errors import BottegaError
 
 # In the order in which a newcomer needs them; each module or package has the click command as `command`.
@@ -96,3 +97,26 @@ def main() -> None:
       bottega up
       bottega generate "a big red star on the left on a blue background" -o star.png
     """
+
+
+def report_unexpected_error(error: Exception) -> NoReturn:
+    """Ends the command with the traceback of an error that it should have known."""
+    for line in escaped_lines("".join(traceback.format_exception(error)).rstrip()):
+        note(f"  | {line}")
+    fail(
+        f"a fault of this command itself: {type(error).__name__}",
+        "What is above says where it is; please report it with the command line.",
+    )
+
+
+def show_logged_warnings() -> None:
+    """Shows warnings and errors that are logged in this process."""
+    logging.basicConfig(handlers=[_Notes()])
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # The suite's own warnings are sentences for people; those of libraries show where they come from.
+        is_ours = record.name.startswith("bottega.") and not record.exc_info
+        for line in escaped_lines(record.getMessage() if is_ours else self.format(record)):
+            note(line)

@@ -1,21 +1,25 @@
-"""What other commands need of the add-ons' packages beside this file.
+"""The add-ons' part in commands that are not their own.
 
-Each is called as its package in bottega.client.addons, and has `command` (its subcommands), `generation.PART` (what it
-adds to `bottega generate`) and `advice.advice_for` (what to do about its errors).
+The `cli` module of each package in bottega.client.addons has `command` (its subcommands), `PART` (what it adds to
+`bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bottega.client.addons import add_on_names
+from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash
+from bottega.client.sdk.clients import Client
+from bottega.client.types.models import AdapterKindName
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import Provenance
-from bottega.errors import BottegaError, Violation
+from bottega.errors import BottegaError, Forbidden, Violation
 
 
 def _no_warnings(_: Provenance) -> Iterator[str]:
@@ -68,3 +72,26 @@ def advice_for(error: BottegaError) -> str | None:
 
 def _module(add_on: str) -> Any:
     return importlib.import_module(f"bottega.client.addons.{add_on}.cli")
+
+
+AnswerT = TypeVar("AnswerT")
+
+_TITLES: dict[AdapterKindName, str] = {"controlnet": "ControlNet", "lora": "LoRA"}
+
+
+def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], AnswerT]) -> AnswerT | None:
+    """Return what `ask` gives an operator. For a tenant, print the adapters that it may name and return None."""
+    if not client.shows_key:
+        with contextlib.suppress(Forbidden):
+            return ask()
+    adapters = client.adapters(kind)
+    if not adapters:
+        note(f"There is no {_TITLES[kind]} that you may use.")
+        return None
+    columns = ["trigger words"] if kind == "lora" else []
+    table = PlainTable(kind, "for", *columns, "hash", wraps=("for", *columns), optional=("hash",))
+    for adapter in adapters:
+        words = [", ".join(adapter.trigger_words)] if columns else []
+        table.add_row(adapter.name, ", ".join(adapter.models) or "no model here", *words, short_hash(adapter.digest))
+    print_table(table)
+    return None

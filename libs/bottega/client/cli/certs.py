@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.options import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.state_folder import operator_folder
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from bottega.client.cli.gateway_options import address_option, fleet_option, gateway_choice
-from bottega.client.cli.state_option import state_option
+from bottega.client.cli.options import address_option, fleet_option, gateway_choice, state_option
 from bottega.client.cli.terminal import Styled, say
 from bottega.client.instance import StateFolder
 from bottega.client.transport.address import default_fleet_address
@@ -40,8 +39,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
 def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
     from bottega.client.checkup import gateway, machine
-    from bottega.client.checkup.controlnets import check_own_controlnets
-    from bottega.client.checkup.model import check_model
+    from bottega.client.checkup.model import check_model, check_own_controlnets
 
     yield from machine.check_python()
     yield from machine.check_packages(machine.installed_versions(), machine.pinned_versions())

@@ -19,7 +19,7 @@ import click
 from bottega.client.addons.cache.samples import EMBEDDED_MODEL
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
-from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice
+from bottega.client.cli.options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice
 from bottega.client.cli.output_files import OutputTarget, choose_output, save_all
 from bottega.client.cli.terminal import fail, note, say, share_text
 from bottega.client.files import write_whole

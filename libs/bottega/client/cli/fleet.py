@@ -10,7 +10,7 @@ import click
 
 from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, left_out_of, refusals_of
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
+from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table
 from bottega.plain_text import progress_text
 from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from bottega.client.cli.log_format import pretty
-from bottega.client.cli.state_option import state_option
+from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import fail, say
 from bottega.client.instance import StateFolder
 
@@ -18,7 +18,7 @@ from bottega.client.instance import StateFolder
 @state_option
 def command(*, service: str | None, following: bool, count: int, raw: bool, state: StateFolder) -> None:
     """Show what SERVICE, or all of them, said last."""
-    from bottega.client.suite.log_reader import follow, last_lines, services_with_logs
+    from bottega.client.suite.service_log import follow, last_lines, services_with_logs
 
     known = services_with_logs(state.logs)
     if not known:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from bottega.client.cli.gateway_options import address_option, connect
+from bottega.client.cli.options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, note, print_table
 from bottega.client.types.models import ServedModel, ServedSampler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from bottega.client.cli.state_option import state_option
+from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import note, say
 from bottega.client.instance import StateFolder
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.options import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT

@@ -1,22 +1,23 @@
-"""`bottega top`: what every service does now: what runs and waits, rates, batches, hit rates."""
+"""`bottega top`: what every service does now: running and waiting work, rates, batches, hit rates."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import click
 
 from bottega import kinds
 from bottega.client.cli.fleet import running_text
-from bottega.client.cli.fleet_rates import FleetRates, Rates, hit_share
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
+from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table, share_text, size_text
 from bottega.client.sdk.clients import Client
-from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
+from bottega.v1.fleet_pb2 import Activity, ListMembersResponse, Load, Member
 
 # Services report twice a second.
 _LOOK_S = 1.0
-_NOTHING = "-"
+_UNKNOWN = "-"
 
 
 @click.command("top")
@@ -87,14 +88,14 @@ def _done(load: Load, rates: Rates | None) -> tuple[str, str]:
     """Of services that end jobs, or attempts at them; empty for others, and for those that have ended none."""
     if not load.activity.completed and not load.activity.failed:
         return "", ""
-    return (f"{60 * rates.completed:.1f}", f"{60 * rates.failed:.1f}") if rates is not None else (_NOTHING, _NOTHING)
+    return (f"{60 * rates.completed:.1f}", f"{60 * rates.failed:.1f}") if rates is not None else (_UNKNOWN, _UNKNOWN)
 
 
 def _steps(load: Load, rates: Rates | None) -> tuple[str, str]:
     if not load.activity.turns:
         return "", ""
     if rates is None or rates.batch is None:
-        return _NOTHING, _NOTHING
+        return _UNKNOWN, _UNKNOWN
     return f"{rates.steps:.1f}", f"{rates.batch:.1f}"
 
 
@@ -104,7 +105,7 @@ def _lookups(load: Load, rates: Rates | None) -> tuple[str, str]:
     if ever is None:
         return "", ""
     if rates is None or rates.hit_share is None:
-        return _NOTHING, f"({share_text(ever)})"
+        return _UNKNOWN, f"({share_text(ever)})"
     return f"{rates.lookups:.1f}", share_text(rates.hit_share)
 
 
@@ -123,3 +124,107 @@ def _look(client: Client, rates: FleetRates) -> ListMembersResponse:
     fleet = client.fleet()
     rates.add(fleet, now=time.monotonic())
     return fleet
+
+
+WINDOW_S = 10.0
+"""Rates are of the last so many seconds."""
+
+# Of one service: a look every second needs a dozen.
+_MOST_SAMPLES = 64
+
+_Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a service has done of late.
+
+    completed, failed, steps, lookups: a second. batch: steps of one turn; None where there was no turn. wait_s: that
+    jobs waited for the worker that they got, on average; None where none got one. hit_share: of the questions for what
+    it keeps, 0 to 1; None where nobody asked.
+    """
+
+    completed: float
+    failed: float
+    steps: float
+    lookups: float
+    batch: float | None
+    wait_s: float | None
+    hit_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """What a service had counted at a moment of our clock."""
+
+    at: float
+    activity: Activity
+
+
+class FleetRates:
+    """Follows the services of a fleet; those that have left are forgotten."""
+
+    def __init__(self) -> None:
+        self._samples: dict[_Key, deque[_Sample]] = {}
+
+    def add(self, fleet: ListMembersResponse, *, now: float) -> None:
+        """Takes in the fleet as it was at `now`, of a clock that never goes back."""
+        before = self._samples
+        self._samples = {_key(member): before.get(_key(member), _no_samples()) for member in fleet.members}
+        for member in fleet.members:
+            # A report is as old as the time since its service was heard.
+            sample = _Sample(at=now - member.heard_s, activity=member.load.activity)
+            _append(self._samples[_key(member)], sample)
+
+    def of(self, member: Member) -> Rates | None:
+        """None until it has reported twice."""
+        samples = self._samples.get(_key(member))
+        if not samples or samples[-1].at <= samples[0].at:
+            return None
+        first, last = samples[0], samples[-1]
+        return _rates(first.activity, last.activity, seconds=last.at - first.at)
+
+
+def hit_share(activity: Activity) -> float | None:
+    """Of all questions since the start; None where there was none."""
+    return _share_of(activity.hits, activity.lookups)
+
+
+def _append(samples: deque[_Sample], sample: _Sample) -> None:
+    if samples and _began_anew(samples[-1].activity, sample.activity):
+        samples.clear()
+    samples.append(sample)
+    # One that is older stays, so that the window is covered.
+    while len(samples) > 2 and samples[1].at <= sample.at - WINDOW_S:
+        samples.popleft()
+
+
+def _began_anew(before: Activity, after: Activity) -> bool:
+    """Whether another process or engine counts now."""
+    return any(getattr(after, field.name) < value for field, value in before.ListFields())
+
+
+def _rates(before: Activity, after: Activity, *, seconds: float) -> Rates:
+    steps, lookups = after.steps - before.steps, after.lookups - before.lookups
+    turns, routed = after.turns - before.turns, after.routed - before.routed
+    return Rates(
+        completed=(after.completed - before.completed) / seconds,
+        failed=(after.failed - before.failed) / seconds,
+        steps=steps / seconds,
+        lookups=lookups / seconds,
+        batch=steps / turns if turns else None,
+        wait_s=(after.waited_s - before.waited_s) / routed if routed else None,
+        hit_share=_share_of(after.hits - before.hits, lookups),
+    )
+
+
+def _share_of(hits: int, lookups: int) -> float | None:
+    return hits / lookups if lookups > 0 else None
+
+
+def _key(member: Member) -> _Key:
+    return member.registration.kind, member.registration.name
+
+
+def _no_samples() -> deque[_Sample]:
+    return deque(maxlen=_MOST_SAMPLES)

@@ -16,13 +16,11 @@ from typing import Self, Unpack
 import grpc
 
 from bottega.client.sdk.aio_job import AsyncJob
-from bottega.client.transport.access import default_key
 from bottega.client.transport.address import default_address
 from bottega.client.transport.cancel_on_exit import CancelOnExit, job_has_ended
 from bottega.client.transport.connection import GatewayConnection
-from bottega.client.transport.retry import CallDeadline, CallTimeout, RetryPolicy
-from bottega.client.transport.timeouts import LastProgress, timeout_error
-from bottega.client.transport.tls import Tls, tls_from_environment
+from bottega.client.transport.credentials import Tls, default_key, tls_from_environment
+from bottega.client.transport.retry import CallDeadline, CallTimeout, LastProgress, RetryPolicy, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
 from bottega.client.types.image_source import ImageSource

@@ -7,8 +7,7 @@ from contextlib import aclosing
 
 from bottega.client.transport.calls import fetch_image
 from bottega.client.transport.connection import GatewayConnection
-from bottega.client.transport.retry import CallTimeout
-from bottega.client.transport.timeouts import LastProgress, timeout_error
+from bottega.client.transport.retry import CallTimeout, LastProgress, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Event
 from bottega.client.types.jobs import JobStatus, status_from

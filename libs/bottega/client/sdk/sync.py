@@ -13,8 +13,8 @@ from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.blocking import OnLoop, blocking, blocking_as, iterating
 from bottega.client.sdk.loop_thread import LoopThread
+from bottega.client.transport.credentials import Tls
 from bottega.client.transport.retry import RetryPolicy
-from bottega.client.transport.tls import Tls
 
 
 class Job(OnLoop):

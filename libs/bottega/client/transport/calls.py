@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 import grpc
 
 from bottega.client.transport.answers import readable
+from bottega.client.transport.credentials import VARIABLES
 from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
-from bottega.client.transport.tls import VARIABLES
 from bottega.client.types.events import Interrupted
 from bottega.errors import (
     BottegaError,

@@ -22,7 +22,7 @@ _PARTS = {
     "check_s": ("compare with the checksum", False),
     "send_wait_s": ("wait to be sent", True),
 }
-# The track of all that waits; see `bottega.client.cli.trace.timeline`.
+# The track of all that waits, which `bottega trace` draws in grey.
 _WAITS = "waits"
 
 

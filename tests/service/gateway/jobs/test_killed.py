@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bottega.client.suite.ports import free_ports
+from bottega.client.suite.plan import free_ports
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc

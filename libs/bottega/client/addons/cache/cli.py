@@ -12,8 +12,7 @@ from bottega import errors, kinds
 from bottega.client.addons.cache.client import CacheFigures
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say, short_hash, size_text
 from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client

@@ -34,8 +34,8 @@ from bottega.client.addons.cache.samples import (
     use_of,
 )
 from bottega.client.cli.addons import generation_parts
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.generation_options import generation_options
+from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import (
     confirm,
     duration_text,

@@ -14,12 +14,10 @@ import click
 from bottega import errors, rules
 from bottega.client.addons.loras.cli_quarantine import discard_command, quarantine_command, rebuild_command
 from bottega.client.addons.loras.client import LEAST_PROMPTS
-from bottega.client.cli.adapters import ask_as_operator
-from bottega.client.cli.addons import GenerationPart
+from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.escaping import escaped
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.lora import Lora

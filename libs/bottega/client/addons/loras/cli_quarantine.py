@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import click
 
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
+from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say, size_text
 from bottega.client.sdk.clients import Client
 from bottega.errors import BottegaError, InvalidRequest, LoraExists

@@ -15,8 +15,7 @@ from bottega.client.addons.templates.client import DroppedTemplates, WarmedTempl
 from bottega.client.addons.templates.overview import FleetTemplate, TemplateHolder, TemplateOverview
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option
 from bottega.client.cli.terminal import (
     PlainTable,
     confirm,

@@ -9,7 +9,7 @@ import click
 
 from bottega import kinds
 from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, worth
-from bottega.client.cli.gateway_options import address_option, connect, fleet_option, timeout_option
+from bottega.client.cli.options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import ServedModel

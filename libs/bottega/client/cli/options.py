@@ -1,16 +1,19 @@
-"""Options that say which gateway a command calls, and the time-outs of such calls."""
+"""Options and a group class that several commands share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from bottega.client.instance import StateFolder
 from bottega.client.sdk.clients import Client
 from bottega.client.transport.address import default_address
 from bottega.client.transport.retry import RetryPolicy
+from bottega.state_folder import state_folder
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -97,3 +100,30 @@ def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -
     address = value or default_address()
     gateway_choice(ctx).address = address
     return address
+
+
+def state_option(command: CommandT) -> CommandT:
+    """Adds --state, which gives the command a StateFolder as `state`."""
+    return click.option(
+        "--state",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=None,
+        callback=_folder,
+        metavar="FOLDER",
+        help="Folder for logs and state; default: $BOTTEGA_STATE, else ~/.local/state/bottega.",
+    )(command)
+
+
+def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
+    return StateFolder(value or state_folder())
+
+
+class ListGroup(click.Group):
+    """A Click group with a default command: `bottega jobs -n 5` means `bottega jobs list -n 5`."""
+
+    default_command = "list"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)

@@ -1,4 +1,4 @@
-"""By which certificates a client knows its gateway, and is known to it."""
+"""What a client and its gateway know each other by: certificates and the API key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from bottega.client.transport.answers import BoundedChannels
 from bottega.errors import ConfigError, InvalidRequest, Violation
 from bottega.rpc.channel import Channels
+from bottega.rpc.security.api_keys import parse_key
 from bottega.rpc.security.tls import AuthorityFile, TlsConfig, TlsFiles
 
 # In the order of Tls's fields.
@@ -55,3 +56,19 @@ def channels_of(tls: Tls | None) -> Channels:
 
 def _refusal(rule: str) -> InvalidRequest:
     return InvalidRequest(f"tls: {rule}", violations=[Violation(field="tls", description=rule)])
+
+
+KEY_VARIABLE = "BOTTEGA_API_KEY"
+
+
+def default_key() -> str:
+    """From the environment; empty is none."""
+    return os.environ.get(KEY_VARIABLE, "").strip()
+
+
+def checked_key(key: str) -> str:
+    """The key, or "" for none. Raises InvalidRequest for what is none, without showing it."""
+    if key and parse_key(key) is None:
+        rule = "must be btg_, 16 hexadecimal digits, _ and 64 more, as `bottega tenants add` shows it once"
+        raise InvalidRequest(f"api_key: {rule}", violations=[Violation(field="api_key", description=rule)])
+    return key
