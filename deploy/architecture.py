@@ -1,6 +1,6 @@
-"""Draws deploy/architecture.svg, the services and what flows between them: `python deploy/architecture.py`.
+"""Draws deploy/architecture.svg, the services and the flows between them: `python deploy/architecture.py`.
 
-Plain text in, plain text out: the same picture on every machine, so that a test can compare it with the committed file.
+The picture is text and the same on every machine, so that a test can compare it with the committed file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A kind of arrow. dashes: of its line, empty for a solid one."""
+    """A kind of arrow."""
 
     name: str
     colour: str
     width: float
     dashes: str
+    """SVG's dash pattern of its line; empty for a solid one."""
     meaning: str
+    """Its text in the legend."""
 
 
 CALLS = Flow(name="calls", colour="#2563c4", width=2, dashes="", meaning="gRPC: calls and their answers")
@@ -41,7 +43,7 @@ FLOWS = (CALLS, JOINS, LINKS, FILES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A process, or several alike. behind: how many more are drawn behind it."""
+    """A process, or several of the same kind."""
 
     at: Point
     size: Point
@@ -50,17 +52,19 @@ class Box:
     fill: str
     edge: str
     behind: int = 0
+    """Number of boxes that are drawn behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """A line along points, with a head at its end. label: at `label_at`, anchored as SVG calls it."""
+    """A line along points, with a head at its end and a label."""
 
     flow: Flow
     points: Sequence[Point]
     label: Sequence[str]
     label_at: Point
     anchor: str = "middle"
+    """SVG's text-anchor of the label."""
 
 
 BOXES = (
@@ -265,7 +269,7 @@ ARROWS = (
 
 
 def svg() -> str:
-    """The picture as the text of its file."""
+    """Return the picture as SVG."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         f' font-family="{_FONT}" role="img" aria-label="The services of Bottega and what flows between them">'

@@ -1,7 +1,7 @@
 """Writes a commented configuration for each service of the manifest: `python deploy/configurations.py [FOLDER]`.
 
-Every key stands there with its default and what its dataclass says of it. Those that a service's example sets are set;
-the others are comments, "#key: value", so that they follow the defaults of later releases until somebody sets them.
+Every key is there with its default and its description. Keys that a service's example sets are set. The others are
+comments, "#key: value", so that they follow the defaults of later releases until an operator sets them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _INDENT = "  "
 
 
 def file_name(service: ServiceSpec) -> str:
-    """Of a service of which there may be many, the configuration of the instance `miniature`."""
+    """Return the name of a service's file; for a service with several instances, that of the instance `miniature`."""
     return f"{service.kind}s/miniature.yaml" if service.count else f"{service.kind}.yaml"
 
 
 def config_text(service: ServiceSpec) -> str:
-    """The configuration of a service."""
+    """Return the commented configuration of a service."""
     defaults = parse(load_object(service.config), {}, source="defaults")
     unit = f"bottega-{service.kind}{'@miniature' if service.count else ''}"
     head = (
@@ -41,18 +41,18 @@ def config_text(service: ServiceSpec) -> str:
 
 def _keys(defaults: object, example: Mapping[str, object]) -> Iterator[str]:
     section: tuple[str, ...] = ()
-    said = ""
+    explanation = ""
     for key in keys_of(defaults):
         if key.path[:-1] != section:
-            there, section = section, key.path[:-1]
+            previous, section = section, key.path[:-1]
             yield ""
             for depth, name in enumerate(section):
-                if there[: depth + 1] != section[: depth + 1]:
+                if previous[: depth + 1] != section[: depth + 1]:
                     yield f"{_INDENT * depth}{name}:"
         indent = _INDENT * len(section)
-        if key.explanation != said:
+        if key.explanation != explanation:
             yield from _comment(key.explanation, indent)
-            said = key.explanation
+            explanation = key.explanation
         yield from _setting(key, example, indent)
 
 
@@ -73,7 +73,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes all of those whose service says what its configuration is."""
+    """Write the configuration of each service that has one."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CONFIGURATIONS
     for service in read_services():
         if service.config:

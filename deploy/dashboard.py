@@ -1,6 +1,6 @@
 """Writes Grafana's dashboard of the suite from its panels: `python deploy/dashboard.py [FILE]`.
 
-What the panels show stands in grafana/panels.yml. Format: Grafana's dashboard JSON model.
+grafana/panels.yml defines the panels. Format: Grafana's dashboard JSON model.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ import yaml
 GRAFANA = Path(__file__).resolve().parent / "grafana"
 DASHBOARD = GRAFANA / "dashboards" / "bottega.json"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Of Grafana's grid.
+# Columns and heights in Grafana's grid.
 _COLUMNS, _STAT_HEIGHT, _HEIGHT = 24, 4, 8
-# Of Grafana 10, which newer ones read.
+# The schema of Grafana 10, which later versions read.
 _SCHEMA = 39
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """As panels.yml has it. queries: PromQL by legend."""
+    """A panel of panels.yml."""
 
     title: str
     what: str
+    """Its description."""
     unit: str
     queries: Mapping[str, str]
+    """PromQL by legend."""
     stat: bool = False
     stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Panels below one heading, in rows of `across`."""
+    """A heading with its panels, in rows of `across`."""
 
     title: str
     across: int
@@ -45,13 +47,13 @@ class Section:
 
 
 def read_sections() -> list[Section]:
-    """What panels.yml says."""
+    """Return the sections of panels.yml."""
     read = yaml.safe_load((GRAFANA / "panels.yml").read_text(encoding="utf-8"))
     return [Section(**{**each, "panels": tuple(Panel(**panel) for panel in each["panels"])}) for each in read]
 
 
 def dashboard_text() -> str:
-    """The dashboard, as Grafana reads it."""
+    """Return the dashboard as Grafana's JSON."""
     dashboard = {
         "uid": "bottega",
         "title": "Bottega",

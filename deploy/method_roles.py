@@ -1,4 +1,4 @@
-"""Writes who may call what into the page of bottega.rpc.security: `python deploy/method_roles.py [PAGE]`."""
+"""Writes the table of roles and methods into the page of bottega.rpc.security: `python deploy/method_roles.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEGIN, _END = "<!-- roles begin -->\n", "<!-- roles end -->"
 
 
 def table() -> str:
-    """A row for each method, a column for each role."""
+    """Return a table with a row for each method and a column for each role."""
     roles = [role for role in Role if role is not Role.LOCAL]
     lines = [f"| method | {' | '.join(roles)} |", f"|---|{'---|' * len(roles)}"]
     for method, allowed in METHOD_ROLES.items():
@@ -23,13 +23,13 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table as it is now. text: the page as it was."""
+    """Return the page `text` with the current table."""
     before, _, rest = text.partition(_BEGIN)
     return f"{before}{_BEGIN}{table()}{_END}{rest.partition(_END)[2]}"
 
 
 def main() -> None:
-    """Writes the page."""
+    """Write the page."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     path.write_text(page(path.read_text()))
 

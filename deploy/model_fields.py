@@ -1,5 +1,7 @@
-"""Writes which fields of model folders are served into the page of bottega.model_files: `python deploy/model_fields.py
-[PAGE]`."""
+"""Writes the tables of model folders' fields into the page of bottega.model_files.
+
+Run it with `python deploy/model_fields.py [PAGE]`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ TABLES: Mapping[str, Sequence[FieldRule]] = {
     "text_encoder": TEXT_ENCODER_RULES,
     "tokenizer": TOKENIZER_RULES,
 }
-"""The page's tables of a part with one class, by the name in their marks."""
+"""Tables of the page about parts with one class, by the name in their marks."""
 
 
 def table(rules: Sequence[FieldRule]) -> str:
@@ -55,11 +57,7 @@ def class_table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with the tables as they are now.
-
-    Args:
-        text: The page as it was.
-    """
+    """Return the page `text` with the current tables."""
     tables = {name: table(rules) for name, rules in TABLES.items()}
     for name, rows in {**tables, "scheduler_classes": class_table(), "schedulers": scheduler_table()}.items():
         begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"

@@ -16,12 +16,12 @@ UNITS = DEPLOY / "systemd"
 
 
 def unit_name(service: ServiceSpec) -> str:
-    """A service of which there may be many has a template unit, whose instances have configurations of their own."""
+    """Return the name of a service's unit; a template unit for a service with several instances."""
     return f"bottega-{service.kind}{'@' if service.count else ''}.service"
 
 
 def unit_text(service: ServiceSpec) -> str:
-    """The unit of a service."""
+    """Return the unit of a service."""
     unit, many = service.unit, service.count is not None
     applies = {
         "joins": service.joins,
@@ -47,7 +47,7 @@ def unit_text(service: ServiceSpec) -> str:
 
 
 def main() -> None:
-    """Writes all units."""
+    """Write all units."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else UNITS
     for service in read_services():
         (folder / unit_name(service)).write_text(unit_text(service), encoding="utf-8")

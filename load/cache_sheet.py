@@ -83,7 +83,7 @@ def draw(client: Client, pair: Refined) -> Row:
     step = use.entry.partition("@")[2]
     return Row(
         captions=(
-            entry.entry.parameters.prompt,
+            entry.parameters.prompt,
             f"from noise: {pair.second}",
             f"from its latent after {step} of {steps} steps, similarity {use.similarity:.3f}",
         ),

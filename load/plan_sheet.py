@@ -13,10 +13,9 @@ from pathlib import Path
 
 import PIL.Image
 
-from bottega.client import Client
+from bottega.client import BlockProfile, Client
 from bottega.client.addons.templates.block_worth import HALVES, masked_s, nearest_share
 from bottega.planning.block_loading import BlockCost, StepPlan, plan_steps
-from bottega.v1.activations_pb2 import BlockProfile
 from load.plan_drawing import Bar, PlanSheet, draw_plan
 
 _STEPS = 2

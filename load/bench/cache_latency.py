@@ -8,17 +8,17 @@ denoising; a miss, which is asked for and recorded, with the request without the
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from bottega.client import Picture
+from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
 from bottega.client.types.options import SamplerName
 from bottega.latents import recorded_steps
 from bottega.latents.names import FRACTIONS
-from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.cache_suite import CacheCast, CacheSuite, check_apart, suite
 from load.bench.report import report
@@ -114,10 +114,8 @@ class Bench:
 
     def _set_profile(self, least: Mapping[float, float]) -> None:
         """least: similarity, by the fraction of the steps; one that is not there is never skipped."""
-        profile = CacheProfile(model_hash=self.running.model_hash, about="a bench")
-        thresholds = profile.balanced.add(max_words=0).thresholds
-        for fraction, similarity in least.items():
-            thresholds.add(fraction=fraction, similarity=similarity)
+        balanced = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds=least),))
+        profile = CacheProfile(model_hash=self.running.model_hash, balanced=balanced, about="a bench")
         self.running.client.set_cache_profile(profile)
 
     def _draw(self, prompt: str, seed: int, **options: Any) -> tuple[Picture, float]:

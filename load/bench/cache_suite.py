@@ -87,4 +87,4 @@ def _cache_config(cast: CacheCast, gateway: Service) -> dict[str, object]:
 
 
 def _has_cache(client: Client) -> bool:
-    return any(member.registration.kind == kinds.CACHE for member in client.fleet().members)
+    return any(member.kind == kinds.CACHE for member in client.fleet().members)

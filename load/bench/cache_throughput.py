@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from bottega.client import Picture
+from bottega.client.addons.cache.types import profile_from
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.cache_replay import STEPS
 from load.bench.cache_suite import CacheCast, CacheSuite, suite
@@ -60,10 +61,7 @@ def measure(folder: Path, prompts: Sequence[str], profile: CacheProfile, threads
     cast = CacheCast(folder=folder, engine={"threads": threads}, cache={"exploration": 0.0, "budget_bytes": 256 << 20})
     timed = Timed()
     with suite(cast) as running:
-        kept = CacheProfile()
-        kept.CopyFrom(profile)
-        kept.model_hash = running.model_hash
-        running.client.set_cache_profile(kept)
+        running.client.set_cache_profile(replace(profile_from(profile), model_hash=running.model_hash))
         for number in range(_WARM_UP):
             _draw(running, f"warm up {number}", number, cached=True)
         for number, prompt in enumerate(prompts, start=_WARM_UP):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bottega.client import AsyncClient, Client, Picture
+from bottega.client.addons.cache.types import profile_from
 from bottega.client.types.options import GenerationOptions
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.accelerations import ACCELERATIONS, say_of_workers
@@ -174,11 +175,8 @@ def prepare(suite: DaySuite, before: Sequence[PlannedRequest], profile: CachePro
     with running(suite) as where, Client(where.address, fleet_address=where.fleet) as client:
         for name, file in suite.world.loras.items():
             client.add_lora(name, file)
-        kept = CacheProfile()
-        kept.CopyFrom(profile)
         (model,) = client.models()
-        kept.model_hash = model.model_hash
-        client.set_cache_profile(kept)
+        client.set_cache_profile(replace(profile_from(profile), model_hash=model.model_hash))
         asyncio.run(_draw_all(suite, where, before))
         templates = {request.template for request in before} - {None}
         wait_until(lambda: _stored(client) >= len(templates), "the templates to be stored", within_s=_WRITTEN_S)
@@ -205,7 +203,7 @@ async def _draw_all(suite: DaySuite, where: RunningDay, requests: Sequence[Plann
 
 
 def _all_joined(client: Client, suite: DaySuite, configurations: Iterable[str]) -> bool:
-    kinds = {member.registration.kind for member in client.fleet().members}
+    kinds = {member.kind for member in client.fleet().members}
     nets = {net.name for net in client.controlnets()}
     return kinds >= set(configurations) and bool(client.models()) and nets >= set(suite.world.controlnets)
 
@@ -213,4 +211,4 @@ def _all_joined(client: Client, suite: DaySuite, configurations: Iterable[str]) 
 def _stored(client: Client) -> int:
     """Templates that the store has, whole."""
     templates = client.templates().templates
-    return sum(bool(each.store) and not each.record.recording for each in templates)
+    return sum(bool(each.store) and not each.recording for each in templates)

@@ -158,7 +158,7 @@ def _start_server(cast: Cast, services: Services, gateway: Service) -> Service:
 
 def _has_store(client: Client) -> bool:
     kind = kinds.LORAS
-    return any(member.registration.kind == kind for member in client.fleet().members)
+    return any(member.kind == kind for member in client.fleet().members)
 
 
 def _spent_s(process: psutil.Process) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from bottega.client import Client
-from bottega.client.transport import tls as client_tls
+from bottega.client.transport import credentials
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.certificate_folder import CertificateFolder
 from bottega.rpc.security.identity import Identity
@@ -62,7 +62,7 @@ def _certificates(folder: Path) -> Iterator[Mapping[str, Mapping[str, str]]]:
         }
     own = files[str(Role.OPERATOR)]
     known = (own["authority"], own["certificate"], own["key"])
-    with mock.patch.dict(os.environ, dict(zip(client_tls.VARIABLES, known, strict=True))):
+    with mock.patch.dict(os.environ, dict(zip(credentials.VARIABLES, known, strict=True))):
         yield files
 
 

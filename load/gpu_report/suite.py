@@ -4,6 +4,7 @@ their own, which share the device by turns, and what a hit of the approximate ca
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ from statistics import median
 from typing import Any
 
 from bottega import kinds
-from bottega.client import Client, ControlNet, Picture
+from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
 from bottega.latents.names import FRACTIONS
-from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.scratch import scratch
 from load.gpu_report import sides
 from load.gpu_report.controlnets import GROUP, control_image
@@ -115,9 +115,10 @@ class Bench:
         late = 0
         for fraction in fractions:
             step = round(fraction * self._cache_steps)
-            profile = CacheProfile(model_hash=model.model_hash, about="gpu-report")
-            profile.balanced.add(max_words=0).thresholds.add(fraction=fraction, similarity=_ALWAYS)
-            self.client.set_cache_profile(profile)
+            balanced = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={fraction: _ALWAYS}),))
+            self.client.set_cache_profile(
+                CacheProfile(model_hash=model.model_hash, balanced=balanced, about="gpu-report")
+            )
             seconds = self._hit_s(prompt)
             late += seconds is None
             if seconds is not None:
@@ -184,7 +185,7 @@ def _running(rig: Rig) -> Iterator[tuple[Client, Service]]:
 
 
 def _all_here(client: Client) -> bool:
-    here = {member.registration.kind for member in client.fleet().members}
+    here = {member.kind for member in client.fleet().members}
     return {kinds.CACHE, kinds.CONTROLNET} <= here and bool(client.models()) and bool(client.controlnets())
 
 

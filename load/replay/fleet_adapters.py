@@ -14,6 +14,6 @@ async def controlnets_for(client: AsyncClient, model: ServedModel) -> tuple[str,
 async def loras_for(client: AsyncClient, model: ServedModel) -> tuple[str, ...]:
     """Names; none where no store has joined. Raises BottegaError where the fleet or a store does not answer."""
     fleet = await client.fleet()
-    if not any(member.registration.kind == kinds.LORAS for member in fleet.members):
+    if not any(member.kind == kinds.LORAS for member in fleet.members):
         return ()
     return tuple(lora.name for lora in await client.loras() if lora.base == model.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -12,10 +13,9 @@ from types import TracebackType
 import psutil
 
 from bottega import kinds
-from bottega.client import Client
+from bottega.client import CacheProfile, Client, LengthClass, SkipProfile
 from bottega.client.suite.plan import free_ports
 from bottega.miniature import WEIGHTS
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from tests.support.services import FREE_PORTS, Service, Services, worker_config
 from tests.support.waiting import wait_until
 
@@ -177,11 +177,11 @@ class SoakSuite:
 
     def _joined(self) -> set[str]:
         with Client(self.address, fleet_address=self.fleet_address, timeout_s=_CALL_S) as client:
-            return {member.registration.name for member in client.fleet().members}
+            return {member.name for member in client.fleet().members}
 
     def _set_profile(self) -> None:
         """Has pictures start from cached latents."""
-        enough = [CacheLengthClass(thresholds=[CacheThreshold(fraction=_FRACTION, similarity=-1.0)])]
+        enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={_FRACTION: -1.0}),))
         with Client(self.address, fleet_address=self.fleet_address, timeout_s=_CALL_S) as client:
             wait_until(lambda: bool(client.models()), "a model", within_s=JOIN_S)
             (model,) = client.models()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bottega.client import Picture
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
+from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
 from tests.chaos.scene import Drawing, Scene
 from tests.support.waiting import wait_until
 
@@ -68,7 +68,7 @@ def kill_cache_stores(scene: Scene, *, times: int, rng: random.Random) -> None:
 def _record(scene: Scene) -> str:
     """Lets every latent stand for every prompt, and has one recorded; the pin of a picture that started from it."""
     (model,) = scene.client.models()
-    enough = [CacheLengthClass(thresholds=[CacheThreshold(fraction=_FRACTION, similarity=-1.0)])]
+    enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={_FRACTION: -1.0}),))
     scene.client.set_cache_profile(CacheProfile(model_hash=model.model_hash, balanced=enough, fast=enough))
     for _ in range(_TRIES):  # a key's first picture is never recorded, none is before the worker has its link
         _finished(scene, _draw(scene, seed=_RECORDED_SEED))

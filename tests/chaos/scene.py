@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 
 from bottega import kinds
-from bottega.client import Client, JobState, JobStatus, Picture
+from bottega.client import Client, FleetMember, JobState, JobStatus, Picture
 from bottega.client.suite.plan import free_ports
 from bottega.errors import BottegaError
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.tenants import add_tenant
@@ -214,7 +213,7 @@ class Scene:
         service = self._workers["loras"] = self._services.start("loras", config, name=self._name("loras"))
         kind = kinds.LORAS
         wait_until(
-            lambda: service.address in {member.registration.address for member in self.members(kind)},
+            lambda: service.address in {member.address for member in self.members(kind)},
             "the LoRA store to join",
         )
         return service
@@ -232,7 +231,7 @@ class Scene:
         }
         service = self._workers["cache"] = self._services.start("cache", config, name=self._name("cache"))
         wait_until(
-            lambda: service.address in {member.registration.address for member in self.members(kinds.CACHE)},
+            lambda: service.address in {member.address for member in self.members(kinds.CACHE)},
             "the cache to join",
         )
         return service
@@ -251,7 +250,7 @@ class Scene:
         service = self._services.start("activations", config, name=self._name("activations"))
         self._workers["activations"] = service
         wait_until(
-            lambda: service.address in {member.registration.address for member in self.members(kinds.ACTIVATIONS)},
+            lambda: service.address in {member.address for member in self.members(kinds.ACTIVATIONS)},
             "the activation store to join",
         )
         return service
@@ -278,22 +277,20 @@ class Scene:
         (engine,) = [child for child in front.children() if any(".engine" in part for part in child.cmdline())]
         return engine
 
-    def members(self, kind: str = kinds.WORKER) -> list[fleet_pb2.Member]:
+    def members(self, kind: str = kinds.WORKER) -> list[FleetMember]:
         """The workers that the gateway knows, or members of another kind."""
-        return [m for m in self.client.fleet().members if m.registration.kind == kind]
+        return [m for m in self.client.fleet().members if m.kind == kind]
 
     def hosting(self) -> dict[str, int]:
         """The ControlNet servers that the gateway knows and that host something, with their sessions, by name."""
         members = self.members(kinds.CONTROLNET)
         return {
-            member.registration.name: sum(net.sessions for net in member.load.hosted)
-            for member in members
-            if member.load.hosted
+            member.name: sum(net.sessions for net in member.load.hosted) for member in members if member.load.hosted
         }
 
     def joined(self) -> set[str]:
         """Names of the workers that the gateway knows."""
-        return {member.registration.name for member in self.members()}
+        return {member.name for member in self.members()}
 
     def wait_for_workers(self, count: int) -> None:
         """Waits until so many have joined."""
@@ -302,8 +299,8 @@ class Scene:
     def who_draws(self, job_id: str) -> str:
         """The worker that has a job; empty when none says so."""
         for member in self.members():
-            if any(running.attempt.job_id == job_id for running in member.load.running):
-                return member.registration.name
+            if any(running.job_id == job_id for running in member.load.running):
+                return member.name
         return ""
 
     def draw(self, *, seed: int, steps: int) -> Drawing:

@@ -59,7 +59,7 @@ def _start_store(services: Services, gateway: Service) -> Service:
 
 
 def _addresses(client: Client) -> set[str]:
-    return {member.registration.address for member in client.fleet().members}
+    return {member.address for member in client.fleet().members}
 
 
 @pytest.fixture(scope="session")

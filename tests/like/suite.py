@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from bottega import kinds
-from bottega.client import Client
+from bottega.client import CacheProfile, Client, LengthClass, SkipProfile
 from bottega.client.suite.plan import free_ports
 from bottega.miniature import WEIGHTS
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from tests.like.requests import CONTROLNETS
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
@@ -68,8 +68,8 @@ def add_loras(client: Client, folder: Path) -> None:
 def allow_cached_starts(client: Client) -> None:
     """Let whatever was recorded under a key stand for the first steps of any prompt's picture."""
     (model,) = client.models()
-    thresholds = [CacheThreshold(fraction=fraction, similarity=-1.0) for fraction in _FRACTIONS]
-    enough = [CacheLengthClass(thresholds=thresholds)]
+    thresholds = dict.fromkeys(_FRACTIONS, -1.0)
+    enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds=thresholds),))
     client.set_cache_profile(CacheProfile(model_hash=model.model_hash, balanced=enough, fast=enough))
 
 
@@ -107,4 +107,4 @@ def _workers(gateway: Service, *, pair: bool) -> Iterator[dict[str, object]]:
 
 
 def _kinds(client: Client) -> set[str]:
-    return {member.registration.kind for member in client.fleet().members}
+    return {member.kind for member in client.fleet().members}

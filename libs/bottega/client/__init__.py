@@ -1,4 +1,4 @@
-"""The SDK: draw pictures with a Bottega suite from Python.
+"""The SDK: draws pictures with a Bottega suite from Python.
 
     from bottega.client import Box, Client
 
@@ -8,24 +8,38 @@
         job = client.submit("a small green circle")  # outlives this process: client.job(job.id) finds it again
         job.result()[0].save("circle.png")
 
-AsyncClient is the same for asyncio. What goes wrong is raised as a class of bottega.errors.
+AsyncClient is the same for asyncio. Errors are classes of bottega.errors.
 """
 
-from bottega.client.addons.cache.client import CacheFigures
 from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache
 from bottega.client.addons.cache.samples import PromptPair
+from bottega.client.addons.cache.types import CachedEntry, CachedModel, CacheProfile, CacheStats
 from bottega.client.addons.controlnets.types import (
     AddedControlNet,
     ControlNetHost,
     MeasuredProfile,
     ProfileCase,
-    Readiness,
-    ResidualProfile,
     ServedControlNet,
 )
-from bottega.client.addons.loras.client import LoraBoundMeasured
-from bottega.client.addons.templates.client import DroppedTemplates, MeasuredBlocks, WarmedTemplates
-from bottega.client.addons.templates.overview import FleetTemplate, SilentService, TemplateHolder, TemplateOverview
+from bottega.client.addons.loras.types import (
+    LoraBound,
+    LoraBoundMeasured,
+    LoraInQuarantine,
+    RestoreResult,
+    StoredLora,
+    StoreQuarantine,
+)
+from bottega.client.addons.templates.types import (
+    BlockProfile,
+    DroppedTemplates,
+    FleetTemplate,
+    MeasuredBlocks,
+    ProfiledBlock,
+    SilentService,
+    TemplateHolder,
+    TemplateOverview,
+    WarmedTemplates,
+)
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
@@ -33,6 +47,20 @@ from bottega.client.transport.credentials import Tls
 from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
+from bottega.client.types.fleet import (
+    AccelerationTrial,
+    AttemptProgress,
+    FleetMember,
+    FleetStatus,
+    HostedItem,
+    LeftOutItem,
+    Readiness,
+    ResidualProfile,
+    ServiceActivity,
+    ServiceLoad,
+    ServiceStart,
+    StepTiming,
+)
 from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
 from bottega.client.types.lora import Lora, LoraLike
 from bottega.client.types.mask import Box, Ellipse
@@ -53,16 +81,23 @@ from bottega.client.types.provenance import (
     Truncation,
 )
 from bottega.client.types.trace import JobTrace, TraceSpan
+from bottega.planning import LengthClass, SkipProfile
 
 __all__ = [
+    "AccelerationTrial",
     "Adapter",
     "AddedControlNet",
     "AsyncClient",
     "AsyncJob",
+    "AttemptProgress",
+    "BlockProfile",
     "Box",
-    "CacheFigures",
     "CacheMeasurement",
+    "CacheProfile",
+    "CacheStats",
     "CacheUse",
+    "CachedEntry",
+    "CachedModel",
     "Client",
     "Completed",
     "ControlNet",
@@ -72,16 +107,23 @@ __all__ = [
     "EditOptions",
     "Ellipse",
     "Event",
+    "FleetMember",
+    "FleetStatus",
     "FleetTemplate",
     "GenerationOptions",
+    "HostedItem",
     "Interrupted",
     "Job",
     "JobPage",
     "JobState",
     "JobStatus",
     "JobTrace",
+    "LeftOutItem",
+    "LengthClass",
     "Lora",
+    "LoraBound",
     "LoraBoundMeasured",
+    "LoraInQuarantine",
     "LoraLike",
     "LoraUse",
     "MaskUse",
@@ -94,19 +136,28 @@ __all__ = [
     "Preview",
     "Priority",
     "ProfileCase",
+    "ProfiledBlock",
     "Progress",
     "PromptPair",
     "Provenance",
     "Queued",
     "Readiness",
     "ResidualProfile",
+    "RestoreResult",
     "RetryPolicy",
     "ServedControlNet",
     "ServedModel",
     "ServedSampler",
+    "ServiceActivity",
+    "ServiceLoad",
+    "ServiceStart",
     "SilentService",
+    "SkipProfile",
     "SourceUse",
     "StageTime",
+    "StepTiming",
+    "StoreQuarantine",
+    "StoredLora",
     "TemplateHolder",
     "TemplateOverview",
     "Tls",

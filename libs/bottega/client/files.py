@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Replaces `target` by `data` in one step, so that a reader never sees half of it."""
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    """Replace a file in one step, so that a reader never sees a part of it."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        beside.write_bytes(data)
-        beside.replace(target)
+        temporary.write_bytes(data)
+        temporary.replace(target)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

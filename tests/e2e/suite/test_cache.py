@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any
 import pytest
 
 from bottega import kinds
-from bottega.client import Client, Lora, Picture, RetryPolicy, parameters_of
+from bottega.client import (
+    CachedEntry,
+    CacheProfile,
+    Client,
+    LengthClass,
+    Lora,
+    Picture,
+    RetryPolicy,
+    SkipProfile,
+    parameters_of,
+)
 from bottega.errors import CacheEntryGone, NoCache
-from bottega.v1.cache_pb2 import CacheEntry, CacheLengthClass, CacheProfile, CacheThreshold
 from tests.e2e.conftest import Suite
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.services import FREE_PORTS, Service
@@ -53,13 +63,13 @@ def _start_cache(suite: Suite) -> Service:
 
 
 def _has_joined(client: Client) -> bool:
-    return any(member.registration.kind == kinds.CACHE for member in client.fleet().members)
+    return any(member.kind == kinds.CACHE for member in client.fleet().members)
 
 
 def _is_asked(client: Client) -> bool:
     client.generate(_PROMPT, num_inference_steps=4, seed=1)
     (figures,) = client.cache_stats()
-    return bool(figures.stats.lookups)
+    return bool(figures.lookups)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,7 @@ def cache(suite: Suite) -> Iterator[_Cache]:
     """To which the worker has its link."""
     cache = _Cache(suite, _start_cache(suite))
     (model,) = suite.client.models()
-    enough = [CacheLengthClass(thresholds=[CacheThreshold(fraction=_FRACTION, similarity=-1.0)])]
+    enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={_FRACTION: -1.0}),))
     suite.client.set_cache_profile(CacheProfile(model_hash=model.model_hash, balanced=enough, fast=enough))
     wait_until(lambda: _is_asked(suite.client), "the worker to ask it")
     yield cache
@@ -89,7 +99,7 @@ def _record(client: Client, key: dict[str, Any]) -> str:
         assert drawn.provenance.exact
         assert drawn.provenance.parameters.approximate_cache is False
 
-    def new() -> list[CacheEntry]:
+    def new() -> list[CachedEntry]:
         return [each for each in client.cache_entries() if each.entry not in known]
 
     wait_until(lambda: bool(new()), "the picture to be recorded")
@@ -131,7 +141,7 @@ def test_a_similar_prompt_starts_from_what_was_recorded_and_its_pin_draws_the_sa
     assert (exact.provenance.exact, list(exact.provenance.cached_starts)) == (True, [])
     assert exact.pil().tobytes() == noise.pil().tobytes()
     assert _again(client, noise, tmp_path).data == noise.data
-    assert client.cache_entry(use.entry).entry.parameters.prompt == _PROMPT
+    assert client.cache_entry(use.entry).parameters.prompt == _PROMPT
 
 
 def test_of_several_pictures_each_is_drawn_again_alone(

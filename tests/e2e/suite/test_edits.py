@@ -94,5 +94,5 @@ def test_a_picture_is_edited_in_a_box_by_the_sdk_and_the_same_by_the_command(sui
     assert (ours[~outside] != original[~outside]).any()
     assert (edited.provenance.exact, edited.provenance.image_digest) == (True, picture.digest)
     assert edited.provenance.mask.share == pytest.approx(34 * 34 / 64**2)
-    assert (said.exit_code, "mask: 28.2 % of what was drawn is redrawn" in said.stdout) == (0, True), said.output
+    assert (said.exit_code, "mask: it covers 28.2 % of what was drawn" in said.stdout) == (0, True), said.output
     assert np.array_equal(array(green.read_bytes()), ours)

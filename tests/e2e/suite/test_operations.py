@@ -12,8 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bottega import kinds
-from bottega.client import Client
-from bottega.v1.fleet_pb2 import Activity
+from bottega.client import Client, ServiceActivity
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
@@ -87,9 +86,9 @@ def _said(service: Service, request_id: str) -> list[str]:
     return [line["event"] for line in _lines(service, request_id)]
 
 
-def _activity(suite: Suite) -> dict[str, Activity]:
+def _activity(suite: Suite) -> dict[str, ServiceActivity]:
     """What the gateway and its workers have counted, by kind."""
-    return {member.registration.kind: member.load.activity for member in suite.client.fleet().members}
+    return {member.kind: member.load.activity for member in suite.client.fleet().members}
 
 
 def test_whoever_looks_at_the_fleet_is_told_what_was_done(suite: Suite) -> None:

@@ -8,6 +8,7 @@ was used again, and a picture that used the same again is the same one.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -21,12 +22,11 @@ import grpc
 import pytest
 
 from bottega import kinds
-from bottega.client import Client, ControlNet, Picture
+from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
 from bottega.client.types.provenance import Provenance
 from bottega.miniature import WEIGHTS
 from bottega.v1.activations_pb2 import DropTemplateRequest, ListStoredTemplatesRequest, Template
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.like.replays import describe, draw_and_replay
 from tests.like.requests import RandomRequests
@@ -207,7 +207,7 @@ BALANCED: dict[str, Any] = {"fidelity": "balanced", "bounded_lora_loading": Fals
 def recorded(house: House) -> dict[str, str]:
     """By edit, its template's recording, which the store has; and the cache has a latent of every plain picture."""
     (model,) = house.client.models()
-    enough = [CacheLengthClass(thresholds=[CacheThreshold(fraction=_FRACTION, similarity=-1.0)])]
+    enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={_FRACTION: -1.0}),))
     house.client.set_cache_profile(CacheProfile(model_hash=model.model_hash, balanced=enough, fast=enough))
     for name, seed in itertools.product(CAST, (100, 101)):
         drawn = CAST[name].draw(house.client, **BALANCED, seed=seed)

@@ -60,14 +60,14 @@ def test_it_is_said_that_an_identical_request_was_not_drawn(gateway: ScriptedGat
     done.completed.provenance.identical_job = "job-0"
     gateway.scripts = [[done]]
     said = run("generate", "a star", address=address).stdout
-    assert "nothing was drawn: it is the stored result of job job-0, an identical request\n" in said
+    assert "nothing was drawn: this is the stored result of job job-0, an identical request\n" in said
 
 
 def test_a_pin_that_is_gone_is_said_with_what_helps(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[CacheEntryGone(f"the cached latent {ENTRY}@10 is gone", metadata={"entry": f"{ENTRY}@10"})]]
     result = run("generate", "a star", "--cache-entry", f"{ENTRY}@10", address=address)
     assert result.exit_code == 1
-    assert f"error: the cached latent {ENTRY}@10 is gone\n  bottega cache inspect ENTRY says" in result.stderr
+    assert f"error: the cached latent {ENTRY}@10 is gone\n  bottega cache inspect ENTRY shows" in result.stderr
 
 
 def _drawn_before() -> image_pb2.JobEvent:
@@ -128,11 +128,11 @@ def test_what_no_prompt_can_be_drawn_for_ends_it_at_once(
 @pytest.mark.parametrize(
     ("data", "arguments", "said"),
     [
-        (b"\xff\xfe", (), "no text in UTF-8"),
+        (b"\xff\xfe", (), "no UTF-8 text"),
         (b" \n\n", (), "it is empty"),
-        (b"a star\n" * 3 + b"\n".join(b"%d" % number for number in range(100_001)), (), "at most 100000 prompts"),
-        (b"a star", ("--no-cache",), "nothing would be recorded"),
-        (b"a star", ("--cache-entry", f"{ENTRY}@10"), "nothing would be recorded"),
+        (b"a star\n" * 3 + b"\n".join(b"%d" % number for number in range(100_001)), (), "at most 100,000 prompts"),
+        (b"a star", ("--no-cache",), "nothing is recorded"),
+        (b"a star", ("--cache-entry", f"{ENTRY}@10"), "nothing is recorded"),
     ],
     ids=["no text", "empty", "many", "switched off", "pinned"],
 )
@@ -150,4 +150,4 @@ def test_a_cache_that_is_not_there_is_said_with_where_to_look(address: str) -> N
         result = run(*words, address=address)
         assert result.exit_code == 1
         assert "error: no approximate cache has joined; bottega fleet shows who has\n" in result.stderr
-        assert "bottega logs cache why one has not" in result.stderr
+        assert "bottega logs cache says why one has not" in result.stderr

@@ -77,7 +77,7 @@ async def test_the_cache_keeps_what_was_measured_and_it_is_said_what_it_means(
     assert first.spec.fidelity == FIDELITY_EXACT
     rows = [line.split() for line in result.stdout.splitlines() if "up to 15" in line]
     assert rows[0][-5:] == ["0.000", "0.000", "-", "-", "-"]
-    assert "balanced: of these pairs 100% would start from a latent and save 20% of all steps" in result.stdout
+    assert "balanced: 100% of these pairs start from a latent, which saves 20% of all steps" in result.stdout
     assert "mean quality 1.000, from noise 1.000" in result.stdout
     assert f"{PAIRS} pairs of prompts, 2 seeds each, 30 steps; quality by the oracle" in result.stderr
 
@@ -92,9 +92,9 @@ async def test_where_nothing_is_good_enough_that_is_said_and_nothing_is_reused(
     result = await run_at(gateway, "cache", "profile", "--yes", "--pairs", PAIRS, "--draws", 2, *files)
 
     assert result.exit_code == 0, result.output
-    assert "cannot be written: No such file or directory; the caches have the profile" in result.stderr
+    assert "cannot be written: No such file or directory. The caches have the profile" in result.stderr
     assert result.stdout.splitlines() == [
-        f"{fidelity}: nothing is reused; no similarity keeps {alpha} of the quality in 95% of the pairs."
+        f"{fidelity}: nothing is reused: no similarity keeps {alpha} of the quality in 95% of pairs."
         for fidelity, alpha in (("balanced", 0.9), ("fast", 0.8))
     ]
     (kept,) = cache.cache.store.profiles()
@@ -108,10 +108,10 @@ async def test_other_models_need_prompts_and_somebody_who_scores(
     (own_folder / "prompts.txt").write_text("one red star\none blue ring\n")
 
     result = await run_at(gateway, "cache", "profile", "--model", "other")
-    assert (result.exit_code, "--prompts FILE and --clip FOLDER" in result.stderr) == (2, True)
+    assert (result.exit_code, "--prompts FILE --clip FOLDER" in result.stderr) == (2, True)
     (own_folder / "latin.txt").write_bytes("ein grüner Stern\n".encode("latin-1"))
     result = await run_at(gateway, "cache", "profile", "--yes", "--prompts", "latin.txt")
-    assert (result.exit_code, "latin.txt is no text in UTF-8" in result.stderr) == (2, True)
+    assert (result.exit_code, "latin.txt is no UTF-8 text" in result.stderr) == (2, True)
     result = await run_at(gateway, "cache", "profile", "--yes", "--prompts", "prompts.txt")
     assert (result.exit_code, "20 to 5000 different ones are needed; got 1" in result.stderr) == (2, True)
     (own_folder / "clip").mkdir()
@@ -135,7 +135,7 @@ async def test_what_would_be_drawn_is_said_and_nothing_is_drawn_unless_somebody_
     result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)
     assert result.exit_code == 2, result.output
     assert f"{PAIRS} pairs of prompts: {PAIRS * 2 * 7} pictures to draw, about " in result.stderr
-    assert "Say so with --yes." in result.stderr
+    assert "Confirm with --yes." in result.stderr
     monkeypatch.setattr(cli_drawing, "is_interactive", lambda: True)
     result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)  # its stdin says nothing
     assert (result.exit_code, "Draw them?" in result.stderr) == (1, True)

@@ -18,7 +18,7 @@ from google.protobuf import json_format
 
 from bottega.errors import InvalidRequest, ModelNotFound, Violation
 from bottega.v1 import generation_pb2
-from tests.fakes.scripted_gateway import ScriptedGateway, completed, image, progress, queued
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued
 from tests.support.processor_speed import on_this_machine
 from tests.support.terminal import run
 
@@ -39,6 +39,21 @@ def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, addre
     assert "step 10 of 30" in result.stderr
     assert "\x1b" not in result.output
     assert gateway.requests[0].spec.num_inference_steps == 30
+
+
+def test_several_prompts_are_one_request_with_a_file_for_each(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.scripts = [[completed(image(0, SMALL), image(1, SMALL))], [completed(image(0, SMALL), image(1, SMALL))]]
+    result = run("generate", "a star", "-p", "a ring", "--prompt", "a dot", "-o", "all.png", address=address)
+    assert result.exit_code == 0, result.output
+    assert list(gateway.requests[0].spec.prompts) == ["a star", "a ring", "a dot"]
+    assert not gateway.requests[0].spec.prompt
+    assert {"all-0.png", "all-1.png"} == {path.name for path in own_folder.iterdir()}
+    assert run("generate", "a star", "-p", "a ring", address=address).exit_code == 0
+    assert {"a-star-7.png", "a-ring-8.png"} <= {path.name for path in own_folder.iterdir()}
+    both = run("generate", "a star", "-p", "a ring", "-n", "2", address=address)
+    assert (both.exit_code, "--num-images is for a single prompt" in both.stderr) == (2, True)
 
 
 def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
@@ -166,7 +181,7 @@ def test_it_is_said_which_controlnets_took_part_and_what_they_cost(gateway: Scri
         "control edges: by s1, then s2, scale 0.8, waited 0.500 s for it",
         f"control depth: by the worker itself, scale 1, waited 0.250 s for it, {stale}",
         "control pose: scale 1, waited 0.000 s for it, active in no step",
-        "ControlNets ran beside 1.500 s of the model's encoder",
+        "ControlNets ran during 1.500 s of the model's encoder",
     ]
 
 
@@ -247,8 +262,8 @@ def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "cancelled"),
     [
-        (["generate", "a star"], "error: stopped; the job is cancelled\n", ["job-1"]),
-        (["jobs", "watch", "job-1"], "error: no longer watched; the job goes on\n", []),
+        (["generate", "a star"], "error: interrupted; the job is cancelled\n", ["job-1"]),
+        (["jobs", "watch", "job-1"], "error: interrupted; the job goes on\n", []),
     ],
 )
 def test_ctrl_c_cancels_the_job_of_the_command_and_no_other(

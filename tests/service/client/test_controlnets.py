@@ -58,7 +58,7 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
         assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7", "-"]
         assert "nobody" in rows["depth"]
-        assert "no model here (sdxl)" in rows["pose"]
+        assert "no served model (sdxl)" in rows["pose"]
 
 
 async def test_where_a_controlnet_is_and_how_it_stands_there(fleet: Running) -> None:
@@ -143,7 +143,7 @@ def test_it_is_said_what_of_a_control_image_was_not_looked_at(own_folder: Path) 
     gateway.scripts = [[lost], [completed()]]
     with serving(gateway) as address:
         first, second = (run("generate", "a star", address=address) for _ in range(2))
-    assert "the image of control lines is transparent in parts, and the colours there were taken" in first.stderr
+    assert "the image of control lines is partly transparent; its colours were used" in first.stderr
     assert "the image of control lines has 16 bits of grey" in first.stderr
     assert not second.stderr
 
@@ -167,8 +167,8 @@ async def test_the_fleet_and_the_doctor_show_controlnet_servers(
     assert "1 ControlNet server joined, with depth, edges" in said
     await fleet.controlnets("s2", hosted("edges", digest="other"), hosted("pose", base="sdxl"))
     said = await _said_by_the_doctor(fleet)
-    assert "ControlNet edges is served in more than one version" in said
-    assert "no model that is served can be drawn with ControlNet pose" in said
+    assert "the ControlNet edges is served in more than one version" in said
+    assert "no served model can be drawn with the ControlNet pose" in said
     monkeypatch.setenv(VARIABLE, "/no/such/manifest")
     assert await _said_by_the_doctor(fleet) == said, "without a manifest that can be read, too"
 
@@ -204,8 +204,8 @@ async def test_it_draws_with_every_image_and_the_servers_remember_the_worst(hous
     other = await house.controlnets("s2", hosted("edges"))
     result = await run_at(house, *PROFILE, "depth", image, image, "--prompt", "a house", "--steps", 20)
     assert result.exit_code == 0, result.output
-    assert result.stdout == "depth: 0.9931 from step to step, of 20; s1 will remember it\n"
-    assert "Requests of 20 steps and more that allow approximations" in result.stderr
+    assert result.stdout == "depth: cosine 0.9931 from step to step, with 20 steps; kept by s1\n"
+    assert "Requests of at least 20 steps that allow approximations" in result.stderr
     assert [(each.spec.prompt, each.spec.num_inference_steps, each.spec.seed) for each in worker.requests] == [
         ("a house", 20, 0),
         ("a house", 20, 1),
@@ -237,7 +237,7 @@ async def test_below_the_bound_it_is_said_that_steps_go_on_waiting(house: Runnin
     await house.controlnets("s1", hosted("depth"))
     result = await run_at(house, *PROFILE, "depth", image)
     assert result.exit_code == 0, result.output
-    assert "Below 0.99: every step still waits for its own residuals." in result.stderr
+    assert "This is below 0.99, so every step waits for its own residuals." in result.stderr
 
 
 async def test_the_miniatures_own_controlnets_need_no_images_and_others_do(house: Running) -> None:

@@ -138,10 +138,10 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     gateway.scripts = [[plain], [cropped]]
     result = run("edit", "star.png", "a star", "--mask", "mask.png", "-o", "out.png", address=address)
     assert result.stdout.splitlines()[0] == "out.png  64x64  seed 7"
-    assert "mask: 23.5 % of what was drawn is redrawn\n" in result.stdout
+    assert "mask: it covers 23.5 % of what was drawn\n" in result.stdout
     assert "resized" not in result.stderr
     said = run("edit", "star.png", "a star", "--mask", "mask.png", address=address).stdout
-    unread = "what is transparent in it was not looked at (--alpha redraws that)"
+    unread = "its transparency was ignored (--alpha redraws transparent parts)"
     assert f"redrawn, drawn: 40x30 pixels at 4,8, resized from 32x16, made grey first, {unread}\n" in said
     assert "transparent" not in result.stdout
 
@@ -149,11 +149,11 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
 @pytest.mark.parametrize(
     ("parameters", "why"),
     [
-        (GenerationSpec(), "what is drawn is opaque"),
-        (GenerationSpec(keep_unmasked=False, format=IMAGE_FORMAT_JPEG), "what is drawn is opaque"),
+        (GenerationSpec(), "drawn pixels are opaque"),
+        (GenerationSpec(keep_unmasked=False, format=IMAGE_FORMAT_JPEG), "drawn pixels are opaque"),
         (
             GenerationSpec(keep_unmasked=True, format=IMAGE_FORMAT_JPEG),
-            "a JPEG has no transparency; PNG and WebP keep it",
+            "a JPEG has no transparency; use PNG or WebP",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_it_is_said_what_of_the_source_is_lost(
     lost.completed.provenance.source.CopyFrom(SourceUse(transparency_unread=True, scaled_from_16_bits=True))
     gateway.scripts = [[lost], [completed()]]
     first, second = (run("edit", "star.png", "a star", "--mask", "mask.png", address=address) for _ in range(2))
-    assert f"the image is transparent in parts, and the picture is not: {why}\n" in first.stderr
+    assert f"the transparency of the image is not kept: {why}\n" in first.stderr
     assert "the image has 16 bits of grey" in first.stderr
     assert not second.stderr
 
@@ -176,7 +176,7 @@ def test_it_is_said_that_the_source_of_image_to_image_was_resized(gateway: Scrip
     resized.completed.provenance.source.CopyFrom(SourceUse(width=300, height=200, resized=True))
     gateway.scripts = [[resized]]
     result = run("generate", "a star", "--image", "star.png", address=address)
-    assert "the image is 300x200, and was resized to 64x48\n" in result.stderr
+    assert "the image was resized from 300x200 to 64x48\n" in result.stderr
 
 
 def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, address: str) -> None:
@@ -189,13 +189,13 @@ def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, 
     gateway.scripts = [[reused], [recorded], [completed()]]
     said = [run("edit", "star.png", "a star", "--mask", "mask.png", address=address).stdout for _ in range(3)]
     assert said[0].splitlines()[-2:] == [
-        "masked blocks: 75 % of all blocks took what is not masked from recording 5a5a5a5a5a5a (approximate)",
-        "masked blocks: 18.8 % of the tokens computed in them",
+        "masked blocks: 75 % of all blocks reused the recording 5a5a5a5a5a5a outside the mask (approximate)",
+        "masked blocks: they computed 18.8 % of their tokens",
     ]
     assert said[1].splitlines()[-3:] == [
-        "all was computed: nothing is recorded of the image yet",
-        "kept for editing: outside the mask the latents are those that drew the image",
-        "recorded: later edits of this image can compute the masked part alone",
+        "everything was computed: nothing is recorded of the image yet",
+        "kept for editing: the latents outside the mask are those that drew the image",
+        "recorded: later edits of this image can compute only the masked part",
     ]
     assert "mask" not in said[2], "of an edit of which the gateway says nothing"
 
@@ -204,20 +204,20 @@ def test_a_picture_of_another_size_than_its_source_is_said_to_be(gateway: Script
     PIL.Image.new("RGB", (100, 80)).save("wide.png")
     gateway.scripts = [[completed()]]
     said = run("edit", "wide.png", "a star", "--box", "0,0,50,50", address=address).stderr
-    assert "wide.png is 100x80, and was resized to 64x64" in said
-    assert "--padding-mask-crop PIXELS keeps its own" in said
+    assert "wide.png was resized from 100x80 to 64x64" in said
+    assert "--padding-mask-crop PIXELS keeps the image's own" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("a star",), "say which part to redraw: --mask FILE, --box X,Y,WIDTH,HEIGHT or --ellipse"),
-        (("--mask", "mask.png"), "say what the picture shall show"),
+        (("a star",), "give the part to redraw: --mask FILE, --box X,Y,WIDTH,HEIGHT or --ellipse"),
+        (("--mask", "mask.png"), "the prompt is missing"),
         (("a star", "--mask", "no.png"), "File 'no.png' does not exist"),
         (("a star", "--mask", "mask.png", "--box", "0,0,4,4"), "--mask and --box or --ellipse are two masks"),
         (("a star", "--alpha", "--ellipse", "0,0,4,4"), "--alpha and --box or --ellipse are two masks"),
-        (("a star", "--box", "0,0,4"), "'0,0,4': X,Y,WIDTH,HEIGHT is wanted, in whole pixels"),
-        (("a star", "--ellipse", "0,0,4,4.5"), "X,Y,WIDTH,HEIGHT is wanted"),
+        (("a star", "--box", "0,0,4"), "'0,0,4': give X,Y,WIDTH,HEIGHT in whole pixels"),
+        (("a star", "--ellipse", "0,0,4,4.5"), "give X,Y,WIDTH,HEIGHT"),
         (("a star", "--box", "64,0,4,4"), "--box 64,0,4,4: the box 64,0,4,4 lies outside of the image, which is 64x64"),
         (("a star", "--box", "0,0,4,0"), "the box 0,0,4,0 is empty"),
         (("a star", "--box", "\x1b[2J,0,0,0"), "'\\x1b[2J,0,0,0'"),
@@ -275,8 +275,8 @@ def test_an_edit_is_done_again_with_its_image_and_mask_given(gateway: ScriptedGa
         run("generate", "--like", "edit.png", address=address),
     ]
     said = [" ".join(result.stderr.split()) for result in refused]
-    assert "edit.png does not carry its mask: give it by --mask FILE" in said[0]
-    assert "edit.png is an edit; with its image and its mask: bottega edit IMAGE --like edit.png" in said[1]
+    assert "edit.png does not carry its mask: give it with --mask FILE" in said[0]
+    assert "edit.png is an edit; give its image and mask again: bottega edit IMAGE --like edit.png" in said[1]
     gateway.scripts = [[completed()] for _ in range(3)]
     again = ("edit", "star.png", "--like", "edit.png")
     assert run(*again, "--mask", "mask.png", address=address).exit_code == 0
@@ -298,7 +298,7 @@ def test_what_an_edit_took_is_asked_for_unless_the_command_says_what_it_may(
     again = ("edit", "star.png", "--like", "taken.png", "--mask", "mask.png")
     refused = run(*again, address=address)
     assert refused.exit_code == 1
-    assert refused.stderr.startswith(f"error: took from {taken.recording}\n  --no-masked-blocks computes all")
+    assert refused.stderr.startswith(f"error: took from {taken.recording}\n  --no-masked-blocks computes everything")
     for words in (("--no-masked-blocks",), ("--masked-blocks",), ("--fidelity", "fast")):
         assert run(*again, *words, address=address).exit_code == 0
     said = [request.spec.techniques for request in gateway.requests]

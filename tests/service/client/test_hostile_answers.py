@@ -60,7 +60,7 @@ async def test_an_image_that_does_not_end_is_left_at_its_announced_size_or_the_b
 @pytest.mark.parametrize(
     ("images", "said"),
     [
-        ([], "names no image of it"),
+        ([], "without an image"),
         ([image_pb2.Image(size_bytes=1 << 40)], "more than 1024 images of one job, or more than 512 MiB"),
         ([image_pb2.Image()] * 1025, "more than 1024 images of one job"),
     ],

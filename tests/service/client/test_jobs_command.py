@@ -137,7 +137,7 @@ def webp() -> image_pb2.Job:
     [
         (running(12), [], 1, "job job-1 is running, 12 of 30 steps done"),
         (running(12), [], 1, "bottega jobs get job-1 --wait"),
-        (webp(), ["-o", "star.png"], 2, "star.png is a name for png, but the picture is webp."),
+        (webp(), ["-o", "star.png"], 2, "star.png is the name of a png file, but the format is webp."),
     ],
 )
 def test_a_picture_that_cannot_be_fetched_so_is_refused_before_it_is(
@@ -156,7 +156,7 @@ def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
     gateway.failures = [DeadlineUnmeetable("would take 80 s")]
     result = run("generate", "a star", "--detach", "--timeout", seconds, address=address)
     assert result.exit_code == 1
-    assert "Allow more time with --timeout SECONDS, or all that it takes" in result.stderr
+    assert "Allow more time with --timeout SECONDS, or leave --timeout out" in result.stderr
     assert "--detach" not in result.stderr
 
 
@@ -207,7 +207,7 @@ def test_a_file_whose_name_is_no_unicode_is_written_and_said(
             ["generate", "a star"],
             12,
             "12 of 30 steps were done, and job job-1 is cancelled",
-            "ask for fewer steps, or wait",
+            "ask for fewer steps, or do not wait",
         ),
         (
             ["jobs", "watch", "job-1"],

@@ -37,7 +37,7 @@ async def test_the_command_lists_what_is_in_quarantine_brings_it_back_and_discar
     async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras"):
         listed = await _run(gateway)
         assert listed.stderr.splitlines() == [
-            "3 more in quarantine, unknown to the catalogue: bottega loras quarantine lists them.",
+            "3 more are in quarantine: bottega loras quarantine lists them.",
             "There are no LoRAs yet: bottega loras add NAME FILE.",
         ]
         shown = await _run(gateway, "quarantine")
@@ -46,23 +46,26 @@ async def test_the_command_lists_what_is_in_quarantine_brings_it_back_and_discar
             (lora.name, "miniature", lora.digest[:12], "loras") for lora in (dots, ink, wash)
         ]
         assert str(tmp_path / "store" / "quarantine") in shown.stderr
-        assert "bottega loras rebuild brings them back" in shown.stderr
+        assert "bottega loras rebuild restores" in shown.stderr
         one = await _run(gateway, "rebuild", wash.digest[:12])
-        assert (one.exit_code, one.stdout) == (0, "wash is back for miniature\n")
+        assert (one.exit_code, one.stdout) == (0, "wash is restored for miniature\n")
         asked = await _run(gateway, "discard", "dots")
-        assert (asked.exit_code, asked.stderr.splitlines()[0]) == (1, "1 will be deleted for good: dots")
+        assert (asked.exit_code, asked.stderr.splitlines()[0]) == (1, "Delete 1 for good (dots)?")
         gone = await _run(gateway, "discard", "dots", "--yes")
         assert re.fullmatch(r"1 deleted, [1-9]\.\d KiB free\n", gone.stdout)
-        assert (await _run(gateway, "rebuild")).stdout == "ink is back for miniature\n"
+        assert (await _run(gateway, "rebuild")).stdout == "ink is restored for miniature\n"
         assert [line.split()[0] for line in (await _run(gateway)).stdout.splitlines() if "miniature" in line] == [
             "ink",
             "wash",
         ]
         none = await _run(gateway, "rebuild")
-        assert (none.exit_code, none.stderr) == (0, "Nothing is in quarantine: the catalogue knows every file.\n")
-        assert (await _run(gateway, "quarantine")).stderr == "Nothing is in quarantine.\n"
+        assert (none.exit_code, none.stderr) == (0, "The quarantine is empty: the catalogue knows every file.\n")
+        assert (await _run(gateway, "quarantine")).stderr == "The quarantine is empty.\n"
         unknown = await _run(gateway, "discard", "dots")
-        assert (unknown.exit_code, unknown.stderr.splitlines()[0]) == (1, "error: nothing in quarantine is called dots")
+        assert (unknown.exit_code, unknown.stderr.splitlines()[0]) == (
+            1,
+            "error: nothing in quarantine has the name or ID dots",
+        )
         assert (await _run(gateway, "discard")).exit_code == 2
 
 
@@ -79,11 +82,11 @@ async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_
         name = f"recovered-{wash.digest[:12]}"
         assert sorted(done.stdout.splitlines()) == [
             "2 of 3 are back; the others stay in quarantine",
-            "dots is back for miniature",
-            f"{name} is back for miniature",
+            "dots is restored for miniature",
+            f"{name} is restored for miniature",
         ]
-        assert "ink is not back: the weights of ink are damaged; bring the LoRA again" in done.stderr
-        assert "not known from its files: its name, its format, its trigger words" in done.stderr
+        assert "ink was not restored: the weights of ink are damaged; bring the LoRA again" in done.stderr
+        assert "its files do not tell: its name, its format, its trigger words" in done.stderr
         wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
         assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)
         assert f"bottega loras rebuild {ink.digest[:12]} --base MODEL" in wrong.stderr
@@ -121,4 +124,4 @@ async def test_both_names_of_the_same_weights_can_be_chosen(tmp_path: Path) -> N
         either = await _run(gateway, "rebuild", lora.digest[:12])
         assert either.exit_code == 1
         assert f"{lora.digest[:12]} may be any of 2" in either.stderr
-        assert (await _run(gateway, "rebuild", "b", "--name", "c")).stdout == "c is back for miniature\n"
+        assert (await _run(gateway, "rebuild", "b", "--name", "c")).stdout == "c is restored for miniature\n"

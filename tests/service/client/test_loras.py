@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from bottega import errors
-from bottega.client import AsyncClient
+from bottega.client import AsyncClient, Readiness
 from bottega.client.addons.loras.stores import read_lora
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
@@ -108,14 +108,14 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     ]
     shown = (await _run(house, "show", "pastel")).stdout
     assert re.match(r"\s*name +pastel *\n base", shown), "no head without names"
-    for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
+    for said in ("in pastel", "kohya", "a fifth of the steps (not measured)", house.ink.base):
         assert said in shown
     assert re.search(r"in the store's memory +no\b", shown)
     pinned = (await _run(house, "pin", "ink")).stdout
-    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of its store's memory are its own\n", pinned)
-    assert re.search(r"in the store's memory +yes, and stays there", (await _run(house, "show", "ink")).stdout)
-    assert (await _run(house, "unpin", "ink")).stdout == "ink is pinned no more\n"
-    assert "stays there" not in (await _run(house, "show", "ink")).stdout
+    assert re.fullmatch(r"ink is pinned, and takes [1-9]\.\d KiB of its store's memory\n", pinned)
+    assert re.search(r"in the store's memory +yes \(pinned\)", (await _run(house, "show", "ink")).stdout)
+    assert (await _run(house, "unpin", "ink")).stdout == "ink is not pinned any more\n"
+    assert "(pinned)" not in (await _run(house, "show", "ink")).stdout
     assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
     gone = await _run(house, "show", "pastel")
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
@@ -129,16 +129,16 @@ async def test_the_command_says_of_a_pin_whether_memory_has_room_for_it_now(
         await small.upload("kept", lora_file(tmp_path, seed=3))
         tiers = small.store._cache
         loan = await asyncio.wrap_future(tiers.borrow(used.digest))
-        said = "kept is pinned, and comes into its store's memory when others there, now in use, leave it room\n"
+        said = "kept is pinned, and will be loaded when LoRAs that are in use now leave room for it\n"
         assert (await _run(house, "pin", "kept")).stdout == said
         shown = (await _run(house, "show", "kept")).stdout
-        assert re.search(r"in the store's memory +not now, and stays there once it is", shown)
+        assert re.search(r"in the store's memory +no \(pinned\)", shown)
         tiers.give_back(loan)
         async with asyncio.timeout(PATIENCE_S):
-            while (await client.lora("kept")).state != pb.LORA_STATE_IN_MEMORY:  # noqa: ASYNC110 - it has no event
+            while (await client.lora("kept")).readiness is not Readiness.LOADED:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
         again = await _run(house, "pin", "kept")
-        assert re.fullmatch(r"kept is pinned: [1-9]\.\d KiB of its store's memory are its own\n", again.stdout)
+        assert re.fullmatch(r"kept is pinned, and takes [1-9]\.\d KiB of its store's memory\n", again.stdout)
 
 
 async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house: House, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(ho
     assert "trigger words" not in (await _run(house, *add, "--trigger", "pale")).stdout
     changed = await _run(house, *add, "--trigger", "in pastel", "--trigger", "soft")
     assert changed.stdout.splitlines()[1:] == [
-        "It was there already; its trigger words are now: in pastel, soft (before: pale)"
+        "It existed already; its trigger words are now: in pastel, soft (before: pale)"
     ]
     assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
 
@@ -198,7 +198,7 @@ async def test_a_path_that_is_not_here_is_said_to_be_none_before_the_stores_mach
     assert (result.exit_code, result.stdout) == (2, "")
     what, todo = result.stderr.splitlines()
     assert what == f"error: there is no file or folder {path} on this machine"
-    assert todo.startswith("  Nor can the store take it from a path of its own machine: this store lets nobody")
+    assert todo.startswith("  The store cannot import it from its own machine either: this store lets nobody")
 
 
 async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
 ) -> None:
     folder = peft_folders(tmp_path / "peft")
     single = await _run(house, "add", "one", folder / "unet", "--base", "miniature")
-    assert "one is there for miniature: 1 module of rank 2, " in single.stdout
+    assert "one is ready for miniature: 1 module of rank 2, " in single.stdout
     added = await _run(house, "add", "two", folder, "--base", "miniature")
     assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
     lora = await client.lora("two")

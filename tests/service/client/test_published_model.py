@@ -163,7 +163,7 @@ def test_lines_on_transparency_are_drawn_from_as_by_stock_and_it_is_said(
     said = run(
         *arguments, "-o", tmp_path / "star.png", address=suite.record().address, fleet=suite.record().fleet_address
     )
-    assert "the image of control canny is transparent in parts" in said.stderr, said.output
+    assert "the image of control canny is partly transparent" in said.stderr, said.output
 
 
 def _controlled(stock: Any, kind: Any, nets: Mapping[str, ControlNetModel], names: Sequence[str]) -> Any:

@@ -203,7 +203,7 @@ def test_a_folder_of_another_user_is_said_to_be_his(nobody: RunAsNobody, open_pl
         assert status == 1
         assert f"the state folder {folder} " in said
         assert "user 12345" in said
-        assert "Name another one: --state FOLDER or BOTTEGA_STATE." in said
+        assert "Give another one: --state FOLDER or BOTTEGA_STATE." in said
         assert "already runs" not in said
         assert "Traceback" not in said
 

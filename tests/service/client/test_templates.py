@@ -84,7 +84,7 @@ async def test_a_worker_without_an_answer_hides_no_other_ones_templates(gateway:
     await old(gateway, "w2")
     result = await _run(gateway)
     assert (result.exit_code, STAR[:12] in result.stdout) == (0, True)
-    assert "What the worker w2 has is not among these: there is no such method" in result.stderr
+    assert "The templates of the worker w2 are not listed: there is no such method" in result.stderr
 
 
 async def test_what_is_dropped_is_gone_from_all_workers(gateway: Running) -> None:
@@ -94,12 +94,12 @@ async def test_what_is_dropped_is_gone_from_all_workers(gateway: Running) -> Non
     assert (result.exit_code, result.stdout) == (0, "2 copies in workers' memory dropped\n")
     assert (list(first.held), list(second.held)) == ([RING], [])
     used = await _run(gateway, "drop", RING[:12])
-    assert (used.exit_code, "is used by an edit now, and stays in w1" in used.stderr) == (1, True)
+    assert (used.exit_code, "now, so it stays in w1" in used.stderr) == (1, True)
     missing = await _run(gateway, "drop", STAR[:12])
-    assert (missing.exit_code, f"nobody has the template {STAR[:12]}" in missing.stderr) == (1, True)
+    assert (missing.exit_code, f"no service has the template {STAR[:12]}" in missing.stderr) == (1, True)
     every = await _run(gateway, "drop", "--all", "--yes")
     assert (every.exit_code, every.stdout) == (0, "0 templates dropped\n")
-    assert "1 template used by edits now" in every.stderr
+    assert "1 template remain" in every.stderr
     first.held[RING].in_use = False
     assert (await _run(gateway, "drop", "--all", "--yes")).stdout == "1 copy in workers' memory dropped\n"
 
@@ -124,13 +124,13 @@ async def test_what_only_a_store_can_do_says_that_there_is_none(gateway: Running
 async def test_a_profile_that_nobody_keeps_is_shown_all_the_same(gateway: Running) -> None:
     await joined(gateway, "w1")
     result = await _run(gateway, "profile", "--steps", "10", "--budget-mib", "60", "--width", "128")
-    assert (result.exit_code, "Nobody keeps it" in result.stderr) == (0, True)
+    assert (result.exit_code, "No store keeps it" in result.stderr) == (0, True)
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["down.1.attentions.0", "x2", "2.00", "MiB", "16", "4", "6", "yes"] in rows
     assert ["up.0.resnets.0", "4.00", "MiB", "6", "2", "1", "no"] in rows
     assert "miniature, 128x48, float32:" in result.stdout
-    assert "120 MiB if every block is kept" in result.stdout
-    assert "60 MiB for a template keeps 2 of 3 blocks, 40 MiB: 75 % of what all save" in result.stdout
+    assert "120 MiB with every block" in result.stdout
+    assert "60 MiB for a template keeps 2 of 3 blocks, 40 MiB: 75 % of the possible savings" in result.stdout
 
 
 async def test_a_worker_that_draws_is_measured_only_where_it_is_named(gateway: Running) -> None:
@@ -161,14 +161,14 @@ async def test_dropping_asks_which_and_whether(gateway: Running) -> None:
 
 async def test_nothing_recorded_is_said_with_what_would_be(gateway: Running) -> None:
     worker = await joined(gateway, "w1")
-    assert "the first edit of an image is" in (await _run(gateway)).stderr
+    assert "The first edit of an image is" in (await _run(gateway)).stderr
     worker.budget_bytes = 0
     assert "activations_mib" in (await _run(gateway)).stderr
 
 
 async def test_a_worker_that_is_not_there_or_older_is_said(gateway: Running) -> None:
     async with AsyncClient(gateway.address, fleet_address=gateway.fleet_address) as client:
-        with pytest.raises(NoWorker, match="no worker has joined, and no activation store"):
+        with pytest.raises(NoWorker, match="no worker and no activation store has joined"):
             await client.templates()
         await old(gateway, "old")
     result = await _run(gateway)

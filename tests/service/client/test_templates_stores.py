@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from click.testing import Result
 from bottega import kinds
 from bottega.client import AsyncClient
 from bottega.client.addons.templates.client import ADD_ON
+from bottega.client.addons.templates.types import profile_from
 from bottega.client.types.checks import CheckResult, Level
 from bottega.errors import InvalidRequest, NoActivationStore
-from bottega.v1.activations_pb2 import BlockProfile
 from tests.fakes.templates_worker import TemplatesWorker, block_profile, joined, template
 from tests.support.running_activations import Recorded, Running, joined_store
 from tests.support.running_gateway import Running as RunningGateway
@@ -65,12 +66,12 @@ async def _doctor(client: AsyncClient) -> list[CheckResult]:
 async def test_a_template_is_one_entry_wherever_it_is(
     gateway: RunningGateway, worker: TemplatesWorker, store: Running, client: AsyncClient
 ) -> None:
-    found = {known.record.id: known for known in (await client.templates()).templates}
+    found = {known.id: known for known in (await client.templates()).templates}
     assert set(found) == {STAR.id, RING.id, "5c" * 16}
     star, ring, own = found[STAR.id], found[RING.id], found["5c" * 16]
-    assert (star.store, star.workers, star.record.in_use) == ("activations", ("w1",), True)
-    assert star.record.steps == STAR.steps, "the store knows best"
-    assert (ring.store, ring.workers, ring.record.in_use) == ("activations", (), False)
+    assert (star.store, star.workers, star.in_use) == ("activations", ("w1",), True)
+    assert star.steps == STAR.steps, "the store knows best"
+    assert (ring.store, ring.workers, ring.in_use) == ("activations", (), False)
     assert (own.store, own.workers) == ("", ("w1",))
     shown = await _run(gateway)
     assert shown.exit_code == 0
@@ -87,7 +88,7 @@ async def test_several_stores_have_each_its_own(
     async with joined_store(gateway, own_folder / "annex", name="annex") as annex:
         await annex.fill(HEART)
         overview = await client.templates()
-        holders = {known.record.id: known.store for known in overview.templates}
+        holders = {known.id: known.store for known in overview.templates}
         assert holders == {STAR.id: "activations", RING.id: "activations", HEART.id: "annex"}
         assert await client.pin_templates(HEART.id[:8]) == 1
         assert (await client.drop_templates()).stored == 3
@@ -98,12 +99,10 @@ async def test_several_stores_have_each_its_own(
 
 async def test_pins_are_set_shown_and_taken_back(gateway: RunningGateway, store: Running, client: AsyncClient) -> None:
     assert (await _run(gateway, "pin", RING.id[:12], STAR.id)).stdout == "2 templates pinned\n"
-    assert all(known.record.pinned for known in (await client.templates()).templates)
+    assert all(known.pinned for known in (await client.templates()).templates)
     assert (await _run(gateway)).stdout.count("pinned") == 2
-    assert (await _run(gateway, "unpin", RING.id)).stdout == "1 template pinned no more\n"
-    assert [known.record.pinned for known in (await client.templates()).templates if known.record.id == RING.id] == [
-        False
-    ]
+    assert (await _run(gateway, "unpin", RING.id)).stdout == "1 template unpinned\n"
+    assert [known.pinned for known in (await client.templates()).templates if known.id == RING.id] == [False]
 
 
 async def test_what_no_store_has_is_said_with_who_has_it(
@@ -143,7 +142,7 @@ async def test_what_is_dropped_is_gone_from_stores_and_workers(
 ) -> None:
     stays = await _run(gateway, "drop", STAR.id)
     assert (stays.exit_code, stays.stdout) == (1, "1 template dropped\n")
-    assert "is used by an edit now, and stays in w1" in stays.stderr
+    assert "now, so it stays in w1" in stays.stderr
     assert [each.id for each in await store.templates()] == [RING.id]
     worker.held[STAR.id].in_use = False
     every = await _run(gateway, "drop", "--all", "--yes")
@@ -160,7 +159,7 @@ async def test_a_store_without_an_answer_is_said_and_workers_are_listed(
     await store.server.stop()
     shown = await _run(gateway)
     assert (shown.exit_code, "5c5c5c5c5c5c" in shown.stdout) == (0, True)
-    assert "What the store activations has is not among these" in shown.stderr
+    assert "The templates of the store activations are not listed" in shown.stderr
     assert "No activation store has joined" not in shown.stderr
     refused = await _run(gateway, "pin", STAR.id)
     assert (refused.exit_code, "activation store activations does not answer" in refused.stderr) == (1, True)
@@ -176,25 +175,18 @@ async def test_a_profile_is_measured_kept_and_shown_again(
     assert (nothing.exit_code, "no store keeps a profile" in nothing.stderr) == (1, True)
     measured = await _run(gateway, "profile")
     assert (measured.exit_code, "Kept by activations" in measured.stderr) == (0, True), measured.output
-    assert await client.block_profiles() == (block_profile(64, 48),)
+    assert await client.block_profiles() == (profile_from(block_profile(64, 48)),)
     shown = await _run(gateway, "profile", "--kept")
     assert shown.stdout == measured.stdout
     assert "512 MiB for a template keeps 3 of 3 blocks" in shown.stdout
-    assert "w1 has room for 512 MiB of recordings (engine.activations_mib)" in shown.stderr
+    assert "w1 has 512 MiB for recordings (engine.activations_mib)" in shown.stderr
     worker.budget_bytes = 4 << 30
     assert "2.60 GiB for a template keeps 3 of 3 blocks" in (await _run(gateway, "profile", "--kept")).stdout
-    await client.set_block_profile(_without_blocks())
+    await client.set_block_profile(replace(profile_from(block_profile(64, 48)), blocks=()))
     assert await client.block_profiles() == ()
-    broken = block_profile(64, 48)
-    broken.dtype = "float12"
+    broken = replace(profile_from(block_profile(64, 48)), dtype="float12")
     with pytest.raises(InvalidRequest, match="dtype"):
         await client.set_block_profile(broken)
-
-
-def _without_blocks() -> BlockProfile:
-    profile = block_profile(64, 48)
-    del profile.blocks[:]
-    return profile
 
 
 async def test_the_doctor_says_of_a_store_how_it_is(
@@ -212,7 +204,7 @@ async def test_the_doctor_says_of_a_store_how_it_is(
         assert [result.level for result in await _doctor(client)] == [Level.OK, Level.OK]
         await store.server.stop()
         gone, _ = await _doctor(client)
-        assert (gone.level, "cannot be asked" in gone.what) == (Level.WARN, True)
+        assert (gone.level, "does not answer" in gone.what) == (Level.WARN, True)
 
 
 async def test_the_doctor_counts_the_memory_of_workers_where_it_is_less_than_a_template_may_take(

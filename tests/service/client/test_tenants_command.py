@@ -75,7 +75,7 @@ def test_what_a_tenant_may_use_is_changed_by_kind_and_shown(file: Path) -> None:
         (("weight", "shops", "2"), "There are: shop"),
         (("weight", "shop", "0"), "0.01<=x<=100"),
         (("allow", "shops", "--models", "m"), "There are: shop"),
-        (("allow", "shop"), "say what it may use"),
+        (("allow", "shop"), "give what it may use"),
         (("allow", "shop", "--models", "m,,n"), "'' is no name"),
         (("allow", "shop", "--models", "m" * 201), "is no name"),
         (("allow", "shop", "--loras", "ink@press"), "ink@press is a tenant's own"),

@@ -219,7 +219,7 @@ def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest
         result = run("models", address=address)
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.output
-    assert "a fault of this command itself" in result.output
+    assert "unexpected error in this command" in result.output
     assert not HIDDEN & set(result.output)
 
 

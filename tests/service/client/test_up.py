@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from bottega import kinds
-from bottega.client import Client
+from bottega.client import Client, FleetMember
 from bottega.client.cli import main
 from bottega.client.instance import StateFolder
 from bottega.errors import BottegaError
@@ -36,7 +36,6 @@ from bottega.transport import (
     read_number,
 )
 from bottega.v1 import link_pb2, link_pb2_grpc
-from bottega.v1.fleet_pb2 import Member
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
@@ -93,9 +92,9 @@ def test_a_service_of_another_manifest_starts_with_the_suite_and_joins(up: Up) -
     assert "joined the fleet" in bottega(up, "logs", KIND)
 
 
-def member_of(client: Client, kind: str) -> Member:
+def member_of(client: Client, kind: str) -> FleetMember:
     """The one of this kind, as the gateway knows it."""
-    (member,) = (member for member in client.fleet().members if member.registration.kind == kind)
+    (member,) = (member for member in client.fleet().members if member.kind == kind)
     return member
 
 
@@ -171,9 +170,9 @@ def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, folder: Path) -> 
     control = ["--control", "edges=e.png:0.8", "--steps", "4", "--seed", "2"]
     drawn = bottega(up, "generate", "a big red star on a blue background", *control, "-o", "star.png")
     assert "control edges: by controlnet-0, scale 0.8, waited" in drawn
-    assert "ControlNets ran beside" in drawn
+    assert "ControlNets ran during" in drawn
     profiled = bottega(up, "controlnets", "profile", "edges", "--steps", "20")
-    found = re.match(r"edges: (0\.\d+) from step to step, of 20; controlnet-0 will remember it", profiled)
+    found = re.match(r"edges: cosine (0\.\d+) from step to step, with 20 steps; kept by controlnet-0", profiled)
     assert found
     assert 0.99 < float(found[1]) < 1.0, "the embedded model's own are alike from step to step"
     # The gateway knows what the server remembers from its next beat on.

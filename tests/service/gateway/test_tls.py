@@ -10,7 +10,7 @@ import pytest
 from bottega import errors, kinds
 from bottega.client import AsyncClient, Tls
 from bottega.client.checkup.gateway import check_gateway
-from bottega.client.transport import tls as client_tls
+from bottega.client.transport import credentials
 from bottega.client.types.checks import Level
 from bottega.rpc import fleet_membership
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
@@ -45,7 +45,7 @@ async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypa
             picture = await client.generate("a star", num_inference_steps=20)
             assert picture.data == b"picture 0"
             assert [status.parameters.prompt for status in (await client.list_jobs()).jobs] == ["a star"]
-        for name, value in zip(client_tls.VARIABLES, (shop.authority, shop.certificate, shop.key), strict=True):
+        for name, value in zip(credentials.VARIABLES, (shop.authority, shop.certificate, shop.key), strict=True):
             monkeypatch.setenv(name, value)
         async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
             assert [model.name for model in await client.models()] == ["miniature"]
@@ -54,7 +54,7 @@ async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypa
         anna = authority.issue("operator/anna")
         tls = Tls(authority=anna.authority, certificate=anna.certificate, key=anna.key)
         async with AsyncClient(house.address, fleet_address=house.fleet_address, tls=tls) as client:
-            assert [member.registration.name for member in (await client.fleet()).members] == ["gateway", "w1"]
+            assert [member.name for member in (await client.fleet()).members] == ["gateway", "w1"]
 
 
 async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority: Authority) -> None:
@@ -170,7 +170,7 @@ async def test_doctor_says_for_how_long_certificates_are_good(
 ) -> None:
     async with running_gateway(tls=authority.issue("gateway/main", days=40)) as house:
         anna = authority.issue("operator/anna", days=5)
-        for name, value in zip(client_tls.VARIABLES, (anna.authority, anna.certificate, anna.key), strict=True):
+        for name, value in zip(credentials.VARIABLES, (anna.authority, anna.certificate, anna.key), strict=True):
             monkeypatch.setenv(name, value)
         found = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
         said = [(check.level, check.what) for check in found][:3]
@@ -198,7 +198,7 @@ async def test_ends_that_do_not_agree_on_tls_are_told_so_at_once(
                 with pytest.raises(errors.Unavailable, match=said):
                     await asyncio.wait_for(call, 20)
         if encrypted:
-            monkeypatch.setenv(client_tls.VARIABLES[0], shown.authority)
+            monkeypatch.setenv(credentials.VARIABLES[0], shown.authority)
         done = await run_at(house, "models")
         assert (done.exit_code, said in " ".join(done.output.split())) == (1, True), done.output
         (found,) = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))

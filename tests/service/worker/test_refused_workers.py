@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bottega import kinds
 from bottega.client.cli.fleet import fleet_table
+from bottega.client.types.fleet import fleet_from
 from bottega.errors import ConfigError
 from bottega.v1 import fleet_pb2
 from tests.samples.model_folders import with_scheduler
@@ -37,7 +38,7 @@ async def test_the_fleet_shows_which_worker_has_ended_and_why(tmp_path: Path) ->
     assert last.startswith(f"bottega.worker: the model {folder} cannot be served: scheduler/scheduler_config.json: ")
     assert [member.registration.kind for member in fleet.members] == [kinds.GATEWAY]
     assert [member.registration.name for member in fleet.refused] == ["gpu-1"]
-    caption = str(fleet_table(fleet).table.caption)
+    caption = str(fleet_table(fleet_from(fleet)).table.caption)
     assert "gpu-1 has ended: the model" in caption
     assert "_class_name must be EulerDiscreteScheduler" in caption
 

@@ -49,7 +49,7 @@ def test_nothing_that_is_there_is_replaced_but_by_renew(folder: Path) -> None:
     assert again.exit_code != 0
     assert "bottega certs renew worker/gpu-1" in again.output
     assert (folder / "worker-gpu-1.pem").read_bytes() == before
-    assert "None expires" in _run(folder, "renew").output
+    assert "No certificate expires" in _run(folder, "renew").output
     assert (folder / "worker-gpu-1.pem").read_bytes() == before
     assert _run(folder, "renew", "worker/gpu-1", "--days", "7").exit_code == 0
     assert (folder / "worker-gpu-1.pem").read_bytes() != before
@@ -67,7 +67,7 @@ def test_what_has_expired_is_shown_so(tmp_path: Path) -> None:
 def test_a_name_that_is_none_is_refused_with_what_would_be_one(folder: Path, name: str) -> None:
     refused = _run(folder, "issue", name)
     assert refused.exit_code == 2
-    assert "that is no ROLE/NAME" in refused.output
+    assert "not of the form ROLE/NAME" in refused.output
     assert "gateway, worker, controlnet" in refused.output
     assert "local" not in refused.output.partition("Roles")[2]
 

@@ -49,7 +49,12 @@ def test_python_must_be_one_that_the_suite_supports(version: tuple[int, int], le
 @pytest.mark.parametrize(
     ("installed", "pinned", "levels", "said"),
     [
-        ({**NEEDED, **TESTED}, {"torch": "2.13.0"}, [Level.OK, Level.OK], "1 versions that Bottega is tested with"),
+        (
+            {**NEEDED, **TESTED},
+            {"torch": "2.13.0"},
+            [Level.OK, Level.OK],
+            "1 packages have the versions that Bottega was tested with",
+        ),
         (
             {**NEEDED, **TESTED, "grpcio": "1.0"},
             {"grpcio": "1.85.1"},

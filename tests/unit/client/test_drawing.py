@@ -20,7 +20,7 @@ from bottega.client.types.provenance import LoraUse, Parameters, Provenance
         (
             False,
             "exact",
-            "the picture is approximate in spite of --fidelity exact: an option of the request allows it\n",
+            "the picture is approximate despite --fidelity exact, because another option allows it\n",
         ),
     ],
 )
@@ -38,7 +38,7 @@ def test_a_picture_that_the_operator_made_approximate_is_not_said_to_become_exac
     decoded: Provenance, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note_approximate(decoded)
-    assert "as the operator configured it" in capsys.readouterr().err
+    assert "as the operator configured" in capsys.readouterr().err
 
 
 def test_a_lora_that_was_rounded_otherwise_is_the_stated_cause(capsys: pytest.CaptureFixture[str]) -> None:

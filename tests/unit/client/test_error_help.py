@@ -26,32 +26,38 @@ LORA_STORE = {"service": "loras"}
         (os_errors.unavailable("not stored", cause="SQLITE_IOERR_WRITE"), "Make room"),
         (os_errors.unavailable("not stored", cause="SQLITE_READONLY_DBMOVED"), "Let the gateway write"),
         (os_errors.unavailable("not stored", cause="EROFS"), "Let the gateway write"),
-        (os_errors.unavailable("not stored", cause="EMFILE"), "The gateway goes on by itself when connections end"),
-        (os_errors.unavailable("not stored", cause=os_errors.BUSY), "Try again in 5 s; if it stays so, bottega logs"),
+        (os_errors.unavailable("not stored", cause="EMFILE"), "The gateway resumes by itself when connections end"),
+        (
+            os_errors.unavailable("not stored", cause=os_errors.BUSY),
+            "Try again in 5 s. If that does not help, see bottega logs",
+        ),
         (StorageUnavailable("the gateway is still starting", retry_after_s=1.0), "Try again in 1 s"),
         (errors.ModelNotFound("no model sdxl; served: miniature"), "bottega models lists"),
-        (errors.NoWorker("no worker serves miniature", retry_after_s=60), "bottega fleet shows who has joined"),
+        (
+            errors.NoWorker("no worker serves miniature", retry_after_s=60),
+            "bottega fleet shows which services have joined",
+        ),
         (errors.QueueFull("256 jobs wait", retry_after_s=12), "Try again in 12 s"),
         (errors.JobNotFound("no such job; it may have expired, or was deleted"), "bottega jobs lists"),
         (errors.ImageNotFound("the image has expired"), "bottega generate with the same seed"),
-        (errors.JobCancelled("cancelled"), "bottega generate begins another one"),
-        (errors.DeadlinePassed("too late"), "bottega generate begins another one; --timeout SECONDS gives it more"),
+        (errors.JobCancelled("cancelled"), "bottega generate starts another job"),
+        (errors.DeadlinePassed("too late"), "bottega generate starts another job; --timeout SECONDS gives it more"),
         (errors.WorkerLost("it died twice"), "Try again; if it happens every time, bottega logs"),
-        (errors.ReaderStalled("your answers were not read"), "Try again; it was stopped for long"),
+        (errors.ReaderStalled("your answers were not read"), "Try again; this command"),
         (errors.MethodNotServed("nobody has it"), "That service is older than this command"),
-        (DataLoss("the job log is damaged"), "Asking again does not help; bottega logs gateway"),
+        (DataLoss("the job log is damaged"), "Another try does not help; bottega logs gateway"),
         (NotFinite("no numbers"), "Try another seed"),
         (TooLarge("4096x4096 are 16777216 pixels", metadata={"limit": "max_pixels"}), "Ask for a smaller picture"),
         (errors.LinksFull("as many links", metadata={"limit": "links"}, retry_after_s=1.0), "Try again in a moment"),
-        (errors.NoControlNet("nobody hosts edges now", retry_after_s=60), "bottega controlnets says who hosts what"),
+        (errors.NoControlNet("nobody hosts edges now", retry_after_s=60), "bottega controlnets lists the hosts"),
         (errors.ControlNetNotFound("no such ControlNet: x"), "bottega controlnets lists what is served"),
-        (errors.ControlNetUnusable("edges was made for x"), "bottega controlnets lists which model each is for"),
+        (errors.ControlNetUnusable("edges was made for x"), "bottega controlnets lists the models that each fits"),
         (TooLarge("edges, depth take 9 bytes", metadata={"limit": "budget_bytes"}), "Ask for fewer ControlNets"),
         (TooLarge("the server hosts 256", metadata={"limit": "controlnets"}), "Host it on another ControlNet server"),
         (errors.NoLora("no LoRA store has joined"), "bottega fleet shows whether a LoRA store has joined"),
-        (DataLoss("ink's file is damaged", metadata={"loras": "ink"}), "Bring it again as it was, which replaces it"),
-        (NotFinite("no numbers", metadata={"loras": "ink"}), "Try scales nearer to 0 (--lora NAME:SCALE)"),
-        (NotFinite("no numbers", metadata={"controlnets": "edges"}), "Try scales nearer to 0 (--control NAME=IMAGE"),
+        (DataLoss("ink's file is damaged", metadata={"loras": "ink"}), "Replace it by adding it again"),
+        (NotFinite("no numbers", metadata={"loras": "ink"}), "Try smaller scales (--lora NAME:SCALE)"),
+        (NotFinite("no numbers", metadata={"controlnets": "edges"}), "Try smaller scales (--control NAME=IMAGE"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
@@ -66,7 +72,7 @@ def test_each_error_has_its_own_advice(error: BottegaError, todo: str) -> None:
     [
         (
             StorageUnavailable("the disk is full", metadata={"cause": "ENOSPC", **LORA_STORE}),
-            "Make room on the LoRA store's disk; it goes on by itself then.",
+            "Make room on the LoRA store's disk; it resumes by itself.",
         ),
         (DataLoss("a row is damaged", metadata=LORA_STORE), "bottega logs loras -n 50 says what is damaged."),
         (TooLarge("more than its disk_bytes", metadata=LORA_STORE), ""),
@@ -76,7 +82,9 @@ def test_what_a_lora_store_says_is_not_taken_for_the_gateways(error: BottegaErro
     assert explain(error, "127.0.0.1:1") == (error.message, todo)
 
 
-@pytest.mark.parametrize(("field", "what"), [("spec.width", "cannot be drawn"), ("page_token", "cannot be asked")])
+@pytest.mark.parametrize(
+    ("field", "what"), [("spec.width", "cannot be drawn"), ("page_token", "the request is invalid")]
+)
 def test_what_breaks_a_rule_is_named_as_people_call_it(field: str, what: str) -> None:
     error = InvalidRequest("broken", violations=[Violation(field=field, description="must be another one")])
     assert explain(error, "127.0.0.1:1") == (f"this {what}", f"{field.removeprefix('spec.')}: must be another one")
@@ -85,7 +93,7 @@ def test_what_breaks_a_rule_is_named_as_people_call_it(field: str, what: str) ->
 @pytest.mark.parametrize(
     ("make", "large_by", "todo"),
     [
-        (lambda data: GenerationSpec(prompt=data.decode()), "can be sent", "Ask for less at once."),
+        (lambda data: GenerationSpec(prompt=data.decode()), "can be sent", "Send less at once."),
         (lambda data: GenerationSpec(image=data), "images: image 25 MiB", "Make the input images smaller"),
         (
             lambda data: GenerationSpec(controlnets=[ControlNet(name="edges", image=data)]),
@@ -107,6 +115,6 @@ def test_a_command_that_cannot_be_given_more_time_does_not_advise_it() -> None:
     late = CallDeadline.after(30.0).passed()
     assert explain(late, "127.0.0.1:1") == (
         "not done within 30 s",
-        "Try again when less is waiting: bottega fleet shows what is.",
+        "Try again when fewer jobs wait; bottega fleet shows the queue.",
     )
     assert explain(late, "127.0.0.1:1", timeout_advice="Allow more.")[1] == "Allow more."

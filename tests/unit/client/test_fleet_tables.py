@@ -11,6 +11,7 @@ from bottega.client.addons.addon import left_out_of
 from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import accelerations_table, fleet_table
 from bottega.client.types.checks import Level
+from bottega.client.types.fleet import fleet_from, member_from
 from bottega.v1.fleet_pb2 import Acceleration, ListMembersResponse, Load, Member, Registration, StartProgress
 from bottega.v1.hosted_pb2 import Hosted, LeftOut
 
@@ -27,7 +28,7 @@ UNTRIED = Acceleration(name="attention.flash_attn", reason="flash_attn is not in
 def test_each_is_a_row_with_its_figures_and_why_it_is_off() -> None:
     fleet = ListMembersResponse(members=[worker("w0", KEPT, SLOW), worker("w1", UNTRIED)])
     with StringIO() as file:
-        Console(file=file, width=200).print(accelerations_table(fleet).table)
+        Console(file=file, width=200).print(accelerations_table(fleet_from(fleet)).table)
         text = file.getvalue()
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["w0"], ["w1"])]
     assert rows == [
@@ -42,7 +43,7 @@ def test_what_engines_took_to_start_is_a_column_when_it_is_asked_for() -> None:
     slow.load.start_s = 123.45
     fleet = ListMembersResponse(members=[slow, silent])
     for starts, cells in ((True, ["start", "123.5 s", ""]), (False, ["since", "0 s", "0 s"])):
-        last = fleet_table(fleet, starts=starts).table.columns[-1]
+        last = fleet_table(fleet_from(fleet), starts=starts).table.columns[-1]
         assert [str(last.header), *map(str, last.cells)] == cells
 
 
@@ -51,12 +52,13 @@ def test_a_worker_that_starts_says_how_far_it_is() -> None:
     starting.load.starting.MergeFrom(
         StartProgress(stage="loading unet", done_bytes=3_100_000_000, total_bytes=5_140_000_000)
     )
-    serves = fleet_table(ListMembersResponse(members=[starting])).table.columns[3]
+    serves = fleet_table(fleet_from(ListMembersResponse(members=[starting]))).table.columns[3]
     assert list(map(str, serves.cells)) == ["starting: loading unet, 3.1 of 5.1 GB"]
 
 
 def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:
-    kept, none = _check_accelerations([worker("w0", KEPT, SLOW), worker("w1", SLOW, UNTRIED), worker("w2")])
+    tried = [worker("w0", KEPT, SLOW), worker("w1", SLOW, UNTRIED), worker("w2")]
+    kept, none = _check_accelerations(map(member_from, tried))
     assert kept.what == "w0 on cuda:0 computes by kernels.geglu (1.23 x); 1 more are off"
     assert "w1 on cuda:0 has kept none of 2" in none.what
     assert none.todo == "bottega fleet -v says why."
@@ -75,19 +77,19 @@ def test_what_is_left_out_and_what_fits_no_model_stands_below_the_table() -> Non
     nets = [Hosted(kind="controlnet", name=name, base=base) for name, base in bases.items()]
     server = controlnet_server(*nets, left_out={"depth": "it has no config.json"})
     fleet = ListMembersResponse(members=[drawing, server])
-    assert str(fleet_table(fleet).table.caption).splitlines() == [
+    assert str(fleet_table(fleet_from(fleet)).table.caption).splitlines() == [
         "0 waiting in the queue",
         "controlnet-0 leaves out depth: it has no config.json",
-        "controlnet-0 leaves out sd15: it fits no model that is served: its shapes are x, theirs 4/8 2048+1280",
+        "controlnet-0 leaves out sd15: it fits no served model: its shapes are x, theirs 4/8 2048+1280",
     ]
 
 
 def test_doctor_warns_of_what_a_service_leaves_out() -> None:
     server = controlnet_server(left_out={"depth": "it has no config.json"})
-    (result,) = _check_left_out(ListMembersResponse(members=[worker("w0"), server]))
+    (result,) = _check_left_out(fleet_from(ListMembersResponse(members=[worker("w0"), server])))
     assert (result.level, result.what) == (Level.WARN, "controlnet-0 leaves out depth: it has no config.json")
 
 
 def test_without_a_worker_nothing_is_said_to_fit_no_model() -> None:
     net = Hosted(kind="controlnet", name="canny", base="x")
-    assert left_out_of(ListMembersResponse(members=[controlnet_server(net, left_out={})])) == []
+    assert left_out_of(fleet_from(ListMembersResponse(members=[controlnet_server(net, left_out={})]))) == []

@@ -19,9 +19,8 @@ import yaml
 
 from bottega.client import Client
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
-from bottega.client.suite import ports
 from bottega.client.suite.background import end_orphans
-from bottega.client.suite.plan import PortTaken, SuiteOptions, free_ports, plan_suite
+from bottega.client.suite.plan import PortTaken, SuiteOptions, check_free, free_ports, plan_suite
 from bottega.client.suite.service_log import (
     LogFollower,
     ServiceLog,
@@ -191,7 +190,7 @@ def test_ports_of_a_suite_are_none_that_the_system_gives_somebody_else_before_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "range").write_text("32768 60999\n")
-    monkeypatch.setattr(ports, "_GIVEN_TO_ANY", tmp_path / "range")
+    monkeypatch.setattr("bottega.client.suite.plan._EPHEMERAL_RANGE", tmp_path / "range")
     plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
     config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
     addresses = [config["server"]["listen"], config["server"]["metrics_listen"], config["fleet"]["listen"]]
@@ -214,11 +213,11 @@ def test_ports_are_any_where_the_system_gives_them_from_the_whole_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     (tmp_path / "range").write_text(given)
-    monkeypatch.setattr(ports, "_GIVEN_TO_ANY", tmp_path / "range")
+    monkeypatch.setattr("bottega.client.suite.plan._EPHEMERAL_RANGE", tmp_path / "range")
     monkeypatch.setattr(random, "randint", lambda first, last: pytest.fail("it is not chosen"))
     found = free_ports(3)
     assert len(set(found)) == 3
-    ports.check_free(found)
+    check_free(found)
 
 
 def test_a_record_counts_only_while_its_instance_runs(tmp_path: Path) -> None:

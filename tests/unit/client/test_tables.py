@@ -9,6 +9,7 @@ from bottega.client.cli.jobs import jobs_table
 from bottega.client.cli.models import models_table
 from bottega.client.cli.terminal import PlainTable, print_table
 from bottega.client.cli.top import FleetRates, top_table
+from bottega.client.types.fleet import FleetStatus, fleet_from
 from bottega.client.types.jobs import status_from
 from bottega.client.types.models import model_from
 from bottega.v1.fleet_pb2 import Acceleration, Activity, ListMembersResponse, Load, Member, Registration
@@ -20,7 +21,7 @@ _PROMPT = "a big red star on the left, a small green circle at the bottom"
 _HOSTED = tuple(Hosted(kind="controlnet", name=name, state=HOSTED_STATE_LOADED) for name in ("edges", "depth", "pose"))
 
 
-def _fleet() -> ListMembersResponse:
+def _fleet() -> FleetStatus:
     member = Member(
         registration=Registration(kind="worker", name="worker-0", address="127.0.0.1:43210", device="cuda:0 H200"),
         load=Load(
@@ -35,7 +36,7 @@ def _fleet() -> ListMembersResponse:
         joined_s=4000.0,
     )
     member.registration.models.add(name="bottega-shapes")
-    return ListMembersResponse(members=[member] * 2)
+    return fleet_from(ListMembersResponse(members=[member] * 2))
 
 
 def _jobs() -> PlainTable:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bottega import kinds
 from bottega.client.cli.top import FleetRates, Rates, hit_share, top_table
+from bottega.client.types.fleet import FleetStatus, ServiceActivity, fleet_from, member_from
 from bottega.v1.fleet_pb2 import Activity, ListMembersResponse, Load, Member, Registration, RunningAttempt
 from bottega.v1.hosted_pb2 import Hosted
 
@@ -20,12 +21,12 @@ def member(kind: str, name: str, activity: Activity, **load: object) -> Member:
     )
 
 
-def fleet(second: int, **facts: float) -> ListMembersResponse:
+def fleet(second: int, **facts: float) -> FleetStatus:
     """At that second of a fleet in which something happens in each."""
     gateway = Activity(completed=second, failed=0, routed=2 * second, waited_s=3.0 * second)
     worker = Activity(completed=second, failed=3, steps=40 * second, turns=16 * second)
     control = Activity(steps=10 * second, turns=5 * second, lookups=second, hits=second)
-    return ListMembersResponse(
+    listed = ListMembersResponse(
         members=[
             member(kinds.GATEWAY, "gateway", gateway),
             member(kinds.CACHE, "cache", Activity(lookups=8, hits=6), memory_bytes=3 << 20),
@@ -35,9 +36,10 @@ def fleet(second: int, **facts: float) -> ListMembersResponse:
         ],
         **facts,  # type: ignore[arg-type]  # its fields
     )
+    return fleet_from(listed)
 
 
-def shown(*looks: ListMembersResponse) -> list[str]:
+def shown(*looks: FleetStatus) -> list[str]:
     rates = FleetRates()
     for second, look in enumerate(looks):
         rates.add(look, now=float(second))
@@ -84,7 +86,7 @@ def rates_of(*reports: tuple[float, Member]) -> Rates | None:
     """Of the last of these reports, each seen at its time."""
     rates = FleetRates()
     for now, report in reports:
-        rates.add(ListMembersResponse(members=[report]), now=now)
+        rates.add(fleet_from(ListMembersResponse(members=[report])), now=now)
     return rates.of(reports[-1][1])
 
 
@@ -144,15 +146,15 @@ def test_a_service_that_counts_anew_is_measured_anew() -> None:
 
 def test_services_of_one_fleet_are_told_apart_and_those_that_left_are_forgotten() -> None:
     rates = FleetRates()
-    rates.add(ListMembersResponse(members=[counted("w0", steps=1), counted("w1", steps=1)]), now=0.0)
-    rates.add(ListMembersResponse(members=[counted("w0", steps=5)]), now=1.0)
-    rates.add(ListMembersResponse(members=[counted("w0", steps=5), counted("w1", steps=8)]), now=2.0)
-    first, second = (rates.of(counted(name)) for name in ("w0", "w1"))
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=1), counted("w1", steps=1)])), now=0.0)
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=5)])), now=1.0)
+    rates.add(fleet_from(ListMembersResponse(members=[counted("w0", steps=5), counted("w1", steps=8)])), now=2.0)
+    first, second = (rates.of(member_from(counted(name))) for name in ("w0", "w1"))
     assert first is not None
     assert first.steps == 2
     assert second is None
 
 
 def test_the_share_of_hits_since_the_start() -> None:
-    assert hit_share(Activity(lookups=8, hits=6)) == 0.75
-    assert hit_share(Activity()) is None
+    assert hit_share(ServiceActivity(lookups=8, hits=6)) == 0.75
+    assert hit_share(ServiceActivity()) is None

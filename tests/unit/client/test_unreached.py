@@ -43,7 +43,7 @@ def test_a_warning_says_that_nothing_answers_before_patience_is_over(
             listener.close()
         asyncio.run(_call_for(0.4, address, call))
     (warning,) = [item for item in caplog.records if item.levelno == logging.WARNING and "answers" in item.message]
-    assert warning.message.startswith(f"no gateway answers at {address} yet; trying on.")
+    assert warning.message.startswith(f"no gateway answers at {address} yet; still trying.")
     assert calls.UNREACHED_S < 2
 
 

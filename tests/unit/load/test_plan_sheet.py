@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bottega.client import BlockProfile, ProfiledBlock
 from bottega.planning.block_loading import BlockCost, plan_steps
-from bottega.v1.activations_pb2 import BlockProfile
 from load.plan_drawing import WIDTH, Bar, PlanSheet, draw_plan
 from load.plan_sheet import bytes_per_s, in_order, pipelined, sheet_of, step_of
 
@@ -14,11 +14,18 @@ GREEN, ORANGE = (0x3A, 0x9D, 0x5D), (0xE0, 0x8A, 0x2E)
 
 
 def _profile(blocks: int = 12) -> BlockProfile:
-    profile = BlockProfile(dtype="float32", width=512, height=512, shares=[0.05, 0.2, 0.4], forward_s=blocks * 0.011)
-    for place in range(blocks):
-        masked_s = [0.001, 0.003, 0.005]
-        profile.blocks.add(name=f"blocks.{place}", size_bytes=1 << 20, full_s=0.01, masked_s=masked_s)
-    return profile
+    return BlockProfile(
+        model_hash="ab" * 32,
+        dtype="float32",
+        width=512,
+        height=512,
+        shares=(0.05, 0.2, 0.4),
+        blocks=tuple(
+            ProfiledBlock(name=f"blocks.{place}", size_bytes=1 << 20, full_s=0.01, masked_s=(0.001, 0.003, 0.005))
+            for place in range(blocks)
+        ),
+        forward_s=blocks * 0.011,
+    )
 
 
 def test_a_step_has_both_halves_of_guidance() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bottega.client.addons import add_on_names
 from bottega.client.types.checks import CheckResult
-from bottega.v1.fleet_pb2 import ListMembersResponse, Member
+from bottega.client.types.fleet import FleetMember, FleetStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class ClientAddOn:
     """The title of one service."""
     hosted_title: str
     """The plural title of what they host."""
-    check_fleet: Callable[[ListMembersResponse], Iterator[CheckResult]] | None = None
+    check_fleet: Callable[[FleetStatus], Iterator[CheckResult]] | None = None
     """Yields the doctor's findings about them; None if they are only counted."""
-    misfits: Callable[[ListMembersResponse], Iterator[LeftOutThing]] | None = None
+    misfits: Callable[[FleetStatus], Iterator[LeftOutThing]] | None = None
     """Yields hosted items that no served model can use."""
 
 
@@ -40,24 +40,24 @@ class LeftOutThing:
 
     @property
     def sentence(self) -> str:
-        """One line about it, for people."""
+        """A line about it, for people."""
         return f"{self.service} leaves out {self.name}: {self.reason}"
 
 
-def left_out_of(fleet: ListMembersResponse) -> list[LeftOutThing]:
+def left_out_of(fleet: FleetStatus) -> list[LeftOutThing]:
     """Return what the services of a fleet leave out, and what they host that no served model can use."""
     things = [
-        LeftOutThing(service=member.registration.name, name=item.name, reason=item.reason)
+        LeftOutThing(service=member.name, name=item.name, reason=item.reason)
         for member in fleet.members
         for item in member.load.left_out
     ]
-    if any(member.registration.models for member in fleet.members):  # without models nothing fits yet
+    if any(member.models for member in fleet.members):  # without models nothing fits yet
         misfits = (add_on.misfits(fleet) for add_on in add_ons_by_kind().values() if add_on.misfits is not None)
         things += [thing for found in misfits for thing in found]
     return things
 
 
-def refusals_of(fleet: ListMembersResponse) -> Iterator[tuple[Member, str]]:
+def refusals_of(fleet: FleetStatus) -> Iterator[tuple[FleetMember, str]]:
     """Yield each worker that ended because it cannot serve its model, with the reason."""
     for member in fleet.refused:
         for item in member.load.left_out:

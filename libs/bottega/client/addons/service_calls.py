@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from bottega.client.transport.connection import service_channels
+from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, InternalError, Unavailable
 from bottega.rpc.channel import Target
 from bottega.rpc.status import from_rpc_error, was_answered
-from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
 _MAX_PAGES = 200
 
@@ -51,23 +51,23 @@ class ServiceCalls(Generic[StubT]):
     unavailable: type[Unavailable]
     """The error that is raised if no service has joined, or one does not answer."""
 
-    def joined(self, fleet: ListMembersResponse) -> Sequence[Registration]:
+    def joined(self, fleet: FleetStatus) -> Sequence[FleetMember]:
         """Return the services that have joined, in the gateway's order, draining ones last.
 
         Raises `unavailable` if there are none.
         """
-        members = [member for member in fleet.members if member.registration.kind == self.kind]
+        members = fleet.of_kind(self.kind)
         if not members:
             raise self.unavailable(f"no {self.title} has joined; bottega fleet shows who has")
-        return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]
+        return sorted(members, key=lambda member: member.load.draining)
 
     async def call_owner(
         self,
-        services: Sequence[Registration],
+        services: Sequence[FleetMember],
         call: Callable[[StubT], Awaitable[AnswerT]],
         *,
         missing: BottegaError,
-    ) -> tuple[Registration, AnswerT]:
+    ) -> tuple[FleetMember, AnswerT]:
         """Return the first service that has what `call` asks for, and its answer.
 
         Args:
@@ -90,7 +90,7 @@ class ServiceCalls(Generic[StubT]):
         raise failure
 
     @asynccontextmanager
-    async def open(self, service: Registration) -> AsyncIterator[StubT]:
+    async def open(self, service: FleetMember) -> AsyncIterator[StubT]:
         """Open a channel to one service for the `with` block, and return its stub. Errors are raised as by `errors`."""
         target = Target(address=service.address, role=service.kind, name=service.name)
         async with service_channels().open(target) as channel:
@@ -98,7 +98,7 @@ class ServiceCalls(Generic[StubT]):
                 yield self.stub(channel)
 
     @contextmanager
-    def errors(self, service: Registration) -> Iterator[None]:
+    def errors(self, service: FleetMember) -> Iterator[None]:
         """Raise errors of gRPC calls in the `with` block as BottegaError."""
         try:
             yield

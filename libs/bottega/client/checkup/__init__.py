@@ -1,1 +1,1 @@
-"""The checks of `bottega doctor`: of the machine, of the model, of the gateway. They change and start nothing."""
+"""The checks of `bottega doctor` and `bottega config check`. They change and start nothing."""

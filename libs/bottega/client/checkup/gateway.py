@@ -20,6 +20,7 @@ from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.credentials import Tls, channels_of, tls_from_environment
 from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.checks import CheckResult, fail, ok, warn
+from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
 from bottega.plain_text import progress_text
@@ -28,7 +29,6 @@ from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.identity import dns_name
 from bottega.rpc.security.tls_probe import find_tls_mismatch
-from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
 _GATEWAY_LOG = "bottega logs gateway says more, on a server journalctl -u bottega-gateway -n 50 -o cat."
@@ -36,7 +36,7 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
-    """The gateway at host:port, and its fleet, which it lists at another one."""
+    """Check the gateway at `address`, and the fleet that it lists at `fleet_address`; both are host:port."""
     try:
         status = _health(address)
     except grpc.RpcError:
@@ -50,9 +50,7 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     if status != health_pb2.HealthCheckResponse.SERVING:
         known = health_pb2.HealthCheckResponse.ServingStatus.values()
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status) if status in known else f"status {status}"
-        yield fail(
-            f"the gateway at {address} says {name}", f"It starts, stops, or cannot write to its disk; {_GATEWAY_LOG}"
-        )
+        yield fail(f"the gateway at {address} reports {name}", f"It starts, stops or has a full disk; {_GATEWAY_LOG}")
         return
     yield ok(f"the gateway at {address} serves")
     yield from check_certificates(address)
@@ -73,21 +71,21 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     except BottegaError as error:
         at_fault = error.metadata.get("listener") == "fleet"
         todo = (
-            "Is that fleet.listen of its configuration? (--fleet-address, BOTTEGA_FLEET) Elsewhere it is on loopback."
+            "Is that fleet.listen of its configuration (--fleet-address, BOTTEGA_FLEET)? By default only its machine"
+            " reaches it."
         )
         yield fail(
             f"the gateway does not list its fleet: {error.message}",
             todo if at_fault else _GATEWAY_LOG,
         )
         return
-    workers = [member for member in fleet.members if member.registration.kind == kinds.WORKER]
-    ready = [worker for worker in workers if worker.registration.models]
-    models = sorted({model.name for worker in ready for model in worker.registration.models})
+    workers = fleet.of_kind(kinds.WORKER)
+    ready = [worker for worker in workers if worker.models]
+    models = sorted({model.name for worker in ready for model in worker.models})
     for worker in workers:
-        if worker.load.HasField("starting"):
-            said = worker.load.starting
-            text = progress_text(said.stage, said.done_bytes, said.total_bytes)
-            yield warn(f"{worker.registration.name} starts: {text}", "Requests for its model wait until it is ready.")
+        if start := worker.starting:
+            text = progress_text(start.stage, start.done_bytes, start.total_bytes)
+            yield warn(f"{worker.name} starts: {text}", "Requests for its model wait until it is ready.")
     if ready:
         yield ok(f"{len(ready)} joined, for {', '.join(models)}")
     elif not workers:
@@ -99,28 +97,28 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     yield from _check_accelerations(workers)
     yield from _check_services(fleet)
     yield from _check_left_out(fleet)
-    versions = sorted({member.registration.version for member in fleet.members} - {""})
+    versions = sorted({member.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
 
 
-def _check_accelerations(workers: Iterable[fleet_pb2.Member]) -> Iterator[CheckResult]:
-    """What each worker's self-check has kept; of one that tries none, nothing."""
+def _check_accelerations(workers: Iterable[FleetMember]) -> Iterator[CheckResult]:
+    """Yield which accelerations each worker's self-check kept, for workers that try any."""
     for worker in workers:
         tried = worker.load.accelerations
         if not tried:
             continue
-        kept = [f"{each.name} ({each.speedup:.2f} x)" for each in tried if each.kept]
-        name = f"{worker.registration.name} on {worker.registration.device}"
+        kept = [f"{trial.name} ({trial.speedup:.2f} x)" for trial in tried if trial.kept]
+        name = f"{worker.name} on {worker.device}"
         if kept:
             yield ok(f"{name} computes by {', '.join(kept)}; {len(tried) - len(kept)} more are off")
         else:
             yield warn(f"{name} has kept none of {len(tried)} accelerations", "bottega fleet -v says why.")
 
 
-def _check_services(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
-    """Services of every kind but workers: by their add-on, else counted, whether or not the manifest has them."""
-    counts = Counter(member.registration.kind for member in fleet.members)
+def _check_services(fleet: FleetStatus) -> Iterator[CheckResult]:
+    """Yield findings about services of all kinds but workers: those of their add-on, else their number."""
+    counts = Counter(member.kind for member in fleet.members)
     add_ons = add_ons_by_kind()
     titles = _titles() | {kind: add_on.title for kind, add_on in add_ons.items()}
     for kind in sorted((counts.keys() | add_ons.keys()) - {kinds.GATEWAY, kinds.WORKER}):
@@ -131,26 +129,26 @@ def _check_services(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResul
             yield ok(f"{count} {titles.get(kind, kind)}{'' if count == 1 else 's'} joined")
 
 
-def _check_left_out(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
-    """Warn of what services should host and do not."""
+def _check_left_out(fleet: FleetStatus) -> Iterator[CheckResult]:
+    """Warn of what services find and do not host, and of workers that cannot serve their model."""
     for member in fleet.members:
         for item in member.load.left_out:
             todo = "Correct it or take it away, and start the service again."
-            yield warn(f"{member.registration.name} leaves out {item.name}: {item.reason}", todo)
+            yield warn(f"{member.name} leaves out {item.name}: {item.reason}", todo)
     for member, reason in refusals_of(fleet):
         todo = "Correct the model's folder, or engine.model in its configuration, and start it again."
-        yield fail(f"the worker {member.registration.name} has ended: {reason}", todo)
+        yield fail(f"the worker {member.name} has ended: {reason}", todo)
 
 
 def _titles() -> dict[str, str]:
-    """By the manifest; none where it cannot be read, as without the services' own packages."""
+    """Return the services' titles by kind; none if the manifest cannot be read, as without the services' packages."""
     try:
         return {service.kind: service.title for service in read_services()}
     except ConfigError:
         return {}
 
 
-async def _fleet(fleet_address: str) -> fleet_pb2.ListMembersResponse:
+async def _fleet(fleet_address: str) -> FleetStatus:
     no_patience = RetryPolicy(patience_s=0.0)
     async with AsyncClient(fleet_address=fleet_address, timeout_s=_ANSWER_S, retry=no_patience) as client:
         return await client.fleet()
@@ -163,7 +161,7 @@ def _check_ports(address: str) -> Iterator[CheckResult]:
             f"no gateway answers at {address}", "Is it running, and is the address right? (--address, BOTTEGA_ADDRESS)"
         )
         return
-    own, metrics, fleet = int(port), int(port) + 1, int(port) + 2  # as plan_suite has them
+    own, metrics, fleet = int(port), int(port) + 1, int(port) + 2  # as in plan_suite
     owners = {own: "the gateway", metrics: "the gateway's metrics", fleet: "the gateway's fleet"}
     taken = [result for port, whose in owners.items() for result in _check_free(port, whose)]
     yield from taken
@@ -178,7 +176,7 @@ def _check_free(port: int, whose: str) -> Iterator[CheckResult]:
     try:
         with socket.create_server(("127.0.0.1", port)):
             return
-    except (OSError, OverflowError):  # the latter beyond the last port that there is
+    except (OSError, OverflowError):  # OverflowError: beyond the last port
         yield fail(
             f"port {port}, for {whose}, is taken by {_listener(port)}, which is no gateway",
             "End it, or: bottega up --port PORT",
@@ -198,13 +196,13 @@ _RENEW = "bottega certs renew makes a new one; services use it within a second."
 
 
 def check_certificates(address: str) -> Iterator[CheckResult]:
-    """Of the gateway that answers at host:port, and this client's own."""
+    """Check the certificates of the gateway at `address` and of this client."""
     tls = tls_from_environment()
     if tls is None:
         if not is_loopback(address):
             yield warn(
-                f"calls to {address} are in plain text, and whoever is there is believed",
-                "bottega certs makes certificates; BOTTEGA_TLS_AUTHORITY and the others name them.",
+                f"calls to {address} are not encrypted, and any server there is trusted",
+                "bottega certs makes certificates; set BOTTEGA_TLS_AUTHORITY and the other variables to their files.",
             )
         return
     try:
@@ -212,12 +210,12 @@ def check_certificates(address: str) -> Iterator[CheckResult]:
         if tls.certificate is not None:
             yield _validity("this client's certificate", Path(tls.certificate).read_bytes())
     except (OSError, ssl.SSLError, BottegaError) as error:
-        todo = "Are they of one authority? bottega certs show lists what it has signed."
-        yield fail(f"the certificates cannot be looked at: {error}", todo)
+        todo = "Did one authority sign them? bottega certs show lists what it has signed."
+        yield fail(f"the certificates cannot be checked: {error}", todo)
 
 
 def _shown_at(address: str, tls: Tls) -> bytes:
-    """The gateway's certificate, in PEM, which the authority has signed."""
+    """Return the certificate of the gateway, in PEM. Raise SSLError if the authority has not signed it."""
     context = ssl.create_default_context(cafile=str(tls.authority))
     context.set_alpn_protocols(["h2"])
     if tls.certificate is not None and tls.key is not None:
@@ -227,7 +225,7 @@ def _shown_at(address: str, tls: Tls) -> bytes:
         context.wrap_socket(connection, server_hostname=dns_name(Role.GATEWAY)) as secured,
     ):
         shown = secured.getpeercert(binary_form=True)
-    assert shown is not None, "the context asks for one"
+    assert shown is not None, "the context requires one"
     return ssl.DER_cert_to_PEM_cert(shown).encode()
 
 
@@ -236,8 +234,8 @@ def _validity(what: str, certificate: bytes) -> CheckResult:
 
     facts = facts_of(certificate, source=what)
     days = (facts.expires_wall - time.time()) / _DAY_S
-    named = f"{what}, of {facts.identity}," if facts.identity else f"{what}"
+    named = f"{what}, for {facts.identity}," if facts.identity else what
     if days < 0:
         return fail(f"{named} has expired", _RENEW)
-    said = f"{named} expires in {days:.0f} days"
-    return warn(said, _RENEW) if days < _SOON_DAYS else ok(said)
+    expiry = f"{named} expires in {days:.0f} days"
+    return warn(expiry, _RENEW) if days < _SOON_DAYS else ok(expiry)

@@ -16,14 +16,14 @@ from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
 _PYTHON = ((3, 11), (3, 14))
-# Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
+# The logs of a suite take at most 16 MiB a service, but a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
-# Of units: StateDirectory.
+# Parent of the units' StateDirectory.
 _UNITS_STATE = Path("/var/lib")
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[CheckResult]:
-    """The interpreter that runs this command, which is the one that `bottega up` starts services with."""
+    """Check the interpreter of this command, with which `bottega up` starts services."""
     text = ".".join(map(str, version))
     if _PYTHON[0] <= version < _PYTHON[1]:
         yield ok(f"Python {text}")
@@ -32,9 +32,11 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Ch
 
 
 def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Versions against each other and against those that Bottega is tested with.
+    """Check that the parts of Bottega have one version, and other packages those that it was tested with.
 
-    installed, pinned: versions by normalised name; pinned is empty where there is no constraints.txt.
+    Args:
+        installed: Versions by normalised name.
+        pinned: Tested versions by normalised name; empty without a constraints.txt.
     """
     yield from _check_ours(installed)
     if "bottega-services" in installed:
@@ -45,13 +47,13 @@ def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> I
         if name in pinned and version.partition("+")[0] != pinned[name]
     ]
     if other:
-        yield warn(f"other versions than tested: {', '.join(other)}", "pip install -c constraints.txt ... again")
+        yield warn(f"untested versions: {', '.join(other)}", "Install again with pip install -c constraints.txt")
     elif pinned:
-        yield ok(f"packages are at the {len(installed.keys() & pinned.keys())} versions that Bottega is tested with")
+        yield ok(f"{len(installed.keys() & pinned.keys())} packages have the versions that Bottega was tested with")
 
 
 def check_cores(cores: int, wait_policy: str) -> Iterator[CheckResult]:
-    """Room for threads, and the policy that keeps torch processes from starving each other."""
+    """Check the policy that keeps torch processes on shared cores from starving each other."""
     if wait_policy.upper() not in ("", "PASSIVE"):
         yield warn(
             f"OMP_WAIT_POLICY is {wait_policy}: torch processes that share cores starve each other, up to 80-fold",
@@ -61,16 +63,16 @@ def check_cores(cores: int, wait_policy: str) -> Iterator[CheckResult]:
 
 
 def check_disk(folder: Path) -> Iterator[CheckResult]:
-    """The state folder, or where it would be made."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where nobody may look
-    if not os.access(there, os.W_OK):
-        yield fail(f"the state folder {folder} cannot be written to", "Name another: --state FOLDER or BOTTEGA_STATE.")
+    """Check the disk of the state folder, or of the folder in which it would be made."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where nobody may look
+    if not os.access(existing, os.W_OK):
+        yield fail(f"the state folder {folder} cannot be written to", "Give another: --state FOLDER or BOTTEGA_STATE.")
         return
-    yield _room(there, f"the state folder {folder}", "Make room, or name another: --state FOLDER or BOTTEGA_STATE.")
+    yield _room(existing, f"the state folder {folder}", "Make room, or give another: --state FOLDER or BOTTEGA_STATE.")
 
 
 def check_unit_disks(parent: Path = _UNITS_STATE) -> Iterator[CheckResult]:
-    """The state folders of this machine's units, one result for each disk that they are on; none without units."""
+    """Check the disks of the state folders of this machine's units; one result for each disk."""
     disks: dict[int, list[Path]] = {}
     for folder in sorted(parent.glob("bottega-*")):
         disks.setdefault(folder.stat().st_dev, []).append(folder)
@@ -79,7 +81,7 @@ def check_unit_disks(parent: Path = _UNITS_STATE) -> Iterator[CheckResult]:
 
 
 def check_open_files(hard: int) -> Iterator[CheckResult]:
-    """hard: limit of open files and sockets, to which every service raises its own; negative where there is none."""
+    """Check the hard limit of open files, to which every service raises its own; a negative one is no limit."""
     if 0 <= hard < LITTLE:
         yield warn(
             f"a process may have at most {hard} files and sockets open: services take fewer connections",
@@ -90,7 +92,7 @@ def check_open_files(hard: int) -> Iterator[CheckResult]:
 
 
 def _room(folder: Path, whose: str, todo: str) -> CheckResult:
-    """todo: where there is too little of it."""
+    """Return a result about the free space of a folder's disk; `todo` is the advice if there is too little."""
     free_mib = shutil.disk_usage(folder).free / 2**20
     what = f"{free_mib / 1024:.1f} GiB free for {whose}"
     if free_mib < _TOO_LITTLE_MIB:
@@ -99,12 +101,12 @@ def _room(folder: Path, whose: str, todo: str) -> CheckResult:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of everything that is installed, by normalised name."""
+    """Return the versions of all installed packages, by normalised name."""
     return {_normal(found.name): found.version for found in metadata.distributions()}
 
 
 def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
-    """Versions in constraints.txt of the checkout that `beside` lies in; empty for an installed package."""
+    """Return the versions in constraints.txt of the checkout that has the file `beside`; empty if it is installed."""
     for folder in beside.resolve().parents:
         path = folder / "constraints.txt"
         if path.exists():
@@ -117,7 +119,7 @@ def _check_services(installed: Mapping[str, str]) -> Iterator[CheckResult]:
     try:
         services = read_services()
     except ServicesMissing:
-        return  # which is said of Bottega's parts
+        return  # _check_ours reports this
     except ConfigError as error:
         yield fail(f"the manifest of services cannot be used: {error.message}", f"Correct it, or unset {VARIABLE}.")
         return

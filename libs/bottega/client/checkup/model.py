@@ -13,7 +13,7 @@ from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import ControlLayout, read_base_layout
 from bottega.model_files.own_files import own_controlnets
 
-_TODO = "Workers do not start with it. Put it right, or look at another folder: bottega doctor --model FOLDER"
+_TODO = "Workers do not start with it. Correct it, or check another folder: bottega doctor --model FOLDER"
 
 
 def check_model(model: str) -> Iterator[CheckResult]:
@@ -43,7 +43,7 @@ def _described(report: ModelReport) -> str:
     )
 
 
-_CONTROLNET_TODO = "Requests cannot use it. Correct it, or take it out of the model's folder controlnets."
+_CONTROLNET_TODO = "Requests cannot use it. Correct it, or remove it from the model's folder controlnets."
 
 
 def check_own_controlnets(model: str) -> Iterator[CheckResult]:
@@ -63,7 +63,7 @@ def check_own_controlnets(model: str) -> Iterator[CheckResult]:
 
 
 def _base(folder: Path) -> ControlLayout | None:
-    """Return the model's layout; None where its configurations cannot be read, which is not a ControlNet's fault."""
+    """Return the model's layout; None if its configurations cannot be read, which check_model reports."""
     try:
         return read_base_layout(folder)
     except (OSError, KeyError, ValueError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
-"""What a service would find on this machine when it starts: its files, its certificates and its ports.
+"""Checks what a service would find on this machine when it starts: its files, its certificates and its ports.
 
-Files are looked at twice where root asks and the service's unit is installed: as root, and as the unit's user. What
-only a running unit can see, such as its credentials, is not looked at.
+If root asks and the service's unit is installed, files are checked twice: as root, and as the unit's user. Files that
+only a running unit can see, such as its credentials, are not checked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bottega.rpc.address import split
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 from bottega.rpc.server import ServerConfig
 
-# A user whom no file is made for: what it may read, any user of DynamicUser= may.
+# A user that owns no files: files that it can read are readable for any user of DynamicUser=.
 _NOBODY = 65_534
 _CREDENTIALS = "/run/credentials/"
 _UNITS = Path("/etc/systemd/system")
 _TLS = "server.tls"
 _GIVE_CREDENTIALS = "LoadCredential= gives a unit files that are root's (deploy/README.md, What the units do)"
-# What other users' homes and temporary files are to a unit that does not see them.
+# Folders with other users' files, which a unit may not see.
 _HOMES = ("/home/", "/root/", "/run/user/")
 _TEMPORARY = ("/tmp/", "/var/tmp/")
 
@@ -41,14 +41,14 @@ class PortFinding:
     """A port of a configuration that cannot be opened now."""
 
     text: str
-    """What is said of it."""
+    """The finding, for people."""
     certain: bool
-    """Whether a start would fail: False where the service itself may be what listens there."""
+    """Whether a start would fail; False if the service itself may be the process that listens there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitUser:
-    """The user and the groups of an installed unit, and what it hides of the machine, as its files say."""
+    """The user and groups of an installed unit, and the folders that it cannot see, by its files."""
 
     unit: str
     user: int
@@ -58,19 +58,19 @@ class UnitUser:
 
 
 def check_files(service: ServiceSpec, config: object, file: Path) -> None:
-    """Raise ConfigError where the service could not use what its configuration names on this machine."""
-    look = _looks(service, config)
-    look()
+    """Raise ConfigError if the service could not use the files that its configuration names."""
+    check = _file_check(service, config)
+    check()
     user = unit_user(service, file)
     if user is None:
         return
     for key in keys_of(config):
         for path in _texts_in(key.value):
             if path.startswith(user.hidden):
-                raise ConfigError(f"{key.name}: {path} is in a folder that {user.unit} does not see; move it elsewhere")
+                raise ConfigError(f"{key.name}: {path} is in a folder that {user.unit} cannot see; move it elsewhere")
     try:
         with _acting_as(user):
-            look()
+            check()
     except ConfigError as error:
         todo = f"; {_GIVE_CREDENTIALS}" if error.message.startswith(_TLS) else ""
         raise ConfigError(f"as the user of {user.unit}: {error.message}{todo}") from None
@@ -94,10 +94,10 @@ def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterato
 
 
 def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
-    """Return the user of a configuration's unit, for root; None where this machine has no unit of it.
+    """Return the user of a configuration's unit, if root asks; None if this machine has no unit for it.
 
-    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system. One below a root folder is for another machine, and
-    by hand its service may be of any user. Raises ConfigError where this machine lacks the user or a group of a unit.
+    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system. A configuration elsewhere is for another machine,
+    or for a service that any user starts. Raises ConfigError if the unit's user or a group is missing.
     """
     folder, name = file.absolute().parent, ""
     if service.count is not None:
@@ -112,9 +112,9 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
         user = _user_id(settings)
         groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))
     except KeyError as error:
-        missing = str(error.args[0]).rpartition(": ")[2]  # Python's sentence ends in the name
+        missing = str(error.args[0]).rpartition(": ")[2]  # Python's message ends with the name
         raise ConfigError(
-            f"{unit} is for a user or group that is not there, {missing}: deploy/install.sh install makes it"
+            f"the user or group {missing} of {unit} does not exist; deploy/install.sh install makes it"
         ) from None
     if user is None:
         return None
@@ -124,14 +124,14 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
     return UnitUser(unit=unit, user=user, groups=groups or (_NOBODY,), hidden=hidden)
 
 
-def _looks(service: ServiceSpec, config: object) -> Callable[[], None]:
-    """Return what looks at the files of a configuration; everything that it needs is imported before it is called."""
+def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
+    """Return a function that checks the files of a configuration. It imports nothing, so that any user can run it."""
     named = [getattr(config, field.name) for field in fields(config)]  # type: ignore[arg-type]
     tls = next((value.tls for value in named if isinstance(value, ServerConfig)), TlsConfig())
     paths = [tls.certificate, tls.key, tls.authority]
     own_check = load_object(service.config_check) if service.config_check else None
 
-    def look() -> None:
+    def check() -> None:
         if tls.given and not any(path.startswith(_CREDENTIALS) for path in paths):
             try:
                 TlsFiles(tls)
@@ -140,12 +140,12 @@ def _looks(service: ServiceSpec, config: object) -> Callable[[], None]:
         if own_check is not None:
             own_check(config)
 
-    return look
+    return check
 
 
 @contextmanager
 def _acting_as(user: UnitUser) -> Iterator[None]:
-    """Have this process read files as another user while the context lasts."""
+    """Have this process read files as another user for the `with` block."""
     group, groups = os.getegid(), os.getgroups()
     os.setgroups(user.groups)
     os.setegid(user.groups[0])
@@ -174,7 +174,7 @@ def _drop_ins(units: Path, unit: str) -> list[Path]:
 
 
 def _settings_of(files: list[Path]) -> dict[str, list[str]]:
-    """Return the values of each setting of a unit in their order, as far as one line of it says all."""
+    """Return the values of each setting of a unit in their order; settings that span several lines are incomplete."""
     settings: dict[str, list[str]] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -189,7 +189,7 @@ def _last(settings: Mapping[str, list[str]], name: str) -> str:
 
 
 def _user_id(settings: Mapping[str, list[str]]) -> int | None:
-    """Return the user that a unit runs as; None for root. Raises KeyError for one that is not there."""
+    """Return the user that a unit runs as; None for root. Raise KeyError if it does not exist."""
     if name := _last(settings, "User"):
         return pwd.getpwnam(name).pw_uid or None
     return _NOBODY if _last(settings, "DynamicUser") == "yes" else None
@@ -204,7 +204,7 @@ def _groups(settings: Mapping[str, list[str]]) -> list[str]:
 
 
 def _try_to_bind(host: str, port: int) -> None:
-    """Raise OSError where the port cannot be opened now."""
+    """Raise OSError if the port cannot be opened now."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -215,7 +215,7 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def _by_whom(what: str, port: int, service: ServiceSpec, file: Path) -> PortFinding | None:
-    """Return who listens at a port that is in use; None where it is the service with this configuration."""
+    """Return a finding about the process that uses a port; None if it is the service with this configuration."""
     pids = {
         connection.pid
         for connection in psutil.net_connections("tcp")

@@ -14,11 +14,11 @@ import click
 
 from bottega.client.addons import add_on_names
 from bottega.client.cli.escaping import escaped_lines
-from bottega.client.cli.options import gateway_choice
+from bottega.client.cli.options import gateway_choice, with_examples
 from bottega.client.cli.terminal import fail, note
 from bottega.errors import BottegaError
 
-# In the order in which a newcomer needs them; each module or package has the click command as `command`.
+# In the order in which a newcomer needs them. The module of each has a Click command `command`.
 _COMMANDS = (
     "up",
     "stop",
@@ -39,7 +39,7 @@ _COMMANDS = (
 
 
 class _Commands(click.Group):
-    """Subcommands whose modules are imported when they are asked for."""
+    """A group of subcommands whose modules are imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -69,14 +69,14 @@ class _Commands(click.Group):
             what, todo = explain(error, choice.address, timeout_advice=choice.timeout_advice)
             fail(what, todo, status=exit_status(error))
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
-            raise  # click knows what to do
-        except Exception as error:  # noqa: BLE001 - Python would print its text as it is
+            raise  # click handles these
+        except Exception as error:  # noqa: BLE001 - Python would print its text unescaped
             report_unexpected_error(error)
 
 
 @contextmanager
 def _plain_usage() -> Iterator[None]:
-    """What click says of a wrong command line, without what could steer a terminal: files may be called anything."""
+    """Escape Click's messages about a wrong command line: file names may contain control characters."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:
@@ -89,34 +89,35 @@ def _plain_usage() -> Iterator[None]:
 @click.version_option(
     importlib.metadata.version("bottega-libs"), "-V", "--version", prog_name="bottega", message="%(prog)s %(version)s"
 )
+@with_examples("""
+    bottega up
+    bottega generate "a big red star on the left on a blue background" -o star.png
+""")
 def main() -> None:
-    """Bottega draws pictures from words, with services that run on your own machines.
+    """Draw pictures from words, with services that run on your own machines.
 
-    \b
-    Two commands to begin with, in two terminals:
-      bottega up
-      bottega generate "a big red star on the left on a blue background" -o star.png
+    To begin, run these two commands in two terminals:
     """
 
 
 def report_unexpected_error(error: Exception) -> NoReturn:
-    """Ends the command with the traceback of an error that it should have known."""
+    """Print the traceback of an unexpected error, and end the command."""
     for line in escaped_lines("".join(traceback.format_exception(error)).rstrip()):
         note(f"  | {line}")
     fail(
-        f"a fault of this command itself: {type(error).__name__}",
-        "What is above says where it is; please report it with the command line.",
+        f"unexpected error in this command: {type(error).__name__}",
+        "Please report the lines above with the command line.",
     )
 
 
 def show_logged_warnings() -> None:
-    """Shows warnings and errors that are logged in this process."""
+    """Print warnings and errors that are logged in this process."""
     logging.basicConfig(handlers=[_Notes()])
 
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # The suite's own warnings are sentences for people; those of libraries show where they come from.
+        # Bottega's own warnings are sentences for people. Those of libraries are shown with their origin.
         is_ours = record.name.startswith("bottega.") and not record.exc_info
         for line in escaped_lines(record.getMessage() if is_ours else self.format(record)):
             note(line)

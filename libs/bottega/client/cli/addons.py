@@ -27,7 +27,7 @@ def _no_warnings(_: Provenance) -> Iterator[str]:
 
 
 def _merge_nothing(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
-    """What is given replaces what the earlier picture had, as every other option does."""
+    """Leave the options as they are: those that were given replace the earlier picture's."""
 
 
 def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violation:
@@ -36,36 +36,36 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPart:
-    """What an add-on adds to `bottega generate`."""
+    """An add-on's part in `bottega generate` and `bottega edit`."""
 
     options: tuple[Callable[[Any], Any], ...]
-    """Click's decorators."""
+    """Click's decorators of its options."""
     stage: str
-    """The provenance's name of what a picture waited for before it was denoised."""
+    """The name of its stage in a provenance's times."""
     describe: Callable[[Provenance], Iterator[str]]
-    """Yields lines about a picture that was drawn."""
+    """Yields lines about a finished picture."""
     warn: Callable[[Provenance], Iterator[str]] = _no_warnings
-    """Yields what people may not expect of the picture."""
+    """Yields warnings about a finished picture."""
     merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _merge_nothing
-    """Moves what was given into the options, which are those of an earlier picture with --like."""
+    """Merges the given options into those of the earlier picture (--like)."""
     rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
-    """Names what is wrong with a request by the options of the command line."""
+    """Names a violation's field by the options of the command line."""
     options_of_edits: tuple[Callable[[Any], Any], ...] | None = None
-    """Those of `bottega edit`; None for the same ones."""
+    """Its options of `bottega edit`; None for the same ones."""
 
     @property
     def edit_options(self) -> tuple[Callable[[Any], Any], ...]:
-        """Those of `bottega edit`."""
+        """Its options of `bottega edit`."""
         return self.options if self.options_of_edits is None else self.options_of_edits
 
 
 def generation_parts() -> list[GenerationPart]:
-    """Of all add-ons, in their order."""
+    """Return the parts of all add-ons, by name."""
     return [_module(name).PART for name in add_on_names()]
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """What to do about an error of an add-on; None where it is none of theirs."""
+    """Return what to do about an error of an add-on; None for other errors."""
     found: Iterator[str | None] = (_module(name).advice_for(error) for name in add_on_names())
     return next((advice for advice in found if advice is not None), None)
 
@@ -86,12 +86,12 @@ def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], Ans
             return ask()
     adapters = client.adapters(kind)
     if not adapters:
-        note(f"There is no {_TITLES[kind]} that you may use.")
+        note(f"There is no {_TITLES[kind]} for you to use.")
         return None
     columns = ["trigger words"] if kind == "lora" else []
     table = PlainTable(kind, "for", *columns, "hash", wraps=("for", *columns), optional=("hash",))
     for adapter in adapters:
         words = [", ".join(adapter.trigger_words)] if columns else []
-        table.add_row(adapter.name, ", ".join(adapter.models) or "no model here", *words, short_hash(adapter.digest))
+        table.add_row(adapter.name, ", ".join(adapter.models) or "no served model", *words, short_hash(adapter.digest))
     print_table(table)
     return None

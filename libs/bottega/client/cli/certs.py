@@ -1,6 +1,6 @@
-"""`bottega certs`: an authority of one's own, and the certificates by which services, tenants and operators are known.
+"""`bottega certs`: an authority of your own, and the certificates of services, tenants and operators.
 
-Writes files; asks no service.
+These commands only read and write files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega.client.cli.options import ListGroup
+from bottega.client.cli.options import ListGroup, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.state_folder import operator_folder
 
@@ -34,7 +34,7 @@ def _folder_option(command: CommandT) -> CommandT:
         show_envvar=True,
         default=lambda: operator_folder() / "certs",
         metavar="FOLDER",
-        help="Where the authority and what it signs are; default: certs in /etc/bottega where you may write"
+        help="Folder of the authority and the certificates; default: certs in /etc/bottega if you may write"
         " there, else in the state folder.",
     )(command)
 
@@ -45,24 +45,24 @@ def _days_option(default: int) -> Callable[[CommandT], CommandT]:
         type=click.IntRange(1, 36_500),
         default=default,
         show_default=True,
-        help="For how long it is good; never for longer than its authority.",
+        help="Days of validity; a certificate ends with its authority at the latest.",
     )
 
 
 @click.group("certs", cls=ListGroup)
+@with_examples("""
+    bottega certs init    makes an authority; keep its key offline
+    bottega certs issue gateway/main worker/gpu-1 operator/anna
+    bottega certs show    lists certificates and when they expire
+    bottega certs renew   replaces those that expire within 30 days
+""")
 def command() -> None:
-    """Make the certificates by which services know each other.
+    """Make certificates for services, tenants and operators.
 
-    \b
-      bottega certs init                       an authority: keep its key offline
-      bottega certs issue gateway/main worker/gpu-1 operator/anna
-      bottega certs show                       who is named, and until when
-      bottega certs renew                      those that expire within 30 days
-
-    NAME is ROLE/NAME: gateway, worker, controlnet, loras, cache or activations and the service's name in the fleet;
-    tenant and its name; operator and a person. A service gets `server.tls` with the three files, a client
-    BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY. Renewed files count within a second, without a
-    restart.
+    A certificate is for ROLE/NAME: the role gateway, worker, controlnet, loras, cache or activations with the service's
+    name in the fleet; tenant with its name; or operator with a person's name. Name the files in `server.tls` of a
+    service's configuration. A client needs BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY. Services
+    use renewed files within a second, without a restart.
     """
 
 
@@ -70,12 +70,16 @@ def command() -> None:
 @_days_option(_AUTHORITY_DAYS)
 @_folder_option
 def init(*, days: int, folder: Path) -> None:
-    """Make an authority. Whoever has its key can make certificates that everybody believes."""
+    """Make an authority.
+
+    Anybody who has its key can make certificates that all services trust.
+    """
     made = _certificates(folder)
     if made.has_authority:
-        fail(f"there is an authority in {folder} already", "Services believe that one; bottega certs show lists it.")
+        fail(f"there is an authority in {folder} already", "Services trust that one; bottega certs show lists it.")
     made.make_authority(days=days)
-    say(f"{made.authority_path}: give it to all; {made.authority_key_path}: keep it offline, it is not needed to run")
+    say(f"{made.authority_path}: give it to all services and clients")
+    say(f"{made.authority_key_path}: keep it offline; no service needs it")
 
 
 @command.command("issue")
@@ -83,18 +87,21 @@ def init(*, days: int, folder: Path) -> None:
 @_days_option(_DAYS)
 @_folder_option
 def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
-    """Make certificates, each with its key; NAME is ROLE/NAME."""
+    """Make certificates with their keys.
+
+    NAME is ROLE/NAME, such as worker/gpu-1.
+    """
     from bottega.rpc.security.identity import NAME_RULE, identity_from
 
     made = _with_authority(folder)
     identities = {name: identity_from(name) for name in names}
     wrong = [name for name, identity in identities.items() if identity is None]
     if wrong:
-        fail(f"{', '.join(wrong)}: that is no ROLE/NAME", f"Roles are {_roles()}; a name has {NAME_RULE}.", status=2)
+        fail(f"{', '.join(wrong)}: not of the form ROLE/NAME", f"Roles: {_roles()}. A name has {NAME_RULE}.", status=2)
     for name, identity in identities.items():
         assert identity is not None
         if made.find(identity) is not None:
-            fail(f"there is a certificate of {name} already", f"A new one in its place: bottega certs renew {name}")
+            fail(f"there is a certificate of {name} already", f"Replace it: bottega certs renew {name}")
         paths = made.issue(identity, days=days)
         say(f"{name}: {paths.certificate} and {paths.key}")
 
@@ -107,36 +114,36 @@ def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
     type=click.IntRange(0, 36_500),
     default=_WITHIN_DAYS,
     show_default=True,
-    help="Without names: those that expire within so many days.",
+    help="Without names: renew those that expire within so many days.",
 )
 @_days_option(_DAYS)
 @_folder_option
 def renew(*, names: Sequence[str], within_days: int, days: int, folder: Path) -> None:
-    """Make new certificates, with new keys, in place of those that are there."""
+    """Replace certificates and their keys."""
     made = _with_authority(folder)
-    found = {str(each.identity): each for each in made.certificates()}
+    found = {str(certificate.identity): certificate for certificate in made.certificates()}
     missing = [name for name in names if name not in found]
     if missing:
         fail(f"there is no certificate of {', '.join(missing)}", f"There are: {', '.join(found) or 'none'}", status=2)
     due = [found[name] for name in names] or [
-        each for each in found.values() if each.expires_wall - time.time() <= within_days * _DAY_S
+        certificate for certificate in found.values() if certificate.expires_wall - time.time() <= within_days * _DAY_S
     ]
-    for each in due:
-        made.issue(each.identity, days=days)
-        say(f"{each.identity} renewed for {days} days: {each.paths.certificate}")
+    for certificate in due:
+        made.issue(certificate.identity, days=days)
+        say(f"{certificate.identity} renewed for {days} days: {certificate.paths.certificate}")
     if not due:
-        note(f"None expires within {within_days} days.")
+        note(f"No certificate expires within {within_days} days.")
 
 
 @command.command("show")
 @_folder_option
 def show(*, folder: Path) -> None:
-    """List the authority and what it has signed, with what is left of their time."""
+    """List the authority and its certificates."""
     made = _with_authority(folder)
     table = PlainTable("who", "expires", "certificate")
     table.add_row("the authority", _left(made.authority_expires_wall), str(made.authority_path))
-    for each in made.certificates():
-        table.add_row(str(each.identity), _left(each.expires_wall), str(each.paths.certificate))
+    for certificate in made.certificates():
+        table.add_row(str(certificate.identity), _left(certificate.expires_wall), str(certificate.paths.certificate))
     print_table(table)
 
 
@@ -149,7 +156,7 @@ def _certificates(folder: Path) -> CertificateFolder:
 def _with_authority(folder: Path) -> CertificateFolder:
     made = _certificates(folder)
     if not made.has_authority:
-        fail(f"there is no authority in {folder}", "Make one: bottega certs init", status=2)
+        fail(f"there is no authority in {folder}", "Make one with: bottega certs init", status=2)
     return made
 
 

@@ -1,4 +1,4 @@
-"""`bottega config`: whether a configuration can be used, and what a service makes of it. Asks no service anything."""
+"""`bottega config`: checks configuration files, and shows the values that a service uses. It calls no service."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @click.group("config")
 def command() -> None:
-    """Check a configuration, and show what a service makes of it."""
+    """Check configurations, and show the values that services use."""
 
 
 @command.command("check")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE...")
-@click.option("--service", "kind", help="Whose they are, where neither name nor folder says so.")
+@click.option("--service", "kind", help="Kind of service, if the file's name and folder do not tell.")
 @click.option(
     "--ports/--no-ports",
     default=True,
     envvar="BOTTEGA_CHECK_PORTS",
     show_envvar=True,
-    help="Whether to look who uses their ports now (default: yes).",
+    help="Also check whether other processes use their ports now (default).",
 )
 def check(files: tuple[Path, ...], kind: str | None, ports: bool) -> None:
-    """Say whether services would start with these files.
+    """Check whether services would start with these files.
 
-    This looks at keys, and at what they name on this machine: models, tenants, certificates, ports. Where root asks and
-    the service's unit is installed, the unit's user must be able to read the files, too.
+    This checks the keys, and the models, tenants, certificates and ports that they name on this machine. If root runs
+    it and the service's unit is installed, the unit's user must be able to read these files, too.
     """
     wrong: list[ConfigError] = []
     for file in files:
@@ -74,19 +74,21 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
 
 @command.command("show")
 @click.argument("service")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Its file; else that of its unit, if there.")
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="Its file; default: that of its unit, if it exists."
+)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
     default=UNITS_CONFIG_FOLDER,
     show_default=True,
     envvar=CONFIG_VARIABLE,
-    help="Where the units' configurations are.",
+    help="Folder of the units' configurations.",
 )
 def show(service: str, file: Path | None, folder: Path) -> None:
-    """Show every key of SERVICE, its value and where that came from; secrets are masked.
+    """Show every key of SERVICE, its value and its origin.
 
-    SERVICE is a kind, as gateway, or a kind and a name, as worker@miniature.
+    Secrets are masked. SERVICE is a kind such as gateway, or a kind and a name such as worker@miniature.
     """
     from bottega.config import load
     from bottega.config_keys import keys_of, lines_of
@@ -94,9 +96,9 @@ def show(service: str, file: Path | None, folder: Path) -> None:
     kind, _, name = service.partition("@")
     spec = _named(kind)
     if name and spec.count is None:
-        fail(f"there is one {spec.title} only, without a name", f"bottega config show {kind}", status=2)
+        fail(f"the {spec.title} has no name, because there is only one", f"bottega config show {kind}", status=2)
     usual = folder / (f"{kind}s/{name}.yaml" if name else f"{kind}.yaml")
-    # An instance was asked for by name: defaults would not be its own.
+    # A named instance needs its file: it does not run with the defaults.
     source = file or (usual if name or usual.exists() else None)
     config = load(load_object(spec.config), source)
     lines = lines_of(source) if source else {}
@@ -112,7 +114,7 @@ def _origin(path: KeyPath, source: Path | None, lines: dict[KeyPath, int]) -> st
 
 
 def _text(value: object) -> str:
-    """As YAML has it, in one line."""
+    """Return a value as YAML on one line."""
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
@@ -126,16 +128,16 @@ def _services() -> dict[str, ServiceSpec]:
 def _named(kind: str) -> ServiceSpec:
     services = _services()
     if kind not in services:
-        fail(f"there is no service {kind} whose configuration is known", f"There are: {', '.join(services)}", status=2)
+        fail(f"there is no kind of service {kind} with a configuration", f"Kinds: {', '.join(services)}", status=2)
     return services[kind]
 
 
 def _service_of(file: Path) -> ServiceSpec:
-    """By the names of the units' files: KIND.yaml, or KINDs/NAME.yaml."""
+    """Return the service of a file that is named as the units' files are: KIND.yaml, or KINDs/NAME.yaml."""
     if file.is_dir():
-        fail(f"{file} is a folder", f"Name its files: bottega config check {file}/*.yaml {file}/*/*.yaml", status=2)
+        fail(f"{file} is a folder", f"Give its files: bottega config check {file}/*.yaml {file}/*/*.yaml", status=2)
     folder = file.absolute().parent.name
     found = [service for kind, service in _services().items() if file.stem == kind or folder == f"{kind}s"]
     if not found:
-        fail(f"whose configuration {file} is, its name does not say", "Say it: --service KIND", status=2)
-    return found[-1]  # a worker that is called cache is a worker
+        fail(f"the name of {file} does not tell which service it is for", "Give it with --service KIND.", status=2)
+    return found[-1]  # workers/cache.yaml is a worker's

@@ -1,4 +1,4 @@
-"""`bottega doctor`: looks for what keeps the suite from running, and says what to do."""
+"""`bottega doctor`: looks for problems that keep the suite from running, and says what to do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
 @click.command("doctor")
-@click.option("--model", default="miniature", show_default=True, help="Model to look at: miniature, or a folder.")
+@click.option("--model", default="miniature", show_default=True, help="Model to check: miniature, or a folder.")
 @state_option
 @address_option
 @fleet_option
 def command(*, model: str, state: StateFolder, address: str) -> None:
-    """Look for what keeps the suite from running.
+    """Look for problems that keep the suite from running.
 
-    Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
+    This checks Python, packages, limits, disk, model and gateway. The exit status is 1 if a check fails.
     """
     fleet_address = gateway_choice(click.get_current_context()).fleet_address or default_fleet_address(address)
     levels = set()

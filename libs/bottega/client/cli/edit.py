@@ -12,6 +12,7 @@ import click
 
 from bottega.client.cli.drawing import DrawingTerms, draw, drawing_options
 from bottega.client.cli.generation_options import changed, edit_options
+from bottega.client.cli.options import with_examples
 from bottega.client.cli.terminal import fail, note
 from bottega.client.types.image_source import size_of
 from bottega.client.types.mask import Box, Ellipse, MaskShape
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from bottega.codec import ImageSize
 
 
-_WANTED = "--mask FILE, --box X,Y,WIDTH,HEIGHT or --ellipse X,Y,WIDTH,HEIGHT"
+_MASKS = "--mask FILE, --box X,Y,WIDTH,HEIGHT or --ellipse X,Y,WIDTH,HEIGHT"
 _NUMBERS = 4
 
 ShapeT = TypeVar("ShapeT", bound=MaskShape)
 
 
 class ShapeType(click.ParamType[ShapeT], Generic[ShapeT]):
-    """Says what is wrong before anything is asked for."""
+    """A Click type for X,Y,WIDTH,HEIGHT."""
 
     def __init__(self, kind: type[ShapeT]) -> None:
         self.name = kind.__name__.lower()
@@ -44,33 +45,34 @@ class ShapeType(click.ParamType[ShapeT], Generic[ShapeT]):
         except ValueError:
             numbers = []
         if len(numbers) != _NUMBERS:
-            self.fail(f"{value!r}: X,Y,WIDTH,HEIGHT is wanted, in whole pixels, such as 8,16,32,32", param, ctx)
+            self.fail(f"{value!r}: give X,Y,WIDTH,HEIGHT in whole pixels, such as 8,16,32,32", param, ctx)
         return self._kind(*numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenMask:
-    """What a command line says of the mask. alpha: None where nothing was said."""
+    """The mask as a command line gives it."""
 
     file: Path | None
     shapes: tuple[MaskShape, ...]
     alpha: bool | None
+    """None if neither --alpha nor --no-alpha was given."""
 
     @property
     def named(self) -> str:
-        """As it was given, for what is said of it."""
+        """Its options as they were given, for messages."""
         if self.shapes:
             return " ".join(f"--{_name(shape)} {_text(shape)}" for shape in self.shapes)
         return f"--mask {self.file}" if self.file else "--alpha"
 
     def put_into(self, options: GenerationOptions, image: Path, like: Path | None) -> None:
-        """Sets the mask, in place of what `like` has said of its own.
+        """Set the mask in a request's options, replacing that of the earlier picture `like`.
 
-        --alpha without a mask reads the image itself. Raises click.UsageError for no mask, or for more than one.
+        --alpha without a mask reads the image itself. Raises click.UsageError if there is no mask, or more than one.
         """
         if self.shapes and (self.file or self.alpha):
             other = "--mask" if self.file else "--alpha"
-            raise click.UsageError(f"{other} and --box or --ellipse are two masks; leave one of them out.")
+            raise click.UsageError(f"{other} and --box or --ellipse are two masks; give only one.")
         alpha = options.pop("mask_alpha", False) if self.alpha is None and self.file else self.alpha
         options.pop("mask_alpha", None)
         if self.shapes:
@@ -79,9 +81,9 @@ class GivenMask:
             options["mask_image"] = self.file or image
             options["mask_alpha"] = bool(alpha)
         elif like:
-            raise click.UsageError(f"{like} does not carry its mask: give it by {_WANTED}.")
+            raise click.UsageError(f"{like} does not carry its mask: give it with {_MASKS}.")
         else:
-            raise click.UsageError(f"say which part to redraw: {_WANTED}; --alpha for what is transparent.")
+            raise click.UsageError(f"give the part to redraw: {_MASKS}; or --alpha for transparent parts.")
 
 
 _MASK_OPTIONS = (
@@ -89,7 +91,7 @@ _MASK_OPTIONS = (
         "--mask",
         "mask_file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Picture that is white where IMAGE is redrawn; another size than IMAGE's is resized.",
+        help="Picture that is white where IMAGE is redrawn; it is resized to IMAGE's size.",
     ),
     click.option(
         "--box",
@@ -97,7 +99,7 @@ _MASK_OPTIONS = (
         type=ShapeType(Box),
         multiple=True,
         metavar="X,Y,WIDTH,HEIGHT",
-        help="Redraw this rectangle, in IMAGE's pixels; may be repeated, and joined with --ellipse.",
+        help="Redraw this rectangle, in IMAGE's pixels; repeatable, also with --ellipse.",
     ),
     click.option(
         "--ellipse",
@@ -105,19 +107,19 @@ _MASK_OPTIONS = (
         type=ShapeType(Ellipse),
         multiple=True,
         metavar="X,Y,WIDTH,HEIGHT",
-        help="Redraw the ellipse in this rectangle; may be repeated, and joined with --box.",
+        help="Redraw the ellipse in this rectangle; repeatable, also with --box.",
     ),
     click.option(
         "--alpha/--no-alpha",
         "alpha",
         default=None,
-        help="Redraw what is transparent: in --mask, or without it in IMAGE.",
+        help="Redraw transparent parts: of --mask, or without it of IMAGE.",
     ),
 )
 
 
 def mask_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds options that the command gets as `mask`."""
+    """Add the options of the mask, which the command gets as `mask`."""
 
     @functools.wraps(command)
     def with_mask(
@@ -126,9 +128,9 @@ def mask_options(command: Callable[..., None]) -> Callable[..., None]:
         boxes: tuple[Box, ...],
         ellipses: tuple[Ellipse, ...],
         alpha: bool | None,
-        **said: Any,
+        **arguments: Any,
     ) -> None:
-        command(mask=GivenMask(file=mask_file, shapes=(*boxes, *ellipses), alpha=alpha), **said)
+        command(mask=GivenMask(file=mask_file, shapes=(*boxes, *ellipses), alpha=alpha), **arguments)
 
     for option in reversed(_MASK_OPTIONS):
         with_mask = option(with_mask)
@@ -150,46 +152,46 @@ def _text(shape: MaskShape) -> str:
 @click.option(
     "--like",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Edit as this picture of ours was drawn, as changed by the other options; give its image and mask again.",
+    help="Edit as this earlier picture was drawn, changed by the other options; give its image and mask again.",
 )
 @edit_options
 @drawing_options
+@with_examples("""
+    bottega edit star.png --mask mask.png "a big green star" -o green.png
+    bottega edit star.png --box 4,12,34,40 "a big green star"
+    bottega edit photo.jpg --ellipse 90,40,30,30 --padding-mask-crop 64 "a balloon"
+    bottega edit star.png --mask mask.png --like green.png --steps 50
+""")
 def command(
     *, image: Path, prompt: str | None, mask: GivenMask, like: Path | None, terms: DrawingTerms, **given: Any
 ) -> None:
-    """Redraw a part of IMAGE, so that all of it shows PROMPT.
+    """Redraw a part of IMAGE so that the whole shows PROMPT.
 
-    Outside the mask the picture has IMAGE's own pixels. Without --seed, later edits of the same IMAGE compute the
-    masked part alone where that is close enough (--fidelity); with it they are exact.
-
-    \b
-      bottega edit star.png --mask mask.png "a big green star on a blue background" -o green.png
-      bottega edit star.png --box 4,12,34,40 "a big green star on a blue background"
-      bottega edit photo.jpg --ellipse 900,400,300,300 --padding-mask-crop 64 "a red balloon"
-      bottega edit star.png --mask mask.png --like green.png --steps 50
+    Outside the mask the picture keeps IMAGE's own pixels. Without --seed, later edits of the same IMAGE compute only
+    the masked part if that is close enough (--fidelity). With --seed, edits are exact.
     """
     prompt, options = _parameters(prompt, like, given)
     mask.put_into(options, image, like)
     options["image"], own = image, _size_of(image)
-    completed = draw(prompt, options, terms, rename=lambda violation: _rename(violation, image, mask))
+    completed = draw([prompt], options, terms, rename=lambda violation: _rename(violation, image, mask))
     if completed is not None:
-        _say_of_size(completed.images[0], image, own)
+        _note_resized(completed.images[0], image, own)
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
-    """The prompt and the arguments: those of `like`, changed by those that were given."""
-    then, options = parameters_of(like) if like else (None, {})
-    prompt = then if prompt is None else prompt
+    """Return the prompt and the arguments: those of `like`, changed by those that were given."""
+    earlier, options = parameters_of(like) if like else (None, {})
+    prompt = earlier if prompt is None else prompt
     if prompt is None:
-        raise click.UsageError("say what the picture shall show: bottega edit IMAGE --mask FILE PROMPT")
-    options.pop("keep_for_editing", None)  # of a picture that is no edit
+        raise click.UsageError("the prompt is missing: bottega edit IMAGE --mask FILE PROMPT")
+    options.pop("keep_for_editing", None)  # belongs to a picture that is no edit
     if given["keep_unmasked"] is False:
-        options.pop("mask_feather", None)  # which goes with what is kept
+        options.pop("mask_feather", None)  # there is no seam without kept pixels
     return prompt, changed(options, given, like)
 
 
 def _size_of(image: Path) -> ImageSize:
-    """Before anything is asked for: ends the command where it is no image that is taken."""
+    """Return the size of an image. End the command if the services would not take it."""
     try:
         return size_of(image)
     except OSError as error:
@@ -199,14 +201,14 @@ def _size_of(image: Path) -> ImageSize:
 
 
 def _rename(violation: Violation, image: Path, mask: GivenMask) -> Violation:
-    """What is wrong with the two images, named as on the command line."""
+    """Return a violation that names the image and the mask as on the command line."""
     names = {"image": f"IMAGE {image}", "mask_image": mask.named}
     field = violation.field.removeprefix("spec.")
     return Violation(field=names.get(field, violation.field), description=violation.description)
 
 
-def _say_of_size(drawn: Picture, image: Path, own: ImageSize) -> None:
-    """That the picture has not the size of its source, and what helps."""
+def _note_resized(drawn: Picture, image: Path, own: ImageSize) -> None:
+    """Print that the picture does not have the size of its source, and how to change that."""
     if (own.width, own.height) != (drawn.width, drawn.height):
-        note(f"{image} is {own.width}x{own.height}, and was resized to {drawn.width}x{drawn.height} to be drawn.")
-        note("--width and --height draw another size; --padding-mask-crop PIXELS keeps its own.")
+        note(f"{image} was resized from {own.width}x{own.height} to {drawn.width}x{drawn.height} to be drawn.")
+        note("--width and --height draw another size; --padding-mask-crop PIXELS keeps the image's own.")

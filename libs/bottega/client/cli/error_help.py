@@ -1,4 +1,4 @@
-"""What happened and what to do about it, for each kind of error, in a person's words. Add-ons advise on theirs."""
+"""Messages for people about each kind of error, with what to do. Add-ons have advice about their own errors."""
 
 from __future__ import annotations
 
@@ -17,63 +17,64 @@ from bottega.client.types.messages import SIZE_LIMIT
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec
 
-_TOO_BUSY = "Try again when less is waiting: bottega fleet shows what is."
-_SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
-# As the gateway begins its names of them, the SDK, and commands that draw.
+_TOO_BUSY = "Try again when fewer jobs wait; bottega fleet shows the queue."
+_SMALLER_IMAGES = "Make the input images smaller: they are resized anyway. JPEG is smaller than PNG."
+# How the names of fields begin: those of the gateway and the SDK, and files on the command line.
 _GIVEN_FILES = ("IMAGE", "--alpha", "--box", "--control", "--ellipse", "--mask")
 _GENERATION_FIELDS = frozenset({"spec", "lora", *_GIVEN_FILES, *GenerationSpec.DESCRIPTOR.fields_by_name})
 
-# The gateway's listener for services cannot be reached, or what was asked is another one of its ports.
+# The gateway's listener for services does not answer, or the address is another one of its ports.
 _ABOUT_THE_FLEET = (
-    "Say where it is: --fleet-address HOST:PORT or BOTTEGA_FLEET.\n"
-    "Unless it was configured otherwise, only the gateway's own machine reaches it, at port 8472."
+    "Give its address: --fleet-address HOST:PORT or BOTTEGA_FLEET.\n"
+    "By default it is at port 8472, and only the gateway's own machine reaches it."
 )
-# For those whose message says what happened. The nearest class of an error counts.
+# What to do about errors whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
-        errors.Unauthenticated: "Its operator makes keys: bottega tenants add NAME. Show one with BOTTEGA_API_KEY.",
-        errors.Forbidden: "bottega certs issue operator/NAME makes one; BOTTEGA_TLS_CERTIFICATE and _KEY name it.",
+        errors.Unauthenticated: "Ask its operator for a key (bottega tenants add NAME), and set BOTTEGA_API_KEY to it.",
+        errors.Forbidden: "bottega certs issue operator/NAME makes one; set BOTTEGA_TLS_CERTIFICATE and _KEY to it.",
         errors.ModelNotFound: "bottega models lists what is served.",
-        errors.JobNotFound: "bottega jobs lists those that are remembered.",
-        errors.TraceNotFound: "bottega jobs watch ID follows one that runs. Of those that have ended, a gateway has\n"
-        "the last ones' traces, in memory: of jobs before its last start it has none.",
+        errors.JobNotFound: "bottega jobs lists the jobs that the gateway remembers.",
+        errors.TraceNotFound: "bottega jobs watch ID follows a running job. A gateway keeps the traces of the jobs\n"
+        "that ended last, in memory: those from before its last start are gone.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it; bottega jobs cancel ID ends it.",
-        errors.JobCancelled: "bottega generate begins another one.",
+        errors.JobCancelled: "bottega generate starts another job.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
-        errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
-        errors.LinksFull: "Try again in a moment; bottega logs says who asks for so many links.",
+        errors.NoWorker: "bottega fleet shows which services have joined; bottega logs says why a worker is missing.",
+        errors.LinksFull: "Try again in a moment; bottega logs says which service asks for so many links.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
-        errors.ReaderStalled: "Try again; it was stopped for long, or what reads its output was.",
-        errors.MethodNotServed: "That service is older than this command (bottega --version), or no Bottega at all.",
-        errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
-        errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
-        errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
+        errors.ReaderStalled: "Try again; this command, or the reader of its output, was suspended for too long.",
+        errors.MethodNotServed: "That service is older than this command (bottega --version), or it is not Bottega.",
+        errors.Poisoned: "Do not repeat the request unchanged; bottega logs -n 50 says how its workers ended.",
+        errors.DataLoss: "Another try does not help; bottega logs gateway -n 50 says what is damaged.",
+        errors.DeadlinePassed: "bottega generate starts another job; --timeout SECONDS gives it more time.",
         errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
         TlsMismatch: "",
-        StateFolderUnusable: "Name another one: --state FOLDER or BOTTEGA_STATE.",
-        PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
+        StateFolderUnusable: "Give another one: --state FOLDER or BOTTEGA_STATE.",
+        PortTaken: "bottega doctor says which process uses it. Choose another with: bottega up --port PORT (0: any).",
     }
 )
 
 _START_ONE = (
-    "Start one with: bottega up; on a server with its units: systemctl start bottega-gateway\n"
-    "One that runs elsewhere: --address HOST:PORT or BOTTEGA_ADDRESS."
+    "Start one: bottega up; on a server with systemd units: systemctl start bottega-gateway\n"
+    "If it runs elsewhere: --address HOST:PORT or BOTTEGA_ADDRESS."
 )
 
-# Causes by how they begin. SQLite does not tell an output error on a full disk from others.
+# Beginnings of causes. SQLite does not distinguish a full disk from other output errors.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _NO_DESCRIPTOR = ("EMFILE", "ENFILE")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
 
 def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> tuple[str, str]:
-    """What happened, and what to do (perhaps nothing).
+    """Return what happened, and what to do about it; the latter may be empty.
 
-    address: of the gateway that was asked. timeout_advice: of the command, where its own time was too short; empty
-    where nobody can give it more.
+    Args:
+        address: host:port of the gateway.
+        timeout_advice: The command's advice if its own time was too short; empty if it takes no time-out.
     """
     if isinstance(error, errors.DeadlineUnmeetable | CallTimeout):
         return error.message, timeout_advice or _TOO_BUSY
@@ -86,7 +87,7 @@ def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> t
 
 def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
     if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == SIZE_LIMIT:
-        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
+        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Send less at once."
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
@@ -105,29 +106,30 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
         case errors.InternalError():
             return (
                 f"the suite failed: {error.message}",
-                "bottega logs -n 50 says more; bottega doctor looks for causes.",
+                "See bottega logs -n 50; bottega doctor looks for causes.",
             )
         case _:
             return error.message, ""
 
 
 def storage_advice(error: errors.StorageUnavailable, service: str) -> str:
-    """What to do where a service cannot store something: only some of the causes are somebody's to remove.
+    """Return what to do if a service cannot store something.
 
-    service: whose disk it is, as people call it.
+    Args:
+        service: The service's title.
     """
     cause = error.metadata.get("cause", "")
     if cause.startswith(_NO_ROOM):
-        return f"Make room on the {service}'s disk; it goes on by itself then."
+        return f"Make room on the {service}'s disk; it resumes by itself."
     if cause.startswith(_FORBIDDEN):
-        return f"Let the {service} write to its folder; it goes on by itself then."
+        return f"Let the {service} write to its folder; it resumes by itself."
     if cause.startswith(_NO_DESCRIPTOR):
-        return f"The {service} goes on by itself when connections end; bottega doctor says how to allow more."
-    return f"Try again in {error.retry_after_s or 1:.0f} s; if it stays so, bottega logs -n 50 says why."
+        return f"The {service} resumes by itself when connections end; bottega doctor says how to allow more."
+    return f"Try again in {error.retry_after_s or 1:.0f} s. If that does not help, see bottega logs -n 50."
 
 
 def exit_status(error: BottegaError) -> int:
-    """2 when the request was wrong, as for a wrong option; else 1."""
+    """Return 2 if the request was invalid, as for an invalid option, else 1."""
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
 
 
@@ -136,7 +138,7 @@ def _explain_violations(error: errors.InvalidRequest) -> tuple[str, str]:
         return error.message, ""
     drawing = any(_head(item.field) in _GENERATION_FIELDS for item in error.violations)
     fields = [escaped(f"{item.field.removeprefix('spec.')}: {item.description}") for item in error.violations]
-    return "this cannot be drawn" if drawing else "this cannot be asked", "\n".join(fields)
+    return "this cannot be drawn" if drawing else "the request is invalid", "\n".join(fields)
 
 
 def _head(field: str) -> str:

@@ -1,36 +1,35 @@
-"""Untrusted text as a terminal may show it: what could steer the terminal, hide or pretend becomes visible.
+"""Escapes untrusted text for a terminal: characters that could control the terminal, hide or mislead become visible.
 
-Prompts, names, error messages and log lines come over the wire, and from anybody.
+Prompts, names, error messages and log lines come over the network, from anybody.
 """
 
 from __future__ import annotations
 
 import unicodedata
 
-# Of one text: beyond that it is no message any more, and an untrusted one may have some MiB.
 LONGEST = 16_000
+"""Characters of a text that are shown; an untrusted text may have some MiB."""
 _CUT = " ... ({} more letters)"
 
-# Control, format (bidirectional overrides and isolates, zero width), line and paragraph separators, lone surrogates,
-# private use, and what this Python's Unicode does not know.
+# Unicode categories: control, format (bidirectional overrides and isolates, zero width), line and paragraph separators,
+# lone surrogates, private use, and unassigned in this Python's Unicode version.
 _HIDDEN = frozenset({"Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn"})
-# Letters, marks and symbols of other categories that show nothing: fillers, a joiner, vowels, the blank of Braille.
+# Invisible characters of other categories: fillers, a joiner, vowels, the Braille blank.
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-# That choose between two looks, which emoji need; more of them, which fonts for Chinese names have, show nothing here.
+# Variation selectors. Emoji need two of them; the others are invisible here.
 _SELECTORS = range(0xFE00, 0xFE10)
 _USED_SELECTORS = "\ufe0e\ufe0f"
 _MORE_SELECTORS = range(0xE0100, 0xE01F0)
-# Emoji, and the letters of scripts that are written with joiners, have these between them; Latin, Greek and Cyrillic
-# letters have case, and so do not.
+# Joiners are valid between emoji and between letters of scripts without case, but not in Latin, Greek and Cyrillic.
 _JOINERS = "\u200c\u200d"
 _JOINED = frozenset({"So", "Sk", "Lo", "Mn", "Mc"})
-# Languages have up to three on one letter; towers of them cover the lines above and below.
+# Languages put up to three marks on a letter; more would cover the lines above and below.
 _MOST_MARKS = 4
 _MARKS = frozenset({"Mn", "Me"})
 
 
 def escaped(text: str) -> str:
-    """One line; what a terminal would not show as a letter is escaped as in Python's literals, such as \\x1b."""
+    """Return a text as one line, in which invisible characters are escaped as in Python's string literals."""
     if text.isascii() and text.isprintable() and len(text) <= LONGEST:
         return text
     shown, marks = [], 0
@@ -44,15 +43,15 @@ def escaped(text: str) -> str:
 
 
 def escaped_lines(text: str) -> list[str]:
-    """The lines of a text that has several for good reason, such as a traceback, each one plain."""
+    """Return the lines of a text that has several, such as a traceback, each escaped."""
     return [escaped(line.expandtabs()) for line in text.split("\n")]
 
 
 def escaped_and_cut(text: str, width: int) -> str:
-    """Plain, in at most so many columns of a terminal, and its white space as single spaces."""
+    """Return a text escaped, cut to the given columns of a terminal, and with white space as single spaces."""
     from rich.text import Text
 
-    # Far more than columns have room for, white space and marks included.
+    # Far more than fits into the columns, including white space and marks.
     begun = text[: 20 * width]
     shown = Text(escaped(" ".join(begun.split())))
     if len(begun) < len(text):

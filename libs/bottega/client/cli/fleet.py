@@ -1,4 +1,4 @@
-"""`bottega fleet`: which services have joined, and how busy they are."""
+"""`bottega fleet`: the services that have joined, and how busy they are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, left_out_of, refusals_of
 from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table
+from bottega.client.types.fleet import FleetMember, FleetStatus, Readiness, ServiceLoad
 from bottega.plain_text import progress_text
-from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
 _LOOK_S = 0.5
-# Names of what one service hosts that a row has room for.
+# Names of hosted items of one kind that fit into a row.
 _MOST_NAMES = 6
 
 
@@ -29,7 +28,7 @@ _MOST_NAMES = 6
     "-v",
     "--verbose",
     is_flag=True,
-    help="Print once, with what starts took and self-checks found.",
+    help="Print once, with the time that starts took and the results of self-checks.",
 )
 def command(address: str, once: bool, verbose: bool) -> None:
     """Show the services and their load, live."""
@@ -54,8 +53,12 @@ def command(address: str, once: bool, verbose: bool) -> None:
                 return
 
 
-def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTable:
-    """One row a service; the gateway's queue stands below. starts: with what the newest start of each took."""
+def fleet_table(fleet: FleetStatus, *, starts: bool = False) -> PlainTable:
+    """Return a table with a row for each service, and the gateway's queue below it.
+
+    Args:
+        starts: Whether to show how long the newest start of each service took.
+    """
     columns = ["service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since"]
     table = PlainTable(
         *columns,
@@ -69,13 +72,13 @@ def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTab
     table.add_caption(
         f"{fleet.queued} waiting in the queue",
         *(thing.sentence for thing in left_out_of(fleet)),
-        *(f"{member.registration.name} has ended: {reason}" for member, reason in refusals_of(fleet)),
+        *(f"{member.name} has ended: {reason}" for member, reason in refusals_of(fleet)),
     )
     return table
 
 
-def accelerations_table(fleet: ListMembersResponse) -> PlainTable:
-    """One row for each way to compute faster that a worker has tried, or left untried, and why."""
+def accelerations_table(fleet: FleetStatus) -> PlainTable:
+    """Return a table with a row for each acceleration that a worker has tried, or why it has not."""
     table = PlainTable(
         "worker", "acceleration", "used", ">times as fast", ">differs by", "why not", optional=("differs by",)
     )
@@ -84,19 +87,19 @@ def accelerations_table(fleet: ListMembersResponse) -> PlainTable:
             timed = f"{each.speedup:.2f}" if each.speedup else ""
             differs = f"{each.difference:.1e}" if each.speedup else ""
             used = "yes" if each.kept else "no"
-            table.add_row(member.registration.name, each.name, used, timed, differs, each.reason)
-    table.add_caption("a worker tries them at its start, by engine.accelerations")
+            table.add_row(member.name, each.name, used, timed, differs, each.reason)
+    table.add_caption("A worker tries at its start what engine.accelerations allows.")
     return table
 
 
-def _row(member: Member) -> tuple[str, ...]:
-    who, load = member.registration, member.load
+def _row(member: FleetMember) -> tuple[str, ...]:
+    load = member.load
     return (
-        who.name,
-        who.kind,
-        who.address,
-        ", ".join([*(model.name for model in who.models), *_hosted(load), *start_text(load)]),
-        who.device,
+        member.name,
+        member.kind,
+        member.address,
+        ", ".join([*(model.name for model in member.models), *_hosted(load), *start_text(member)]),
+        member.device,
         running_text(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
@@ -104,33 +107,32 @@ def _row(member: Member) -> tuple[str, ...]:
     )
 
 
-def start_text(load: Load) -> Iterator[str]:
-    """Yield how far a service is that has not become ready."""
-    if load.HasField("starting"):
-        said = load.starting
-        yield f"starting: {progress_text(said.stage, said.done_bytes, said.total_bytes)}"
+def start_text(member: FleetMember) -> Iterator[str]:
+    """Yield how far a service is that is not ready yet."""
+    if start := member.starting:
+        yield f"starting: {progress_text(start.stage, start.done_bytes, start.total_bytes)}"
 
 
-def _hosted(load: Load) -> Iterator[str]:
-    """What it hosts, by name while there are few of a kind; what is not in memory says so."""
+def _hosted(load: ServiceLoad) -> Iterator[str]:
+    """Yield what a service hosts: names, or counts if there are many of a kind. Items on disk are marked."""
     add_ons = add_ons_by_kind()
-    listed = [item for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
+    listed = [item for item in load.hosted if item.readiness is not Readiness.APPLIED]
     for kind, count in Counter(item.kind for item in listed).items():
         items = [item for item in listed if item.kind == kind]
-        loaded = sum(item.state == HOSTED_STATE_LOADED for item in items)
+        loaded = sum(item.readiness is Readiness.LOADED for item in items)
         if count > _MOST_NAMES or not all(item.name for item in items):
             title = add_ons[kind].hosted_title if kind in add_ons else kind
             yield f"{count} {title}, {loaded} loaded"
         else:
             for item in items:
-                yield item.name if item.state == HOSTED_STATE_LOADED else f"{item.name} (not loaded)"
+                yield item.name if item.readiness is Readiness.LOADED else f"{item.name} (not loaded)"
 
 
-def running_text(member: Member) -> str:
-    """Attempts of a worker, sessions of other services."""
+def running_text(member: FleetMember) -> str:
+    """Return the number of a worker's attempts, or of another service's sessions."""
     load = member.load
     sessions = sum(item.sessions for item in load.hosted)
-    count = len(load.running) if member.registration.kind == kinds.WORKER else sessions
+    count = len(load.running) if member.kind == kinds.WORKER else sessions
     return f"{count} (draining)" if load.draining else str(count)
 
 

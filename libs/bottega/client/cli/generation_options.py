@@ -1,4 +1,4 @@
-"""The keyword arguments of a request as options of a command, by Diffusers' names; those of add-ons as well."""
+"""The keyword arguments of a request as options of a command, by Diffusers' names, including those of add-ons."""
 
 from __future__ import annotations
 
@@ -16,83 +16,92 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-# Ranges are the gateway's to check: it knows the model, and names every violation at once.
+# The gateway checks ranges: it knows the model, and names all violations at once.
 _SAMPLING = (
-    click.option("--seed", type=click.IntRange(min=0), help="The same seed draws the same picture."),
+    click.option(
+        "--seed", type=click.IntRange(min=0), help="Seed of the first picture; the same seed draws the same picture."
+    ),
     click.option("--steps", "--num-inference-steps", "num_inference_steps", type=int, help="Denoising steps."),
-    click.option("--negative-prompt", metavar="TEXT", help="What not to draw."),
-    click.option("--guidance-scale", type=float, help="How closely to follow the prompt; 1 or less: not guided."),
-    click.option("--guidance-rescale", type=float, help="0 to 1."),
-    click.option("--width", type=int, help="Pixels."),
-    click.option("--height", type=int, help="Pixels."),
-    click.option("--sampler", type=click.Choice(list(SAMPLERS))),
+    click.option("--negative-prompt", metavar="TEXT", help="Prompt of what not to draw."),
+    click.option(
+        "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."
+    ),
+    click.option("--guidance-rescale", type=float, help="Rescaling against overexposure, 0 to 1."),
+    click.option("--width", type=int, help="Width in pixels; default: the model's."),
+    click.option("--height", type=int, help="Height in pixels; default: the model's."),
+    click.option("--sampler", type=click.Choice(list(SAMPLERS)), help="Sampler; default: the model's."),
     click.option(
         "--karras/--no-karras",
         "use_karras_sigmas",
         default=None,
-        help="Karras' sigmas (euler, dpmpp_2m); default: as the model is configured.",
+        help="Use Karras sigmas (euler, dpmpp_2m). Default: as the model is configured.",
     ),
 )
 _IMAGE_TO_IMAGE = (
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),
     click.option(
-        "--strength", type=float, help="How much of --image is redrawn, above 0 to 1; default: 0.3; with --control 0.8."
+        "--strength",
+        type=float,
+        help="Share of --image that is redrawn, above 0 to 1; default: 0.3, with --control 0.8.",
     ),
 )
 _EDITING = (
-    click.option(
-        "--strength", type=float, help="How much of what is in the mask is redrawn, above 0 to 1; default: 0.9999."
-    ),
+    click.option("--strength", type=float, help="How much the masked part is redrawn, above 0 to 1; default: 0.9999."),
     click.option(
         "--padding-mask-crop",
         type=int,
         metavar="PIXELS",
-        help="Draw only the part around the mask, with so many pixels around it; the picture keeps IMAGE's own size.",
+        help="Draw only the mask with so many pixels around it; the picture keeps IMAGE's own size.",
     ),
     click.option(
         "--feather",
         "mask_feather",
         type=int,
         metavar="PIXELS",
-        help="Width of the seam, outside the mask, between what is drawn and IMAGE's own pixels; default: 8.",
+        help="Width of the seam around the mask, where drawn pixels fade into IMAGE's own; default: 8.",
     ),
     click.option(
         "--keep-unmasked/--no-keep-unmasked",
         default=None,
-        help="Put IMAGE's own pixels back outside the mask. Default: yes; no gives Diffusers' picture.",
+        help="Restore IMAGE's own pixels outside the mask (default), or return the picture as Diffusers does.",
     ),
     click.option(
         "--masked-blocks/--no-masked-blocks",
         default=None,
-        help="Compute the masked part alone where an earlier edit has recorded the rest (approximate). Default: by"
-        " --fidelity.",
+        help="Compute only the masked part if an earlier edit recorded the rest (approximate). Default: by --fidelity.",
     ),
 )
 _OTHERS = (
     click.option("--prompt-2", metavar="TEXT", help="Prompt of the second text encoder."),
     click.option("--negative-prompt-2", metavar="TEXT", help="Negative prompt of the second text encoder."),
-    click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by the file's name, else png."),
-    click.option("--quality", type=int, help="Of JPEG and WebP, 1 to 100."),
-    click.option("--fidelity", type=click.Choice(list(FIDELITIES)), help="How far approximate techniques may go."),
-    click.option("--model", help="As bottega models lists it."),
+    click.option(
+        "--format", type=click.Choice(list(FORMATS)), help="File format; default: by the file's name, else png."
+    ),
+    click.option("--quality", type=int, help="Quality of JPEG and WebP, 1 to 100."),
+    click.option(
+        "--fidelity",
+        type=click.Choice(list(FIDELITIES)),
+        help="How much may be approximated; default: exact with --seed, else balanced.",
+    ),
+    click.option("--model", help="Model to draw with; default: the only one that is served."),
 )
 
 
 def generation_options(command: CommandT) -> CommandT:
-    """Adds options for what `bottega generate` draws; those that are not given are None, or empty."""
+    """Add the options of `bottega generate`. Options that are not given are None or empty."""
     parts = [option for part in generation_parts() for option in part.options]
     return _add(command, (*_SAMPLING, *_IMAGE_TO_IMAGE, *parts, *_OTHERS))
 
 
 def edit_options(command: CommandT) -> CommandT:
-    """The same for what `bottega edit` draws, its image and mask aside."""
+    """Add the options of `bottega edit`, except for its image and mask."""
     parts = [option for part in generation_parts() for option in part.edit_options]
     return _add(command, (*_EDITING, *_SAMPLING, *parts, *_OTHERS))
 
 
 def changed(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> GenerationOptions:
-    """The arguments of a request: those of `like`, changed by those that were given on a command line."""
-    options.pop("format", None)  # the new file's name says it
+    """Return the arguments of a request: those of an earlier picture, changed by the options that were given."""
+    options.pop("format", None)  # the new file's name decides
     for part in generation_parts():
         part.merge(options, given, like)
     chosen = {name: value for name, value in given.items() if value is not None and value != ()}

@@ -11,23 +11,22 @@ import click
 
 from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
 from bottega.client.cli.escaping import escaped_and_cut
-from bottega.client.cli.options import ListGroup, address_option, connect, timeout_option
+from bottega.client.cli.options import ListGroup, address_option, connect, timeout_option, with_examples
 from bottega.client.cli.output_files import choose_output, save_all
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.client.types.jobs import JobState, JobStatus
 
 
 @click.group("jobs", cls=ListGroup)
+@with_examples("""
+    bottega generate "a big red star" --detach   prints the job's ID
+    bottega jobs                                 lists the newest jobs
+    bottega jobs watch ID                        follows one
+    bottega jobs get ID -o star.png              fetches its pictures
+    bottega jobs delete ID                       deletes it with its pictures
+""")
 def command() -> None:
-    """Look after jobs: list, watch, cancel, get, delete.
-
-    \b
-      bottega generate "a big red star" --detach -o star.png     says the job's ID
-      bottega jobs                                                the newest ones
-      bottega jobs watch ID
-      bottega jobs get ID -o star.png
-      bottega jobs delete ID                                      with its pictures
-    """
+    """List, follow, fetch, cancel and delete jobs."""
 
 
 @command.command("watch")
@@ -35,24 +34,24 @@ def command() -> None:
 @timeout_option
 @address_option
 def watch(*, job_id: str, timeout_s: float, address: str) -> None:
-    """Follow a job to its end. Ctrl-C stops only the watching."""
+    """Follow a job to its end. Ctrl-C does not cancel it."""
     from bottega.client.cli.progress_bar import show_progress
 
     with connect(address, timeout_s=timeout_s) as client:
         try:
             completed = show_progress(client.job(job_id).stream())
         except KeyboardInterrupt:
-            fail("no longer watched; the job goes on", f"bottega jobs cancel {job_id} would end it.")
+            fail("interrupted; the job goes on", f"bottega jobs cancel {job_id} ends it.")
     count = len(completed.images)
     say(f"{job_id} completed: {count} picture{'' if count == 1 else 's'}")
-    note(f"bottega jobs get {job_id}")
+    note(f"Get its pictures: bottega jobs get {job_id}")
 
 
 @command.command("cancel")
 @click.argument("job_id", metavar="ID")
 @address_option
 def cancel(*, job_id: str, address: str) -> None:
-    """End a job. One that has ended stays as it is."""
+    """Cancel a job that has not ended."""
     with connect(address) as client:
         state = client.job(job_id).cancel().state
     if state is not JobState.CANCELLED:
@@ -64,7 +63,7 @@ def cancel(*, job_id: str, address: str) -> None:
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 @address_option
 def delete(*, job_ids: tuple[str, ...], address: str) -> None:
-    """Delete jobs that have ended, with their pictures and all that is kept of them."""
+    """Delete jobs that have ended, with their pictures."""
     with connect(address) as client:
         for job_id in job_ids:
             client.delete(job_id)
@@ -77,25 +76,29 @@ def delete(*, job_ids: tuple[str, ...], address: str) -> None:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Picture to write, replacing it; default: a new name from prompt and seed.",
+    help="Picture file to write or replace; default: a new name from prompt and seed.",
 )
-@click.option("--wait", is_flag=True, help="Follow the job first if it has not ended.")
+@click.option("--wait", is_flag=True, help="Wait for the job if it has not ended.")
 @timeout_option
 @address_option
 def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, address: str) -> None:
-    """Fetch the pictures of a job: FILE, or FILE-0, FILE-1 and so on where there are several."""
+    """Fetch the pictures of a job.
+
+    Several pictures are written to FILE-0, FILE-1 and so on.
+    """
     from bottega.client.cli.progress_bar import show_progress
 
     with connect(address, timeout_s=timeout_s) as client:
         job = client.job(job_id)
         status = job.status()
-        target = choose_output(output, status.parameters.format or "png", status.parameters.prompt)
+        drawn = status.parameters
+        target = choose_output(output, drawn.format or "png", drawn.prompts or [drawn.prompt])
         if not status.state.ended and not wait:
             _refuse(status)
         try:
             completed = show_progress(job.stream())
         except KeyboardInterrupt:
-            fail("stopped; the job goes on", f"bottega jobs get {job_id} --wait")
+            fail("interrupted; the job goes on", f"bottega jobs get {job_id} --wait fetches its pictures later.")
     save_all(completed.images, target)
     note_approximate(completed.provenance)
     note_unknown_to_embedded_model(completed.provenance.parameters)
@@ -104,22 +107,22 @@ def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, addre
 def _refuse(status: JobStatus) -> None:
     steps = f", {status.steps_done} of {status.steps_total} steps done" if status.steps_done else ""
     fail(
-        f"job {status.job_id} is {status.state}{steps}: there is no picture yet",
-        f"bottega jobs get {status.job_id} --wait fetches it as soon as it is there.",
+        f"job {status.job_id} is {status.state}{steps}; it has no picture yet",
+        f"bottega jobs get {status.job_id} --wait waits for it.",
     )
 
 
 _STATES = ("queued", "running", "completed", "failed", "cancelled")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _AGO = re.compile(r"(\d{1,6})([smhd])")
-# Of a prompt: enough to know it again.
+# Columns of a prompt: enough to recognize it.
 _PROMPT_COLUMNS = 120
-# A page may have no jobs and not be the last one: so many are turned for a person who waits.
+# Empty pages that are skipped: a page without jobs need not be the last one.
 _MOST_PAGES = 100
 
 
 class _Moment(click.ParamType[datetime]):
-    """A local date, a local time of a date, or how long ago."""
+    """A Click type for a local date, a local time of a date, or a time ago such as 2h."""
 
     name = "time"
 
@@ -129,15 +132,19 @@ class _Moment(click.ParamType[datetime]):
                 return datetime.now(UTC) - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
             return datetime.fromisoformat(value).astimezone(UTC)
         except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no time: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30", param, ctx)
+            self.fail(f"{value!r} is no time; give 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30", param, ctx)
 
 
 @command.command("list")
-@click.option("--state", "states", type=click.Choice(_STATES), multiple=True, help="Only these; may be repeated.")
-@click.option("--since", type=_Moment(), help="Accepted since: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30.")
-@click.option("--until", type=_Moment(), help="Accepted before, said in the same ways.")
-@click.option("-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Jobs a page.")
-@click.option("--page", "page_token", default="", metavar="TOKEN", help="As the page before says.")
+@click.option(
+    "--state", "states", type=click.Choice(_STATES), multiple=True, help="Only jobs in this state; repeatable."
+)
+@click.option("--since", type=_Moment(), help="Only newer jobs: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30.")
+@click.option("--until", type=_Moment(), help="Only older jobs; the same formats.")
+@click.option(
+    "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Largest number of jobs."
+)
+@click.option("--page", "page_token", default="", metavar="TOKEN", help="Continue a list, as its last line says.")
 @address_option
 def list_command(
     *,
@@ -184,19 +191,19 @@ def _row(job: JobStatus) -> tuple[str, ...]:
         f"{job.steps_done}/{job.steps_total}" if job.steps_total else "",
         f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         _duration_text(job),
-        escaped_and_cut(job.parameters.prompt, _PROMPT_COLUMNS),
+        escaped_and_cut(" | ".join(job.parameters.prompts or [job.parameters.prompt]), _PROMPT_COLUMNS),
     )
 
 
 def _duration_text(job: JobStatus) -> str:
-    """From when a worker took it first to its end, or to now."""
+    """Return the time from a job's first attempt to its end, or to now."""
     if job.started is None:
         return ""
     return f"{((job.ended or datetime.now(UTC)) - job.started).total_seconds():.1f} s"
 
 
 def _next_page_command(states: tuple[str, ...], since: datetime | None, until: datetime | None, number: int) -> str:
-    """The command that lists the same jobs. Moments as they were meant: a later "2h ago" would be another one."""
+    """Return the command that continues the list. Its times are absolute: "2h" would mean another time later."""
     words = ["bottega", "jobs", *(f"--state={state}" for state in states), "-n", str(number)]
     for name, moment in (("since", since), ("until", until)):
         if moment is not None:

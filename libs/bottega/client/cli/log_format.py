@@ -1,4 +1,4 @@
-"""A service's JSON log line as a person reads it. Knows the fields that every line has, not what logs them."""
+"""Formats a service's JSON log lines for people."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from bottega.client.suite.service_log import fields_of
 
 _COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _USUAL = ("time", "level", "service", "event", "logger", "exc_info")
-# What stands by itself as a value; else untrusted text could look like several facts.
+# Other values are quoted, so that untrusted text cannot look like several facts.
 _ONE_WORD = re.compile(r"[^\s\"'=]+")
 
 
 def pretty(service: str, line: str) -> Iterator[Line]:
-    """Time, level, service and event, then the facts as name=value; below a traceback, marked as such.
+    """Yield time, level, service and event, then the facts as name=value; below them the marked lines of a traceback.
 
-    service: whose log it is; lines that are no JSON, such as a crash's last words, have only that.
+    Args:
+        service: Owner of the log. Lines that are no JSON, such as the output of a crash, are shown as its events.
+        line: The line as it was written.
     """
     fields = fields_of(line)
     level = str(fields.get("level", ""))

@@ -1,4 +1,4 @@
-"""`bottega models`: what can be asked for."""
+"""`bottega models`: the models that are served."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bottega.client.types.models import ServedModel, ServedSampler
 @click.command("models")
 @address_option
 def command(address: str) -> None:
-    """List the models that are served now."""
+    """List the models that are served."""
     with connect(address) as client:
         models = client.models()
     if not models:
-        note("No worker has joined yet; bottega fleet shows who has.")
+        note("No worker has joined yet; bottega fleet shows the services that have.")
         return
     print_table(models_table(models))
 
 
 def models_table(models: Sequence[ServedModel]) -> PlainTable:
-    """Return one row for each model; what it does not do, and why, stands below."""
+    """Return a table with a row for each model, and below it what a model refuses, and why."""
     table = PlainTable(
         "model",
         ">workers",
@@ -40,10 +40,10 @@ def models_table(models: Sequence[ServedModel]) -> PlainTable:
     for model in models:
         table.add_row(*_row(model))
     refused = [(model, choice) for model in models for choice in model.sampler_choices if choice.refused_because]
-    told = [f"{model.name} does not draw with {_choice(each)}: {each.refused_because}" for model, each in refused]
-    told += [model.edits_refused_because for model in models if model.edits_refused_because]
-    if told:
-        table.add_caption(*told)
+    refusals = [f"{model.name} does not draw with {_choice(one)}: {one.refused_because}" for model, one in refused]
+    refusals += [model.edits_refused_because for model in models if model.edits_refused_because]
+    if refusals:
+        table.add_caption(*refusals)
     return table
 
 
@@ -61,7 +61,7 @@ def _row(model: ServedModel) -> tuple[str, ...]:
 
 
 def _default_sampler(model: ServedModel) -> str:
-    """Return what a request that names no sampler is drawn with."""
+    """Return the sampler of a request that names none."""
     for choice in model.sampler_choices:
         if choice.is_default and choice.sampler == model.default_sampler:
             return _choice(choice)

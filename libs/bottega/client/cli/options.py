@@ -1,7 +1,9 @@
-"""Options and a group class that several commands share."""
+"""Options, a group class and a block of examples that several commands share."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from bottega.state_folder import state_folder
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
-# Long enough for a gateway that restarts, short enough for a person who forgot to start one.
+# Seconds to reach a gateway: enough for one that restarts, not too many for a person who forgot to start one.
 _REACH_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -26,37 +28,36 @@ _KEY = "bottega.gateway_choice"
 
 @dataclass(slots=True, kw_only=True)
 class GatewayChoice:
-    """What a command was given or found, for its calls and for what is said about their errors.
-
-    address: of the gateway. fleet_address: None where none was given. timeout_advice: what to do where the command's
-    time was too short; empty where it takes no time-out.
-    """
+    """The gateway that a command calls, and advice about its time-out."""
 
     address: str = ""
+    """host:port of the gateway."""
     fleet_address: str | None = None
+    """host:port of its fleet listener; None if it was not given."""
     timeout_advice: str = ""
+    """What to do if the command's time was too short; empty if it takes no time-out."""
 
 
 def gateway_choice(ctx: click.Context) -> GatewayChoice:
-    """That of the command that runs."""
+    """Return the choice of the running command."""
     choice: GatewayChoice = ctx.meta.setdefault(_KEY, GatewayChoice())
     return choice
 
 
 def address_option(command: CommandT) -> CommandT:
-    """Adds --address."""
+    """Add --address."""
     return click.option(
         "--address",
         envvar="BOTTEGA_ADDRESS",
         show_envvar=True,
         metavar="HOST:PORT",
         callback=_choose_address,
-        help="Gateway to ask; default: the suite that runs here, else 127.0.0.1:8470.",
+        help="The gateway; default: that of the suite that runs here, else 127.0.0.1:8470.",
     )(command)
 
 
 def fleet_option(command: CommandT) -> CommandT:
-    """Adds --fleet-address, for commands that ask who has joined; `connect` knows it."""
+    """Add --fleet-address, for commands that ask for the fleet; `connect` uses it."""
     return click.option(
         "--fleet-address",
         envvar="BOTTEGA_FLEET",
@@ -64,12 +65,12 @@ def fleet_option(command: CommandT) -> CommandT:
         metavar="HOST:PORT",
         expose_value=False,
         callback=_note_fleet_address,
-        help="Where the gateway lists its services; default: the suite that runs here, else port 8472 of --address.",
+        help="The gateway's listener for services; default: as for --address, else port 8472 of that host.",
     )(command)
 
 
 def timeout_option(command: CommandT) -> CommandT:
-    """Adds --timeout, which gives the command `timeout_s`."""
+    """Add --timeout, which gives the command `timeout_s`."""
     return click.option(
         "--timeout",
         "timeout_s",
@@ -77,12 +78,12 @@ def timeout_option(command: CommandT) -> CommandT:
         default=DEFAULT_TIMEOUT_S,
         show_default=True,
         callback=_note_timeout,
-        help="Seconds to wait in all.",
+        help="Seconds to wait at most.",
     )(command)
 
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
-    """A client as patient as a person."""
+    """Return a client that waits for the gateway as long as a person would."""
     fleet_address = gateway_choice(click.get_current_context()).fleet_address
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
@@ -103,19 +104,31 @@ def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -
 
 
 def state_option(command: CommandT) -> CommandT:
-    """Adds --state, which gives the command a StateFolder as `state`."""
+    """Add --state, which gives the command a StateFolder as `state`."""
     return click.option(
         "--state",
         type=click.Path(file_okay=False, path_type=Path),
         default=None,
         callback=_folder,
         metavar="FOLDER",
-        help="Folder for logs and state; default: $BOTTEGA_STATE, else ~/.local/state/bottega.",
+        help="Folder of the suite's logs and state; default: $BOTTEGA_STATE, else ~/.local/state/bottega.",
     )(command)
 
 
 def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
     return StateFolder(value or state_folder())
+
+
+def with_examples(lines: str) -> Callable[[CommandT], CommandT]:
+    """Add lines of examples to the help of a command, below its docstring."""
+
+    def add(command: CommandT) -> CommandT:
+        # Click keeps the lines of a paragraph that begins with this mark.
+        block = textwrap.indent(inspect.cleandoc(lines), "  ")
+        command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n\b\n{block}"
+        return command
+
+    return add
 
 
 class ListGroup(click.Group):

@@ -1,4 +1,4 @@
-"""Which files a command draws into. Knows names and formats, not pictures."""
+"""The files that a command writes pictures to."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ _LONGEST_STEM = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTarget:
-    """Where the pictures of one command go.
-
-    named: the file that was asked for, with a suffix of `format` or none; it is replaced. Without it a name is
-        made from the prompt and the seed, and nothing is ever replaced.
-    """
+    """The target of the pictures of one command."""
 
     named: Path | None
+    """The file that was asked for, which is replaced. Its suffix fits `format`, or is missing.
+
+    Without it a new name is made from the prompt and the seed, and no file is replaced.
+    """
     format: Format
-    prompt: str
+    prompts: Sequence[str]
+    """The prompt of all pictures, or the prompt of each picture."""
 
     def path_of(self, picture: Picture, count: int) -> Path:
-        """Where a picture goes that is one of `count`."""
+        """Return the file of a picture that is one of `count`."""
         if self.named is None:
-            return _free(Path(f"{_slug(self.prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
+            prompt = self.prompts[picture.index] if picture.index < len(self.prompts) else self.prompts[0]
+            return _free(Path(f"{_slug(prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
         number = f"-{picture.index}" if count > 1 else ""
         return self.named.with_name(f"{self.named.stem}{number}{self.named.suffix or _SUFFIX_OF[self.format]}")
 
 
-def choose_output(named: Path | None, format: Format | None, prompt: str) -> OutputTarget:
-    """Checks before anything is drawn that the picture can be written. Raises click.UsageError."""
+def choose_output(named: Path | None, format: Format | None, prompts: Sequence[str]) -> OutputTarget:
+    """Return the target of a command's pictures. Raise click.UsageError if they could not be written there."""
     by_suffix = SUFFIXES.get(named.suffix.lower()) if named else None
     if named and named.suffix and not by_suffix:
-        raise click.UsageError(f"{named}: pictures are {', '.join(SUFFIXES)}; name it {named}.png, say.")
+        raise click.UsageError(f"{named}: pictures are {', '.join(SUFFIXES)}; name it {named}.png, for example.")
     if format and by_suffix and by_suffix != format:
-        raise click.UsageError(f"{named} is a name for {by_suffix}, but the picture is {format}.")
+        raise click.UsageError(f"{named} is the name of a {by_suffix} file, but the format is {format}.")
     folder = named.parent if named else Path()
     if not folder.is_dir():
         raise click.UsageError(f"there is no folder {folder}; make it first.")
     if not os.access(folder, os.W_OK):
         raise click.UsageError(f"the folder {folder.resolve()} cannot be written to.")
-    return OutputTarget(named=named, format=format or by_suffix or "png", prompt=prompt)
+    return OutputTarget(named=named, format=format or by_suffix or "png", prompts=prompts)
 
 
 def save_all(pictures: Sequence[Picture], output: OutputTarget) -> None:
-    """Saves the pictures of one job and says where they are; ends the command when that fails."""
+    """Save the pictures of one job and print their files. End the command if that fails."""
     for picture in pictures:
         path = output.path_of(picture, len(pictures))
         replaced = path.exists()
@@ -62,7 +64,7 @@ def save_all(pictures: Sequence[Picture], output: OutputTarget) -> None:
         except OSError as error:
             fail(
                 f"the picture cannot be written: {error.strerror}",
-                f"It is kept for a while: bottega jobs get {picture.job_id} -o FILE",
+                f"The gateway keeps it for a while: bottega jobs get {picture.job_id} -o FILE",
             )
         size = f"{picture.width}x{picture.height}"
         say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")

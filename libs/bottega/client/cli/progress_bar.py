@@ -1,7 +1,4 @@
-"""How a terminal shows a picture being drawn: a bar where there is one, plain lines where there is none.
-
-Knows the SDK's events, not what was asked for.
-"""
+"""Shows the progress of a job: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,16 +15,17 @@ from bottega.errors import InternalError, Unavailable
 
 _Show = Callable[[Event], None]
 
-# Plain lines go to logs: four a picture say enough.
+# Lines of progress where there is no terminal, such as in a log.
 _LINES = 4
 
 
 def show_progress(
     stream: Generator[Event, None, None], on_progress: Callable[[Progress], None] | None = None
 ) -> Completed:
-    """Shows what happens until the pictures are there.
+    """Show a job's events until it has completed.
 
-    on_progress: is given every step that is told.
+    Args:
+        on_progress: Called with every Progress event.
     """
     with closing(stream), _showing() as show:
         for event in stream:
@@ -36,12 +34,12 @@ def show_progress(
                 return event
             if on_progress and isinstance(event, Progress):
                 on_progress(event)
-    raise InternalError("the stream of events ended without a last one")
+    raise InternalError("the stream of events ended before the job completed")
 
 
 @contextmanager
 def _showing() -> Iterator[_Show]:
-    """Gives the function that shows events, for as long as the context lasts."""
+    """Yield a function that shows an event."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         yield _Lines().show
@@ -53,7 +51,7 @@ def _showing() -> Iterator[_Show]:
 
 
 def describe_wait(event: Queued | Interrupted) -> str:
-    """Why nothing is being drawn yet, in one line."""
+    """Return one line that says why nothing is drawn yet."""
     if isinstance(event, Interrupted):
         reached = type(event.error) is not Unavailable
         return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
@@ -64,7 +62,7 @@ def describe_wait(event: Queued | Interrupted) -> str:
 
 
 class _Lines:
-    """One line for each change of the queue, and a few on the way."""
+    """A progress display with a line for each change of the queue, and some for the steps."""
 
     def __init__(self) -> None:
         self._last = ""

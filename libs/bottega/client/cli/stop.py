@@ -1,4 +1,4 @@
-"""`bottega stop`: ends the suite that runs from the state folder."""
+"""`bottega stop`: stops the suite that runs from the state folder."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def command(*, state: StateFolder) -> None:
         say("Stopped; nothing is left running.")
         return
     for name in end_orphans(state.read()):
-        note(f"{name} was still running from an instance that was killed; ended it")
-    say(f"No suite runs from {state.root}. Services that systemd runs: systemctl stop bottega.target")
+        note(f"Ended {name}, which a killed suite had left running.")
+    say(f"No suite runs from {state.root}. For services of systemd: systemctl stop bottega.target")

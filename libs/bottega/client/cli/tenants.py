@@ -1,4 +1,4 @@
-"""`bottega tenants`: who may call a gateway that asks for API keys. Writes its file of tenants; asks no service."""
+"""`bottega tenants`: the tenants of a gateway that asks for API keys. It edits the gateway's file of tenants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega.client.cli.options import ListGroup
+from bottega.client.cli.options import ListGroup, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
@@ -30,24 +30,24 @@ def _file_option(command: CommandT) -> CommandT:
         show_envvar=True,
         default=lambda: operator_folder() / "tenants.json",
         metavar="FILE",
-        help="That of the gateway's configuration (tenants: FILE); default: tenants.json in /etc/bottega where you"
-        " may write there, else in the state folder.",
+        help="File that the gateway's configuration names (tenants: FILE); default: tenants.json in /etc/bottega"
+        " if you may write there, else in the state folder.",
     )(command)
 
 
 @click.group("tenants", cls=ListGroup)
+@with_examples("""
+    bottega tenants add shop       prints its key, once
+    bottega tenants rotate shop    prints a new key
+    bottega tenants quota shop --queued 100 --per-day 5000
+    bottega tenants allow shop --models miniature --loras striped,dusk
+    bottega tenants disable shop
+""")
 def command() -> None:
-    """Name the tenants of a gateway, and make their API keys.
+    """Manage the tenants of a gateway and their API keys.
 
-    \b
-      bottega tenants add shop                 says its key, once
-      bottega tenants rotate shop              says a new one
-      bottega tenants quota shop --queued 100 --per-day 5000
-      bottega tenants allow shop --models miniature --loras striped,dusk
-      bottega tenants disable shop
-
-    The gateway reads the file that `tenants` names in its configuration, and again within a second when it changes. A
-    caller shows its key with BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`.
+    The gateway reads the file that `tenants` names in its configuration, and rereads it within a second of a change. A
+    caller gives its key with BOTTEGA_API_KEY, Client(api_key=...), or the metadata `authorization: Bearer KEY`.
     """
 
 
@@ -56,37 +56,42 @@ _WEIGHT = click.FloatRange(LEAST_WEIGHT, MOST_WEIGHT)
 
 @command.command("add")
 @click.argument("name")
-@click.option("--weight", type=_WEIGHT, default=1.0, help="Of its share while several tenants' jobs wait (default: 1).")
+@click.option(
+    "--weight", type=_WEIGHT, default=1.0, help="Weight of its share while several tenants' jobs wait (default: 1)."
+)
 @_file_option
 def add(*, name: str, weight: float, file: Path) -> None:
-    """Add a tenant. Its key is printed once; the file keeps a hash of it."""
+    """Add a tenant, and print its key.
+
+    The key is printed only now; the file keeps a hash of it.
+    """
     from bottega.rpc.security.api_keys import new_key
     from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
 
     if not is_tenant_name(name):
-        fail("that is no name for a tenant", f"A name has {NAME_RULE}.", status=2)
+        fail("this cannot be the name of a tenant", f"A name has {NAME_RULE}.", status=2)
     key, parts = new_key()
 
     def added(tenants: _Tenants) -> _Tenants:
         if any(tenant.name == name for tenant in tenants):
-            fail(f"there is a tenant {name} already", f"A new key for it: bottega tenants rotate {name}")
+            fail(f"there is a tenant {name} already", f"bottega tenants rotate {name} makes a new key for it.")
         if len(tenants) >= MAX_TENANTS:
-            fail(f"there are {len(tenants)} tenants, which is all that a file may have")
+            fail(f"the file has {len(tenants)} tenants, and may have no more")
         return (*tenants, Tenant(name=name, weight=weight).rotated(parts, keep_old=False))
 
     change_tenants(file, added)
-    _show(key, f"{name} is a tenant of gateways that have `tenants: {file}`. Its key, which is shown only now:")
+    _show(key, f"{name} is a tenant of gateways with `tenants: {file}`. Its key, which is shown only now:")
 
 
 @command.command("list")
 @_file_option
 def list_tenants(*, file: Path) -> None:
-    """List the tenants, and the public parts of their keys."""
+    """List tenants, the public parts of their keys, quotas and grants."""
     from bottega.rpc.security.tenant_file import read_tenants
 
     tenants = read_tenants(file)
     if not tenants:
-        note("No tenant is there; bottega tenants add NAME adds one.")
+        note("There are no tenants; bottega tenants add NAME adds one.")
         return
     table = PlainTable(
         "tenant", "state", "weight", "keys", "quotas", "may use", wraps=("quotas",), optional=("weight", "keys")
@@ -103,16 +108,16 @@ def list_tenants(*, file: Path) -> None:
 
 @command.command("rotate")
 @click.argument("name")
-@click.option("--keep-old", is_flag=True, help="The key before it stays good too, until the next rotation.")
+@click.option("--keep-old", is_flag=True, help="Keep the previous key valid until the next rotation.")
 @_file_option
 def rotate(*, name: str, keep_old: bool, file: Path) -> None:
-    """Make a new key for a tenant, in place of its keys."""
+    """Replace a tenant's keys by a new one, and print it."""
     from bottega.rpc.security.api_keys import new_key
     from bottega.rpc.security.tenant_file import change_tenants
 
     key, parts = new_key()
     change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
-    old = "the one before it stays good" if keep_old else "no other is good any more"
+    old = "the previous one stays valid" if keep_old else "no other one is valid"
     _show(key, f"The new key of {name}, which is shown only now; {old}:")
 
 
@@ -121,7 +126,10 @@ def rotate(*, name: str, keep_old: bool, file: Path) -> None:
 @click.argument("weight", type=_WEIGHT)
 @_file_option
 def change_weight(*, name: str, weight: float, file: Path) -> None:
-    """Change a tenant's share of the workers while several tenants' jobs wait: 3 is three times that of 1."""
+    """Change a tenant's share of the workers.
+
+    It counts while several tenants' jobs wait: a weight of 3 gets three times as much as 1.
+    """
     from bottega.rpc.security.tenant_file import change_tenants
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
@@ -129,83 +137,86 @@ def change_weight(*, name: str, weight: float, file: Path) -> None:
 
 
 def _quota(name: str, help_text: str) -> Callable[[CommandT], CommandT]:
-    return click.option(f"--{name}", type=click.IntRange(min=0), default=None, help=f"{help_text}; 0 is without bound.")
+    return click.option(f"--{name}", type=click.IntRange(min=0), default=None, help=f"{help_text}; 0 for no limit.")
 
 
 @command.command("quota")
 @click.argument("name")
-@_quota("concurrent", "Jobs that run at once; others of it wait")
+@_quota("concurrent", "Jobs that run at once; further ones wait")
 @_quota("queued", "Jobs that wait")
 @_quota("per-minute", "New jobs a minute")
-@_quota("per-day", "New jobs a day, by UTC")
-@_quota("stored-bytes", "Bytes of its pictures that are stored")
-@_quota("calls", "Calls with one answer that a gateway serves at once")
-@_quota("streams", "Calls with many answers that a gateway serves at once")
+@_quota("per-day", "New jobs a day (UTC)")
+@_quota("stored-bytes", "Bytes of its stored pictures")
+@_quota("calls", "Concurrent calls with one answer")
+@_quota("streams", "Concurrent calls with a stream of answers")
 @_file_option
 def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
-    """Change what a tenant may have at most; what is not named stays as it is."""
+    """Change a tenant's quotas. Others stay as they are."""
     from bottega.rpc.security.tenant_file import change_tenants
 
     given = {quota: most for quota, most in quotas.items() if most is not None}
     if not given:
-        fail("say which quota: --queued 100, for example", "bottega tenants list shows those that are set.", status=2)
+        fail("give a quota, such as --queued 100", "bottega tenants list shows the quotas that are set.", status=2)
     change_tenants(file, _changing(name, _replacing("quotas", given)))
-    said = ", ".join(f"{quota} {most or 'without bound'}" for quota, most in given.items())
-    say(f"{name}: {said}")
+    quotas_text = ", ".join(f"{quota} {most or 'without limit'}" for quota, most in given.items())
+    say(f"{name}: {quotas_text}")
 
 
-def _names(_ctx: click.Context, option: click.Parameter, said: str | None) -> tuple[str, ...] | None:
-    """Names between commas; none for an empty text."""
-    if said is None:
+def _names(_ctx: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Return the names between commas; none for an empty text."""
+    if value is None:
         return None
-    names = tuple(dict.fromkeys(name.strip() for name in said.split(","))) if said.strip() else ()
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(","))) if value.strip() else ()
     for name in names:
         if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-            raise click.BadParameter(f"{name!r} is no name.")
+            raise click.BadParameter(f"{name!r} is no valid name.")
         if "@" in name and option.name != "models":
-            raise click.BadParameter(f"{name} is a tenant's own, for that tenant alone; name what is for all.")
+            raise click.BadParameter(f"{name} is for one tenant alone; give names that are for all.")
     if len(names) > MAX_GRANTED:
         raise click.BadParameter(f"at most {MAX_GRANTED} names; given: {len(names)}.")
     return names
 
 
 def _granted(kind: str, help_text: str) -> Callable[[CommandT], CommandT]:
-    return click.option(f"--{kind}", callback=_names, metavar="NAME,...", help=f'{help_text}; "" is all of them.')
+    return click.option(f"--{kind}", callback=_names, metavar="NAME,...", help=f'{help_text}; "" for all.')
 
 
 @command.command("allow")
 @click.argument("name")
 @_granted("models", "Models that it may use")
-@_granted("loras", "LoRAs for all that it may use, beside its own")
-@_granted("controlnets", "ControlNets for all that it may use, beside its own")
+@_granted("loras", "Shared LoRAs that it may use, beside its own")
+@_granted("controlnets", "Shared ControlNets that it may use, beside its own")
 @_file_option
 def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) -> None:
-    """Change what a tenant may use of that which is for all tenants; what is not named stays as it is.
+    """Restrict what a tenant may use.
 
-    For it there is nothing else then. A LoRA or ControlNet NAME@shop is shop's own: it is there for shop, as NAME, and
-    for no other tenant.
+    It cannot see what it may not use. Kinds that are not given stay as they are. A LoRA or ControlNet NAME@shop belongs
+    to the tenant shop alone, which asks for it as NAME.
     """
     from bottega.rpc.security.tenant_file import change_tenants
 
     given = {kind: names for kind, names in grants.items() if names is not None}
     if not given:
-        fail("say what it may use: --models a,b, for example", "bottega tenants list shows what is allowed.", status=2)
+        fail("give what it may use, such as --models a,b", "bottega tenants list shows what is allowed.", status=2)
     change_tenants(file, _changing(name, _replacing("grants", given)))
-    said = ", ".join(f"{kind} {' '.join(names) or 'all'}" for kind, names in given.items())
-    say(f"{name} may use: {said}")
+    grants_text = ", ".join(f"{kind} {' '.join(names) or 'all'}" for kind, names in given.items())
+    say(f"{name} may use: {grants_text}")
 
 
 def _replacing(part: str, given: Mapping[str, Any]) -> Callable[[Tenant], Tenant]:
-    """Has a part of a tenant, its quotas or its grants, say this of what is given, and the same of all else."""
+    """Return a function that changes the given fields of a tenant's quotas or grants."""
     return lambda tenant: dataclasses.replace(tenant, **{part: dataclasses.replace(getattr(tenant, part), **given)})
 
 
 @command.command("disable")
 @click.argument("name")
-@click.option("--undo", is_flag=True, help="Enable it again; its keys are those that it had.")
+@click.option("--undo", is_flag=True, help="Enable it again, with its earlier keys.")
 @_file_option
 def disable(*, name: str, undo: bool, file: Path) -> None:
-    """Refuse a tenant's calls; what is its own stays. Calls that are being served go on."""
+    """Refuse a tenant's calls, and keep its data.
+
+    Calls that are being served go on.
+    """
     from bottega.rpc.security.tenant_file import change_tenants
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
@@ -216,13 +227,13 @@ def _changing(name: str, change: Callable[[Tenant], Tenant]) -> Callable[[_Tenan
     def changed(tenants: _Tenants) -> _Tenants:
         if all(tenant.name != name for tenant in tenants):
             known = ", ".join(tenant.name for tenant in tenants) or "none"
-            fail("there is no such tenant", f"There are: {known}", status=2)
+            fail(f"there is no tenant {name}", f"Tenants: {known}", status=2)
         return tuple(change(tenant) if tenant.name == name else tenant for tenant in tenants)
 
     return changed
 
 
 def _show(key: str, about: str) -> None:
-    """The key alone goes to stdout, so that a script can take it."""
+    """Print the key alone on stdout, so that scripts can read it."""
     note(about)
     say(key)

@@ -1,7 +1,7 @@
-"""How the command speaks: results on stdout, everything else on stderr.
+"""The command's output: results on stdout, everything else on stderr.
 
-Nothing else here writes to a terminal. Whatever it is given is shown as plain text, one line each, however it came: no
-markup is read, and nothing of it steers the terminal. Colours are given beside the text, by `Styled`.
+Nothing else in the command writes to a terminal. Every text is escaped and shown on one line: markup is not read, and
+no text can control the terminal. Colours are given beside the text, by `Styled`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
@@ -21,24 +22,25 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
     from rich.table import Table
 
-# Of a cell of a table: what no terminal has room for need not be looked at.
+# Characters of a table's cell: no terminal has room for more.
 _LONGEST_CELL = 400
 _HASH_LETTERS = 12
-# Columns of a terminal. Text that wraps is readable in so many:
+# Columns of a terminal in which wrapped text is still readable.
 _NARROWEST_TEXT = 20
-# Between two columns of a table, and at its two edges, as SIMPLE_HEAD has them.
+# Columns between two columns of a table, and at its two edges, in rich's SIMPLE_HEAD.
 _GAP = 3
 _EDGES = 2
-# Captions of tables that go into a file or a pipe wrap here.
+# Columns at which captions wrap in a file or a pipe.
 _WIDTH_OF_FILES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Styled:
-    """A piece of a line with a look of its own. colour: by click's names."""
+    """A part of a line with a style of its own."""
 
     text: str
     colour: str | None = None
+    """One of Click's names of colours."""
     bold: bool = False
     dim: bool = False
 
@@ -47,19 +49,20 @@ Line = Sequence[str | Styled]
 
 
 def say(*pieces: str | Styled) -> None:
-    """A result: one line."""
+    """Print a line of the result, on stdout."""
     click.echo(_line(pieces))
 
 
 def note(*pieces: str | Styled) -> None:
-    """Something worth knowing on the way: one line."""
+    """Print a line that is no result, on stderr."""
     click.echo(_line(pieces), err=True)
 
 
 def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
-    """Says what happened and what to do about it, and ends the command.
+    """Print what happened and what to do about it, and end the command.
 
-    todo: lines, or text that may have several: untrusted text goes through escaped() first.
+    Args:
+        todo: Lines, or a text of several lines; untrusted text must be escaped first.
     """
     note(Styled(text="error:", colour="red", bold=True), f" {what}")
     lines = [(line,) for line in todo.split("\n") if todo] if isinstance(todo, str) else todo
@@ -69,7 +72,7 @@ def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoRe
 
 
 def is_interactive() -> bool:
-    """Return whether somebody at a terminal can be asked."""
+    """Return whether a person at a terminal can be asked."""
     return sys.stdin.isatty()
 
 
@@ -79,15 +82,16 @@ def confirm(question: str) -> None:
 
 
 class PlainTable:
-    """A table in the command's one look, which fits the width that it is shown at.
+    """A table that fits the width at which it is shown.
 
-    Where there is no room, the optional columns are left out first, and a line below the table names them. Text then
-    wraps. Neither a header nor a cell is cut.
+    If there is not enough room, optional columns are left out first, and a line below the table names them. Then text
+    wraps. Headers and cells are never cut.
 
     Args:
-        columns: Headers. One that begins with > is right-aligned and never wraps. Without any text there is no head.
-        wraps: Headers of columns that may take several lines; the last column may in any case.
-        optional: Headers of columns that may be left out, the least important one first.
+        columns: Headers. A column whose header begins with > is right-aligned and never wraps. If all are empty, the
+            table has no head.
+        wraps: Headers of columns whose text may wrap; that of the last column always may.
+        optional: Headers of columns that may be left out, the least important first.
     """
 
     def __init__(self, *columns: str, wraps: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
@@ -105,12 +109,12 @@ class PlainTable:
         self._caption: tuple[str, ...] = ()
 
     def add_row(self, *cells: str) -> None:
-        """Add one row; empty cells stand for those that are missing at its end."""
+        """Add a row. Cells that are missing at its end are empty."""
         texts = [escaped(cell[:_LONGEST_CELL]) for cell in cells]
         self._rows.append((*texts, *[""] * (len(self._columns) - len(texts))))
 
     def add_caption(self, *lines: str) -> None:
-        """Put lines below the table."""
+        """Set the lines below the table."""
         self._caption = tuple(map(escaped, lines))
 
     @property
@@ -120,7 +124,7 @@ class PlainTable:
 
     @property
     def full_width(self) -> int:
-        """Columns of a terminal that shows every cell on one line."""
+        """Columns of a terminal in which every cell fits on one line."""
         return _table_width(self._widths(range(len(self._columns))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -129,7 +133,7 @@ class PlainTable:
         yield self._rich_table(shown, wraps_all=is_too_narrow)
 
     def _widths(self, indices: Iterable[int], *, wrapped: bool = False) -> list[int]:
-        """Return the width that each of these columns needs. wrapped: where text wraps as far as it may."""
+        """Return the width that each of these columns needs, with its text wrapped as far as it may be or not."""
         from rich.cells import cell_len
 
         widths = []
@@ -141,7 +145,7 @@ class PlainTable:
         return widths
 
     def _shown_at(self, width: int) -> Sequence[int]:
-        """Return the columns that a terminal of this width has room for, or those that no table goes without."""
+        """Return the columns that fit into this width. Columns that are not optional are always shown."""
         left_out: set[int] = set()
         headers = [column.header for column in self._columns]
         for name in self._optional:
@@ -153,7 +157,7 @@ class PlainTable:
         return [index for index in range(len(headers)) if index not in left_out]
 
     def _rich_table(self, shown: Sequence[int], *, wraps_all: bool = False) -> Table:
-        """Return these columns. wraps_all: text wraps where it usually does not, too."""
+        """Return these columns as rich's table; `wraps_all` wraps the text of all but numbers."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
@@ -183,12 +187,12 @@ class _Column:
 
 
 def _table_width(widths: Sequence[int]) -> int:
-    """Return the columns of a terminal that a table of these columns takes."""
+    """Return the width of a table whose columns have these widths."""
     return sum(widths) + _GAP * (len(widths) - 1) + _EDGES
 
 
 def print_table(table: PlainTable) -> None:
-    """Print a table as a result. A file or a pipe gets all columns, and each row on one line, unless COLUMNS is set."""
+    """Print a table as a result. Unless COLUMNS is set, a file or a pipe gets all columns, and each row on one line."""
     console = new_console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = new_console(width=max(table.full_width, _WIDTH_OF_FILES))
@@ -196,14 +200,14 @@ def print_table(table: PlainTable) -> None:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration that is known roughly, such as 40 s, 12 min or 3.5 h."""
+    """Return a rough duration, such as 40 s, 12 min or 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes as people read them, such as 3.4 KiB, 120 MiB or 21.3 GiB."""
+    """Return a size, such as 3.4 KiB, 120 MiB or 21.3 GiB."""
     if size_bytes < 1 << 20:
         return f"{size_bytes / 2**10:.1f} KiB"
     if size_bytes >= 1 << 30:
@@ -211,25 +215,30 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"
 
 
+def moment_text(moment: datetime) -> str:
+    """Return a moment, such as 2026-11-21 10:30 UTC."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
 def short_hash(digest: str) -> str:
-    """As much of a hash as tells it from others here."""
+    """Return the first digits of a hash, which suffice to tell it from others."""
     return digest[:_HASH_LETTERS]
 
 
 def share_text(share: float) -> str:
-    """A share of something, 0 to 1, as people read it, such as 12.3 %; three digits of it count."""
+    """Return a share, given in 0 to 1, with three significant digits, such as 12.3 %."""
     return f"{share * 100:.3g} %"
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A console that reads no markup, no emoji codes and no numbers in what it is given."""
+    """Return a console that prints text as it is, without markup, emoji codes and highlighting."""
     from rich.console import Console
 
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
 def text_column(key: str) -> ProgressColumn:
-    """Of a progress bar: the field of its tasks that has this name, as plain text."""
+    """Return a column of a progress bar that shows the field `key` of its tasks, escaped."""
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
 

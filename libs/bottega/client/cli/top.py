@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import click
 
@@ -13,7 +13,7 @@ from bottega.client.cli.fleet import running_text
 from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table, share_text, size_text
 from bottega.client.sdk.clients import Client
-from bottega.v1.fleet_pb2 import Activity, ListMembersResponse, Load, Member
+from bottega.client.types.fleet import FleetMember, FleetStatus, ServiceActivity, ServiceLoad
 
 # Services report twice a second.
 _LOOK_S = 1.0
@@ -23,13 +23,13 @@ _UNKNOWN = "-"
 @click.command("top")
 @address_option
 @fleet_option
-@click.option("--once", is_flag=True, help="Watch for a second, print the table once, and end.")
+@click.option("--once", is_flag=True, help="Watch for a second, print the table once and end.")
 def command(address: str, once: bool) -> None:
     """Show what the services do now, live.
 
-    Rates and means are of the last ten seconds at most: "batch" is how many requests share a turn of a worker, or how
-    many rows a forward of a ControlNet server. "hits" are of the questions asked meanwhile, or in parentheses of those
-    since the service's start.
+    Rates and means cover the last ten seconds. "batch" is the mean number of requests in a step of a worker, or of rows
+    in a forward pass of a ControlNet server. "hits" is the share of lookups that were answered; in parentheses since
+    the start of the service, if there was no lookup lately.
     """
     from rich.live import Live
 
@@ -50,8 +50,8 @@ def command(address: str, once: bool) -> None:
                 return
 
 
-def top_table(fleet: ListMembersResponse, rates: FleetRates) -> PlainTable:
-    """One row a service; what waits stands below."""
+def top_table(fleet: FleetStatus, rates: FleetRates) -> PlainTable:
+    """Return a table with a row for each service, and what waits below it."""
     table = PlainTable(
         "service",
         "kind",
@@ -71,12 +71,12 @@ def top_table(fleet: ListMembersResponse, rates: FleetRates) -> PlainTable:
     return table
 
 
-def _row(member: Member, rates: Rates | None) -> tuple[str, ...]:
-    who, load = member.registration, member.load
+def _row(member: FleetMember, rates: Rates | None) -> tuple[str, ...]:
+    load = member.load
     return (
-        who.name,
-        who.kind,
-        running_text(member) if who.kind != kinds.GATEWAY else "",
+        member.name,
+        member.kind,
+        running_text(member) if member.kind != kinds.GATEWAY else "",
         *_done(load, rates),
         *_steps(load, rates),
         *_lookups(load, rates),
@@ -84,14 +84,14 @@ def _row(member: Member, rates: Rates | None) -> tuple[str, ...]:
     )
 
 
-def _done(load: Load, rates: Rates | None) -> tuple[str, str]:
-    """Of services that end jobs, or attempts at them; empty for others, and for those that have ended none."""
+def _done(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
+    """Return the rates of ended jobs or attempts; empty for services that have ended none."""
     if not load.activity.completed and not load.activity.failed:
         return "", ""
     return (f"{60 * rates.completed:.1f}", f"{60 * rates.failed:.1f}") if rates is not None else (_UNKNOWN, _UNKNOWN)
 
 
-def _steps(load: Load, rates: Rates | None) -> tuple[str, str]:
+def _steps(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
     if not load.activity.turns:
         return "", ""
     if rates is None or rates.batch is None:
@@ -99,8 +99,8 @@ def _steps(load: Load, rates: Rates | None) -> tuple[str, str]:
     return f"{rates.steps:.1f}", f"{rates.batch:.1f}"
 
 
-def _lookups(load: Load, rates: Rates | None) -> tuple[str, str]:
-    """The share of all questions, in parentheses, where nobody asked of late."""
+def _lookups(load: ServiceLoad, rates: Rates | None) -> tuple[str, str]:
+    """Return the rate of lookups and their hit rate; in parentheses that since the start, if there were none lately."""
     ever = hit_share(load.activity)
     if ever is None:
         return "", ""
@@ -109,27 +109,27 @@ def _lookups(load: Load, rates: Rates | None) -> tuple[str, str]:
     return f"{rates.lookups:.1f}", share_text(rates.hit_share)
 
 
-def _waiting(fleet: ListMembersResponse, rates: FleetRates) -> str:
+def _waiting(fleet: FleetStatus, rates: FleetRates) -> str:
     parts = [f"{fleet.queued} waiting in the queue"]
     if fleet.queued:
         parts.append(f"the longest for {fleet.longest_wait_s:.1f} s")
-    gateways = (rates.of(member) for member in fleet.members if member.registration.kind == kinds.GATEWAY)
+    gateways = (rates.of(member) for member in fleet.members if member.kind == kinds.GATEWAY)
     waits = [each.wait_s for each in gateways if each is not None and each.wait_s is not None]
     if waits:
         parts.append(f"those that began had waited {max(waits):.2f} s")
     return ", ".join(parts)
 
 
-def _look(client: Client, rates: FleetRates) -> ListMembersResponse:
+def _look(client: Client, rates: FleetRates) -> FleetStatus:
     fleet = client.fleet()
     rates.add(fleet, now=time.monotonic())
     return fleet
 
 
 WINDOW_S = 10.0
-"""Rates are of the last so many seconds."""
+"""Seconds that rates cover."""
 
-# Of one service: a look every second needs a dozen.
+# Samples of one service: one a second needs a dozen.
 _MOST_SAMPLES = 64
 
 _Key = tuple[str, str]
@@ -137,47 +137,45 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a service has done of late.
-
-    completed, failed, steps, lookups: a second. batch: steps of one turn; None where there was no turn. wait_s: that
-    jobs waited for the worker that they got, on average; None where none got one. hit_share: of the questions for what
-    it keeps, 0 to 1; None where nobody asked.
-    """
+    """The recent rates of a service, a second."""
 
     completed: float
     failed: float
     steps: float
     lookups: float
     batch: float | None
+    """Mean steps in a forward pass; None without any pass."""
     wait_s: float | None
+    """Mean seconds that jobs waited for a worker; None if none got one."""
     hit_share: float | None
+    """Share of the lookups that were hits, 0 to 1; None without any lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """What a service had counted at a moment of our clock."""
+    """The counts of a service at a moment of this process's clock."""
 
     at: float
-    activity: Activity
+    activity: ServiceActivity
 
 
 class FleetRates:
-    """Follows the services of a fleet; those that have left are forgotten."""
+    """The rates of the services of a fleet. Services that have left are forgotten."""
 
     def __init__(self) -> None:
         self._samples: dict[_Key, deque[_Sample]] = {}
 
-    def add(self, fleet: ListMembersResponse, *, now: float) -> None:
-        """Takes in the fleet as it was at `now`, of a clock that never goes back."""
+    def add(self, fleet: FleetStatus, *, now: float) -> None:
+        """Record the fleet as it was at `now`, by a monotonic clock."""
         before = self._samples
         self._samples = {_key(member): before.get(_key(member), _no_samples()) for member in fleet.members}
         for member in fleet.members:
-            # A report is as old as the time since its service was heard.
+            # A report is as old as the time since its service was last heard.
             sample = _Sample(at=now - member.heard_s, activity=member.load.activity)
             _append(self._samples[_key(member)], sample)
 
-    def of(self, member: Member) -> Rates | None:
-        """None until it has reported twice."""
+    def of(self, member: FleetMember) -> Rates | None:
+        """Return the rates of a service; None until it has reported twice."""
         samples = self._samples.get(_key(member))
         if not samples or samples[-1].at <= samples[0].at:
             return None
@@ -185,8 +183,8 @@ class FleetRates:
         return _rates(first.activity, last.activity, seconds=last.at - first.at)
 
 
-def hit_share(activity: Activity) -> float | None:
-    """Of all questions since the start; None where there was none."""
+def hit_share(activity: ServiceActivity) -> float | None:
+    """Return the share of hits among all lookups since the start; None without any lookup."""
     return _share_of(activity.hits, activity.lookups)
 
 
@@ -194,17 +192,17 @@ def _append(samples: deque[_Sample], sample: _Sample) -> None:
     if samples and _began_anew(samples[-1].activity, sample.activity):
         samples.clear()
     samples.append(sample)
-    # One that is older stays, so that the window is covered.
+    # One older sample stays, so that the whole window is covered.
     while len(samples) > 2 and samples[1].at <= sample.at - WINDOW_S:
         samples.popleft()
 
 
-def _began_anew(before: Activity, after: Activity) -> bool:
-    """Whether another process or engine counts now."""
-    return any(getattr(after, field.name) < value for field, value in before.ListFields())
+def _began_anew(before: ServiceActivity, after: ServiceActivity) -> bool:
+    """Return whether a count went back, because another process or engine counts now."""
+    return any(now < then for now, then in zip(astuple(after), astuple(before), strict=True))
 
 
-def _rates(before: Activity, after: Activity, *, seconds: float) -> Rates:
+def _rates(before: ServiceActivity, after: ServiceActivity, *, seconds: float) -> Rates:
     steps, lookups = after.steps - before.steps, after.lookups - before.lookups
     turns, routed = after.turns - before.turns, after.routed - before.routed
     return Rates(
@@ -222,8 +220,8 @@ def _share_of(hits: int, lookups: int) -> float | None:
     return hits / lookups if lookups > 0 else None
 
 
-def _key(member: Member) -> _Key:
-    return member.registration.kind, member.registration.name
+def _key(member: FleetMember) -> _Key:
+    return member.kind, member.name
 
 
 def _no_samples() -> deque[_Sample]:

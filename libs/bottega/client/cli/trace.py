@@ -84,7 +84,7 @@ def _note_tracks(trace: JobTrace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One row of a trace."""
+    """A row of a trace."""
 
     service: str
     track: str

@@ -25,17 +25,17 @@ from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_log import ServiceLog
 from bottega.client.suite.supervisor import Supervisor
 from bottega.client.transport.address import DEFAULT_PORT
+from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
 from bottega.state_folder import state_folder
-from bottega.v1.fleet_pb2 import ListMembersResponse
 
 if TYPE_CHECKING:
     from bottega.client.suite.plan import SuiteOptions
 
 
 class _WithServicesOptions(click.Command):
-    """Takes the options of the services in the manifest as well, which is only read when they are needed."""
+    """A command with the options of the manifest's services, which is only read when they are needed."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         services = [
@@ -52,29 +52,39 @@ class _WithServicesOptions(click.Command):
 
 
 @click.command("up", cls=_WithServicesOptions)
-@click.option("--model", default="miniature", show_default=True, help="miniature, or a folder in Diffusers' layout.")
 @click.option(
-    "--model-name", default="", help="The name that requests give for it; default: its folder's or repository's."
+    "--model",
+    default="miniature",
+    show_default=True,
+    help="Model to serve: miniature, or a folder in Diffusers' layout.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+@click.option("--model-name", default="", help="Name to ask for it by; default: that of its folder or repository.")
+@click.option("--device", default="auto", show_default=True, help="Device of the workers: auto, cpu or cuda:N.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
     default="auto",
     show_default=True,
-    help="Element type of the model; auto: of its files on a GPU, the faster one on a CPU where they are not float32.",
+    help="Element type of the model; auto: that of its files on a GPU, on a CPU the faster one of these and float32.",
 )
-@click.option("--threads", type=click.IntRange(0), default=0, help="Of each worker; default: the cores, divided.")
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, help="Threads of each worker; default: the cores, divided."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65533),
     default=8470,
     show_default=True,
-    help="Of the gateway, which takes the next two as well; 0 takes free ones.",
+    help="Port of the gateway, which also takes the next two; 0 for any free ones.",
 )
 @state_option
-@click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
-@click.option("--in-background", is_flag=True, hidden=True, help="What --detach starts.")
+@click.option(
+    "-d",
+    "--detach",
+    is_flag=True,
+    help="Run in the background, and return when everything is ready; bottega stop ends it.",
+)
+@click.option("--in-background", is_flag=True, hidden=True, help="Used by --detach.")
 def command(
     *,
     model: str,
@@ -88,13 +98,13 @@ def command(
     in_background: bool,
     **services: Any,
 ) -> None:
-    """Run the suite here: a gateway, its workers, a ControlNet server, and the stores.
+    """Run the whole suite on this machine.
 
-    These are a LoRA store, an approximate cache and an activation store.
+    It has a gateway, workers, a ControlNet server, a LoRA store, an approximate cache and an activation store. Logs and
+    everything that services store are in the state folder.
 
-    The server hosts the ControlNets in the model's own folder `controlnets`, and the store has the LoRAs in its folder
-    `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what
-    `bottega loras add` brings, in the state folder.
+    The ControlNets and LoRAs in the model's folders `controlnets` and `loras` are served; those of the embedded model
+    are edges and layout, and striped, checked and dusk. bottega loras add adds more.
     """
     from bottega.client.suite.plan import SuiteOptions
     from bottega.client.suite.service_process import DoesNotStart
@@ -121,12 +131,12 @@ def command(
     except OSError as error:
         fail(
             f"the state folder {state.root} cannot be used: {error.strerror}",
-            "Name another one: --state FOLDER or BOTTEGA_STATE.",
+            "Give another one: --state FOLDER or BOTTEGA_STATE.",
         )
 
 
 def _check_model(model: str, name: str) -> None:
-    """End the command where workers would not start with the model, or where no request could name it."""
+    """End the command if workers could not serve the model, or no request could name it."""
     from bottega.model_files import MINIATURE, check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
@@ -138,7 +148,9 @@ def _check_model(model: str, name: str) -> None:
     if report.advice:
         note(f"The model {report.folder} has no preset: {report.advice}")
     if len(name) > MAX_MODEL_CHARACTERS:
-        fail(f"the name has {len(name)} characters", f"Give one of at most {MAX_MODEL_CHARACTERS}: --model-name NAME")
+        fail(
+            f"the name has {len(name)} characters", f"Give a name of at most {MAX_MODEL_CHARACTERS}: --model-name NAME"
+        )
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
@@ -148,7 +160,7 @@ def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: boo
 
     with state.hold():
         for name in end_orphans(state.read()):
-            note(f"{name} was still running from an instance that was killed; ended it")
+            note(f"Ended {name}, which a killed suite had left running.")
         plan = plan_suite(options, state)
         if others := state.others():
             note(f"The state folder {state.root} {others}.")
@@ -169,7 +181,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
     try:
         record = start_in_background(options, state, lambda progress: say(f"  {escaped(progress)}"))
     except DidNotStart as error:
-        for line in escaped_lines(error.message):  # it has said already what to do
+        for line in escaped_lines(error.message):  # these lines already say what to do
             note(line)
         raise SystemExit(1) from None
     with contextlib.suppress(BottegaError), Client(record.address, fleet_address=record.fleet_address) as client:
@@ -180,7 +192,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
-    """holders: processes that hold the lock; any process that can open the file may, not only a suite."""
+    """End the command, because other processes hold the lock. Any process that can open the file may do so."""
     import psutil
 
     record = state.read()
@@ -193,17 +205,17 @@ def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
         if uid != os.geteuid() and (record is None or record.pid != pid):
             fail(
                 f"the lock of the state folder {state.root} is held by process {pid} ({name}) of {user}",
-                "No suite of yours runs from there. End that process, or name another folder: --state FOLDER.",
+                "No suite of yours runs from there. End that process, or give another folder: --state FOLDER.",
             )
-    who = f"as process {record.pid}, at {record.address}" if record else "and is just starting"
+    details = f"as process {record.pid}, at {record.address}" if record else "and is just starting"
     fail(
-        f"a suite already runs from {state.root} {who}",
-        "Use it, or end it with: bottega stop\nA second one needs its own --state FOLDER and --port.",
+        f"a suite already runs from {state.root} {details}",
+        "Use it, or stop it with: bottega stop\nA second one needs its own --state FOLDER and --port.",
     )
 
 
 def _described(plan: SuitePlan) -> str:
-    """Such as "1 gateway, 1 LoRA store, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
+    """Return such as "1 gateway, 1 LoRA store, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
     services = (_counted(count, service.title) for service, count in plan.counts if count)
     threads = plan.settings.threads_of(plan.settings.options["workers"])
     return f"{', '.join(services)}; {plan.settings.model}, {_counted(threads, 'thread')} a worker"
@@ -214,16 +226,16 @@ def _counted(count: int, what: str) -> str:
 
 
 FIRST_PROMPT = "a big red star on the left on a blue background"
-"""What a newcomer may ask the embedded model for."""
+"""A first prompt for the embedded model."""
 
 
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
-    """Runs until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raises DoesNotStart."""
+    """Run a suite until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raise DoesNotStart if it fails."""
     with closing(ServiceLog(state.logs, "suite")) as log:
         address, fleet_address = plan.settings.address, plan.settings.fleet_address
         listener = TerminalListener(log, quiet=in_background)
 
-        def on_ready(fleet: ListMembersResponse, seconds: float) -> None:
+        def on_ready(fleet: FleetStatus, seconds: float) -> None:
             for thing in left_out_of(fleet):
                 listener.left_out(thing)
             say_ready(address, fleet_address, seconds, state)
@@ -232,9 +244,10 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
 
 
 class TerminalListener:
-    """A ServiceListener: a line each on the terminal, and in suite.log.
+    """A ServiceListener that writes each event to the terminal and to suite.log.
 
-    quiet: only in suite.log, which is bounded, as what a background instance prints is not.
+    Args:
+        quiet: Write only to suite.log. It is bounded, while the output of a background instance is not.
     """
 
     def __init__(self, log: ServiceLog, *, quiet: bool) -> None:
@@ -257,32 +270,32 @@ class TerminalListener:
             note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
 
     def left_out(self, thing: LeftOutThing) -> None:
-        """Warn of something that lies where a service looks for what it hosts, and that no request can use."""
+        """Warn of a file or folder that a service does not host."""
         self._write("WARNING", thing.sentence)
         if not self._quiet:
             note_left_out(thing)
 
     def _write(self, level: str, event: str, **facts: object) -> None:
-        # As the services' own lines look, so that bottega logs can merge them.
-        moment = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3]  # noqa: DTZ005 - theirs is local time, too
+        # In the services' own format, so that bottega logs can merge the lines.
+        moment = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3]  # noqa: DTZ005 - services write local time, too
         self._log.write(json.dumps({"time": moment, "level": level, "service": "suite", "event": event, **facts}))
 
 
 def note_left_out(thing: LeftOutThing) -> None:
-    """Warn of it on the terminal."""
+    """Print a warning about a file or folder that a service does not host."""
     note(Styled(text="warning:", colour="yellow", bold=True), f" {thing.sentence}")
 
 
 def say_ready(address: str, fleet_address: str, seconds: float, state: StateFolder) -> None:
-    """The moment to draw something."""
+    """Print that the suite is ready, and how to draw a first picture."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
     if not found:
-        say(f"Commands that ask for its services, such as bottega fleet, need BOTTEGA_FLEET={fleet_address} as well.")
+        say(f"Commands about its services, such as bottega fleet, also need BOTTEGA_FLEET={fleet_address}.")
 
 
-async def _run(supervisor: Supervisor, on_ready: Callable[[ListMembersResponse, float], None]) -> None:
+async def _run(supervisor: Supervisor, on_ready: Callable[[FleetStatus, float], None]) -> None:
     stop = asyncio.Event()
     began_s = time.monotonic()
     loop = asyncio.get_running_loop()
@@ -297,7 +310,7 @@ def _on_signal(stop: asyncio.Event, supervisor: Supervisor) -> Callable[[], None
             supervisor.kill_all()
             return
         say()
-        say("Stopping; Ctrl-C once more does not wait for what runs.")
+        say("Stopping; Ctrl-C again does not wait for running jobs.")
         stop.set()
 
     return stop_or_kill

@@ -1,1 +1,1 @@
-"""What users import: the client for asyncio, the same client without asyncio, and their jobs."""
+"""The clients for asyncio and without it, and their jobs."""

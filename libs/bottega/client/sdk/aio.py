@@ -1,6 +1,6 @@
-"""The SDK for asyncio, as far as the gateway alone is asked: pictures, jobs, models, and the fleet's list of services.
+"""The SDK for asyncio, for calls to the gateway: pictures, jobs, models and the fleet.
 
-Add-ons (bottega.client.addons) derive from AsyncGatewayClient; bottega.client.sdk.clients puts all of them together.
+Add-ons (bottega.client.addons) derive from AsyncGatewayClient; bottega.client.sdk.clients combines all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bottega.client.transport.credentials import Tls, default_key, tls_from_envi
 from bottega.client.transport.retry import CallDeadline, CallTimeout, LastProgress, RetryPolicy, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
+from bottega.client.types.fleet import FleetStatus, fleet_from
 from bottega.client.types.image_source import ImageSource
 from bottega.client.types.jobs import JobPage, JobState, Priority, page_request, priority_to_wire, status_from
 from bottega.client.types.mask import MaskSource
@@ -40,14 +41,13 @@ from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violation
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
-from bottega.v1.fleet_pb2 import ListMembersResponse
 
-# Of at most 100 adapters each.
+# A page has at most 100 adapters.
 _MAX_ADAPTER_PAGES = 2000
 
 
 class AsyncGatewayClient:
-    """What a client for asyncio asks of the gateway. See AsyncClient."""
+    """The calls of AsyncClient to the gateway; see there."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AsyncGatewayClient:
 
     @property
     def shows_key(self) -> bool:
-        """Whether it shows an API key, by which the gateway knows a tenant."""
+        """Whether it gives an API key, by which the gateway knows a tenant."""
         return self._connection.shows_key
 
     async def __aenter__(self) -> Self:
@@ -88,7 +88,7 @@ class AsyncGatewayClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what was left unfinished, then closes the connection."""
+        """Cancel unfinished pictures, then close the connection."""
         await self._cancel_on_exit.finish()
         await self._connection.close()
 
@@ -102,13 +102,19 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
-        """Draw one picture; GenerationOptions lists the keyword arguments.
+        """Draw one picture.
 
-        timeout_s, deadline_s, request_id, priority: as in stream().
+        Args:
+            prompt: The prompt.
+            timeout_s: As in stream().
+            deadline_s: As in stream().
+            request_id: As in stream().
+            priority: As in stream().
+            **options: GenerationOptions lists them.
         """
         several: object = prompt
         if isinstance(several, list | tuple):
-            refuse([Violation(field="prompt", description="must be one text; generate_many() draws a list of them")])
+            refuse([Violation(field="prompt", description="must be a text; generate_many() draws several prompts")])
         images = await self.generate_many(
             prompt,
             1,
@@ -131,7 +137,7 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
-        """Draw 1 to 8 pictures together; picture i is drawn as a single one with seed + i.
+        """Draw 1 to 8 pictures together. Picture i is drawn like a single one with seed + i.
 
         Args:
             prompt: The prompt of all pictures, or a list with one for each.
@@ -153,7 +159,7 @@ class AsyncGatewayClient:
         )
         images = (await wait_until_completed(stream)).images
         if not images:
-            raise InternalError("the gateway says that the job is completed, and has no picture of it")
+            raise InternalError("the gateway reports a completed job without a picture")
         return images
 
     async def edit(
@@ -168,20 +174,23 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[EditOptions],
     ) -> Picture:
-        """Redraws the part of an image that the mask covers; EditOptions lists the keyword arguments.
+        """Redraw the part of an image that a mask covers. Outside the mask the picture keeps the image's own pixels.
 
-        The same as generate(prompt, image=..., mask_image=...), and so generate_many(), stream() and submit() edit too.
-        image: encoded bytes, a path, a Pillow image or a Picture.
-        mask: an image of any size, white where the other one is redrawn; or Box and Ellipse, one or a list of them, in
-            pixels of the image. Outside it the picture has the image's own pixels.
-        prompt: describes the whole picture, as it shall be.
-        timeout_s, deadline_s, request_id, priority: as in stream().
+        This is generate(prompt, image=image, mask_image=mask); generate_many(), stream() and submit() edit likewise.
 
-        Raises InvalidRequest for None, which elsewhere is an argument that is absent: without its mask, the whole image
-        would be redrawn.
+        Args:
+            image: Encoded bytes, a path, a Pillow image or a Picture.
+            mask: An image of any size, white where the other one is redrawn; or a Box, an Ellipse or a list of them, in
+                pixels of the image. None is refused, because without a mask the whole image would be redrawn.
+            prompt: Describes the whole resulting picture.
+            timeout_s: As in stream().
+            deadline_s: As in stream().
+            request_id: As in stream().
+            priority: As in stream().
+            **options: EditOptions lists them.
         """
         given: dict[str, object] = {"image": image, "mask_image": mask}
-        refuse([Violation(field=name, description="must be given") for name, each in given.items() if each is None])
+        refuse([Violation(field=name, description="must be given") for name, value in given.items() if value is None])
         return await self.generate(
             prompt,
             timeout_s=timeout_s,
@@ -205,18 +214,22 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[Event, None]:
-        """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed.
+        """Draw pictures, and yield events: Queued, Progress, Interrupted, and Completed as the last one.
 
-        preview: Progress carries small JPEGs of the unfinished pictures.
-        timeout_s: give up after so many seconds; the client's own when absent.
-        deadline_s: after so many seconds nobody wants the pictures: what cannot be done by then is refused with
-            DeadlineUnmeetable before it costs anything, and dropped when it turns out to be too late. Absent, it is
-            timeout_s; with a request_id of yours there is none.
-        request_id: your own idempotency key. The same id with the same arguments gives the same pictures, and
-            the job goes on when you leave. Without it the SDK makes one, so that a broken connection attaches
-            again, and cancels the job when you leave: when you close the generator (or the client), are
-            cancelled, or run out of time.
-        priority: how urgent it is beside other requests of yours; those of other tenants are not behind it.
+        Args:
+            prompt: The prompt of all pictures, or a list with one for each.
+            num_images: Number of pictures of a single prompt, 1 to 8.
+            preview: Whether Progress carries small JPEGs of the unfinished pictures.
+            timeout_s: Seconds after which to give up; None for the client's own.
+            deadline_s: Seconds after which the pictures are of no use. A request that cannot be done by then is refused
+                at once with DeadlineUnmeetable, or dropped when it turns out to be late. The default is timeout_s, or
+                no deadline with a request_id of yours.
+            request_id: Your own idempotency key. The same ID with the same arguments gives the same pictures, and the
+                job goes on when you leave. Without it the SDK makes an ID to attach again after a broken connection,
+                and cancels the job when you leave: when you close the generator or the client, are cancelled, or run
+                out of time.
+            priority: Urgency among your own requests; those of other tenants are not affected.
+            **options: GenerationOptions lists them.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
         deadline = None if request_id else terms.deadline
@@ -240,7 +253,7 @@ class AsyncGatewayClient:
                     yield event
         except DeadlinePassed as error:
             if request_id and not isinstance(error, CallTimeout):
-                raise  # the job's own time is over
+                raise  # the job's own deadline has passed
             raise timeout_error(error, last, goes_on=bool(request_id)) from error
         except BottegaError as error:
             over = job_has_ended(error)
@@ -259,10 +272,15 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> AsyncJob:
-        """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later.
+        """Start a job that outlives this connection: `job.result()` returns its pictures, now or much later.
 
-        deadline_s: as in stream(); absent, the job has all the time that it takes.
-        request_id, priority: as in stream(); the SDK makes a request_id for this call's own retries.
+        Args:
+            prompt: As in stream().
+            num_images: As in stream().
+            deadline_s: As in stream(); the default is no deadline.
+            request_id: As in stream(). Without it the SDK makes an ID for this call's own retries.
+            priority: As in stream().
+            **options: GenerationOptions lists them.
         """
         deadline = CallDeadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
@@ -275,7 +293,7 @@ class AsyncGatewayClient:
         return self.job(answer.job.job_id)
 
     def job(self, job_id: str) -> AsyncJob:
-        """The job of that id, wherever it began. Asks nobody: an unknown one is JobNotFound when it is used."""
+        """Return a handle on the job with this ID. Its methods raise JobNotFound if there is no such job."""
         return AsyncJob(job_id, self._connection)
 
     async def delete(self, job_id: str) -> None:
@@ -291,26 +309,31 @@ class AsyncGatewayClient:
         page_size: int = 20,
         page_token: str = "",
     ) -> JobPage:
-        """A page of jobs, newest first; without states, in all of them. Times need a time zone.
+        """Return a page of jobs, newest first.
 
-        page_size: 1 to 100. page_token: next_page_token of the page before.
+        Args:
+            states: Only jobs in these states; empty for all.
+            created_after: Only newer jobs; the time needs a time zone.
+            created_before: Only older jobs; the time needs a time zone.
+            page_size: Largest number of jobs, 1 to 100.
+            page_token: `next_page_token` of the previous page.
         """
         request = page_request(states, created_after, created_before, page_size=page_size, page_token=page_token)
         answer = await self._connection.call(self._connection.images.ListJobs, request)
         return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
     async def models(self) -> tuple[ServedModel, ...]:
-        """Return the models that are served now and that requests may name, by name."""
+        """Return the models that requests may name now, by name."""
         answer = await self._connection.call(self._connection.images.ListModels, image_pb2.ListModelsRequest())
         return tuple(map(model_from, answer.models))
 
     async def adapters(self, kind: AdapterKindName | None = None) -> tuple[Adapter, ...]:
         """Return the ControlNets and LoRAs that requests may name now, by kind and name.
 
-        A tenant needs no other right for this than its key. controlnets() and loras() say more, to operators.
+        Tenants may call this with their key. controlnets() and loras() return more, to operators only.
 
         Args:
-            kind: "controlnet" or "lora"; None is both.
+            kind: "controlnet" or "lora"; None for both.
         """
         request = image_pb2.ListAdaptersRequest(kind=adapter_kind_to_wire(kind))
         found: list[Adapter] = []
@@ -320,16 +343,16 @@ class AsyncGatewayClient:
             if not answer.next_page_token:
                 return tuple(found)
             request.page_token = answer.next_page_token
-        raise InternalError(f"the gateway's list of adapters has not ended after {_MAX_ADAPTER_PAGES} pages")
+        raise InternalError(f"the gateway's list of adapters does not end after {_MAX_ADAPTER_PAGES} pages")
 
-    async def fleet(self) -> ListMembersResponse:
-        """The services that have joined and how busy they are, as the contract describes them."""
-        return await self._connection.fleet()
+    async def fleet(self) -> FleetStatus:
+        """Return the services that have joined, what they host and how busy they are."""
+        return fleet_from(await self._connection.fleet())
 
 
 def _set_time_left(
     request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest, deadline: CallDeadline | None
 ) -> None:
-    """Raises DeadlinePassed when there is none."""
+    """Set the seconds that remain until the deadline. Raise DeadlinePassed if none do."""
     if deadline:
         request.deadline_s = deadline.remaining_s()

@@ -1,4 +1,4 @@
-"""A job that was submitted, for asyncio: follow it, fetch its pictures, cancel it."""
+"""A handle on a submitted job, for asyncio."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bottega.v1 import image_pb2
 
 
 class AsyncJob:
-    """A job by its id, which is all that has to be kept to find it again: `client.job(id)`.
+    """A handle on a job of the gateway. Its ID suffices to find it again: `client.job(id)`.
 
-    It lives at the gateway; leaving it stops nothing. Every method raises classes of bottega.errors.
+    The job goes on without the handle. Every method raises classes of bottega.errors.
     """
 
     def __init__(self, job_id: str, connection: GatewayConnection) -> None:
@@ -32,19 +32,19 @@ class AsyncJob:
         return f"{type(self).__name__}({self.id!r})"
 
     async def status(self) -> JobStatus:
-        """How it stands."""
+        """Return its current state."""
         request = build_message(image_pb2.GetJobRequest(), job_id=self.id)
         return status_from((await self._connection.call(self._connection.images.GetJob, request)).job)
 
     async def stream(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Yield its events from its current state on, as client.stream() does; the last one is Completed.
+        """Yield its events from now on, as client.stream() does; the last one is Completed.
 
         Args:
             preview: Whether Progress carries small JPEGs of the unfinished pictures.
-            timeout_s: Seconds after which it is not followed any more; None is the client's own.
+            timeout_s: Seconds after which to stop following it; None for the client's own.
 
         Raises:
-            BottegaError: What ended the job otherwise.
+            BottegaError: The job failed or was cancelled.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
         request = build_message(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
@@ -60,14 +60,15 @@ class AsyncJob:
             raise timeout_error(error, last, goes_on=True) from error
 
     async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
-        """Its pictures, in order, as soon as they are there. Raises what ended it otherwise.
+        """Wait for its pictures, and return them in order. Raise the job's error if it failed or was cancelled.
 
-        timeout_s: as in stream(); DeadlinePassed then, and the job goes on.
+        Args:
+            timeout_s: As in stream(). DeadlinePassed is raised then, and the job goes on.
         """
         return (await wait_until_completed(self.stream(timeout_s=timeout_s))).images
 
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
-        """One of its finished pictures. Raises JobNotFinished while there are none."""
+        """Return one of its finished pictures. Raise JobNotFinished if it has not completed."""
         terms = self._connection.terms(timeout_s)
         request = build_message(image_pb2.GetImageRequest(), job_id=self.id, index=index)
         image, data = await fetch_image(self._connection.images.GetImage, request, terms)
@@ -75,18 +76,18 @@ class AsyncJob:
         return picture_from(image, data, job_id=self.id, provenance=provenance)
 
     async def trace(self) -> JobTrace:
-        """What of it took how long, in all services. Raises TraceNotFound while it runs, and when that is forgotten."""
+        """Return its time line in all services. Raise TraceNotFound while it runs, and once the gateway forgot it."""
         request = build_message(image_pb2.GetJobTraceRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.GetJobTrace, request)
         return trace_from(self.id, answer.trace)
 
     async def delete(self) -> None:
-        """Delete it with its pictures, its trace and its request_id. Raise JobNotFinished where it has not ended."""
+        """Delete it with its pictures, its trace and its request_id. Raise JobNotFinished if it has not ended."""
         request = build_message(image_pb2.DeleteJobRequest(), job_id=self.id)
         await self._connection.call(self._connection.images.DeleteJob, request)
 
     async def cancel(self) -> JobStatus:
-        """Cancels it, and says how it stands then; one that has ended stays as it is."""
+        """Cancel it unless it has ended, and return its state."""
         request = build_message(image_pb2.CancelJobRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.CancelJob, request)
         return status_from(answer.job)

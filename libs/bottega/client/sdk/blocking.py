@@ -1,6 +1,6 @@
-"""How the SDK without asyncio is made of the one with it: each method runs the asyncio one on a loop, and waits.
+"""Blocking twins of the asyncio SDK's methods: each runs the asyncio method on a loop, and waits.
 
-A method is written once, in the asyncio class; its blocking twin is one line (`models = blocking(Async.models)`), which
+A method is written once, in the asyncio class. Its blocking twin is one line (`models = blocking(Async.models)`), which
 has the same arguments for the type checker and the same documentation for people.
 """
 
@@ -20,14 +20,14 @@ OwnerT = TypeVar("OwnerT", bound="OnLoop")
 
 
 class OnLoop:
-    """An object of the asyncio SDK, and the loop that its methods run on."""
+    """A wrapper of an object of the asyncio SDK and the loop that its methods run on."""
 
     _async: Any
     _loop: LoopThread
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[OnLoop, P], T]:
-    """The method that waits for what `method` returns."""
+    """Return a method that waits for the result of `method`."""
 
     def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.run(method(self._async, *args, **kwargs))
@@ -39,7 +39,7 @@ def blocking_as(
     wrap: Callable[[OwnerT, T], WrappedT],
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[OwnerT, P], WrappedT]:
-    """The same, where what `method` returns has a blocking twin itself: `wrap` makes it."""
+    """Return a method that waits for the result of `method`, and wraps it into its own blocking twin."""
 
     def call(self: OwnerT, /, *args: P.args, **kwargs: P.kwargs) -> WrappedT:
         return wrap(self, self._loop.run(method(self._async, *args, **kwargs)))
@@ -50,7 +50,7 @@ def blocking_as(
 def iterating(
     method: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[OnLoop, P], Generator[T, None, None]]:
-    """The generator of what the asynchronous generator `method` yields."""
+    """Return a method whose generator yields what the asynchronous generator `method` yields."""
 
     def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
         return self._loop.iterate(method(self._async, *args, **kwargs))
@@ -62,7 +62,7 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
 def _documented(call: CallT, method: Callable[..., Any], *, returns: object = None) -> CallT:
-    """Name, text and signature of `method`, for help() and editors. returns: where it is another type."""
+    """Give a call the name, documentation and signature of `method`, with another return type if one is given."""
     functools.update_wrapper(call, method, assigned=("__name__", "__doc__"), updated=())
     if returns is not None:
         signature = inspect.signature(method).replace(return_annotation=returns)

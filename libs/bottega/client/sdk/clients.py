@@ -1,7 +1,7 @@
-"""The two clients that users make: what is asked of the gateway, and the methods of every add-on service.
+"""The two clients, which combine the calls to the gateway with the methods of every add-on.
 
-Each add-on is a package of bottega.client.addons; its client module has two classes of methods, which are bases here:
-the one place that names every add-on of the client.
+The client module of each package in bottega.client.addons has two classes of methods, which are bases here. This is the
+only place that lists the client's add-ons by name.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from bottega.client.addons.templates.client import AsyncTemplateMethods, Templat
 
 
 class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncTemplateMethods):
-    """A connection to a gateway.
+    """A connection to a gateway, for asyncio.
 
-    address: host:port; when absent $BOTTEGA_ADDRESS, else that of the suite that runs here (`bottega up`), else
-        127.0.0.1:8470. While nothing answers there, a warning is logged after 1.5 s, and the call goes on trying.
-    fleet_address: host:port where the gateway lists its services, which fleet() and the methods about ControlNets,
-        LoRAs, caches and templates need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that
-        runs here, else port 8472 of the gateway's machine.
-    api_key: shown to a gateway that asks for one; $BOTTEGA_API_KEY when absent, and "" is none.
-    tls: by which client and gateway know each other; what $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name when
-        absent, and without those all is in plain text.
-    timeout_s: deadline of every picture that is given none; above 0.
-    retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
+    Make it inside a running event loop, and close it (`async with` does): that cancels pictures that it has begun and
+    not finished. Every method raises classes of bottega.errors.
 
-    Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
-    and left unfinished are cancelled then. Every method raises classes of bottega.errors.
+    Args:
+        address: host:port of the gateway. The default is $BOTTEGA_ADDRESS, else the suite that runs here (`bottega
+            up`), else 127.0.0.1:8470. If nothing answers there, a warning is logged after 1.5 s, and the call goes on
+            trying.
+        fleet_address: host:port of the gateway's listener for services. fleet() and the methods about ControlNets,
+            LoRAs, caches and templates need it; drawing does not. The default is $BOTTEGA_FLEET, else the suite that
+            runs here, else port 8472 of the gateway's machine.
+        api_key: Key for a gateway that asks for one. The default is $BOTTEGA_API_KEY; "" gives none.
+        tls: Certificates. The default is the files that $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name; without
+            them nothing is encrypted.
+        timeout_s: Seconds that a call may take unless it is given a time of its own; above 0.
+        retry: How to retry while the gateway is UNAVAILABLE or busy; other errors are not retried.
     """
 
 
 class Client(CacheMethods, ControlNetMethods, LoraMethods, TemplateMethods):
-    """A connection to a gateway, without asyncio; AsyncClient documents the arguments.
+    """A connection to a gateway, without asyncio. AsyncClient documents the arguments.
 
-    Safe to share between threads. Close it (`with` does); one that is forgotten closes when it is collected.
+    It may be shared between threads. Close it (`with` does); otherwise it closes when it is garbage-collected.
     """
 
     _kind = AsyncClient

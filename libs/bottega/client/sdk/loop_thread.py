@@ -1,4 +1,4 @@
-"""An event loop in a thread, for callers that have none."""
+"""An event loop in a thread, for callers without asyncio."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# After Ctrl-C: how long a call may take to let go, which needs no network.
+# Seconds that a call may take to end after Ctrl-C, which needs no network.
 _CANCEL_S = 2.0
-# Tasks that missed the interrupt are cancelled once more, and have so long to end.
+# Seconds that a task may take to end when it is cancelled once more, because it missed the interrupt.
 _CLOSE_S = 2.0
 
 
@@ -24,19 +24,19 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` there and waits. When the wait is interrupted, it is cancelled and waited for."""
+        """Run a coroutine on the loop and wait for it. If the wait is interrupted, cancel it and wait for its end."""
         ended = threading.Event()
         future = asyncio.run_coroutine_threadsafe(_set_when_ended(coroutine, ended), self._loop)
         try:
             return future.result()
         except BaseException:
-            # Ctrl-C: what the coroutine does on its way out (cancelling its job) must come before close().
+            # After Ctrl-C, the coroutine must cancel its job before close().
             if future.cancel():
                 ended.wait(_CANCEL_S)
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items, each run for when it is asked for; leaving closes `items`. None of them may be None."""
+        """Yield items on demand, and close `items` at the end. No item may be None."""
         iteration = _Iteration(items)
         try:
             while (item := self.run(iteration.next())) is not None:
@@ -45,21 +45,21 @@ class LoopThread:
             self.run(iteration.close())
 
     def stop(self) -> None:
-        """Ends the loop and its thread."""
+        """End the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class _Iteration(Generic[T]):
-    """A generator that is asked for one item at a time, and may be closed while it is asked."""
+    """An asynchronous generator that yields one item at a time, and may be closed while it computes one."""
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:
         self._items = items
         self._next_task: asyncio.Task[Any] | None = None
 
     async def next(self) -> T | None:
-        """The next item; None at the end."""
+        """Return the next item; None at the end."""
         self._next_task = asyncio.current_task()
         try:
             return await anext(self._items, None)
@@ -67,7 +67,7 @@ class _Iteration(Generic[T]):
             self._next_task = None
 
     async def close(self) -> None:
-        """A caller that was interrupted may return before its call does: a generator that runs cannot be closed."""
+        """Cancel a running call and close the generator, which cannot be closed while it runs."""
         if self._next_task is not None:
             if not self._next_task.cancelling():
                 self._next_task.cancel()

@@ -1,6 +1,6 @@
-"""The SDK without asyncio, as far as the gateway alone is asked: the asyncio client on a loop in a thread of its own.
+"""The SDK without asyncio, for calls to the gateway: the asyncio client on a loop in a thread of its own.
 
-Add-ons (bottega.client.addons) derive from GatewayClient; bottega.client.sdk.clients puts all of them together.
+Add-ons (bottega.client.addons) derive from GatewayClient; bottega.client.sdk.clients combines all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ class Job(OnLoop):
 
     def __init__(self, job: AsyncJob, client: GatewayClient, loop: LoopThread) -> None:
         self._async = job
-        self._client = client  # closes when it is collected: not while its jobs are in use
+        self._client = (
+            client  # a client closes when it is garbage-collected, which must not happen while its jobs are used
+        )
         self._loop = loop
 
     @property
     def id(self) -> str:
-        """What the gateway calls it."""
+        """Its ID at the gateway."""
         return str(self._async.id)
 
     def __repr__(self) -> str:
@@ -43,7 +45,7 @@ class Job(OnLoop):
 
 
 class GatewayClient(OnLoop):
-    """What a client without asyncio asks of the gateway. See Client."""
+    """The calls of Client to the gateway; see there."""
 
     _kind: ClassVar[type[AsyncGatewayClient]] = AsyncGatewayClient
 
@@ -57,7 +59,7 @@ class GatewayClient(OnLoop):
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
-        async def opened() -> AsyncGatewayClient:  # a channel belongs to the loop that it is made in
+        async def opened() -> AsyncGatewayClient:  # a channel belongs to the loop in which it is made
             return self._kind(
                 address, fleet_address=fleet_address, api_key=api_key, tls=tls, timeout_s=timeout_s, retry=retry
             )
@@ -77,7 +79,7 @@ class GatewayClient(OnLoop):
 
     @property
     def shows_key(self) -> bool:
-        """Whether it shows an API key, by which the gateway knows a tenant."""
+        """Whether it gives an API key, by which the gateway knows a tenant."""
         return bool(self._async.shows_key)
 
     def __enter__(self) -> Self:
@@ -89,11 +91,11 @@ class GatewayClient(OnLoop):
         self.close()
 
     def close(self) -> None:
-        """Cancels what was left unfinished, then closes the connection. Twice is fine."""
+        """Cancel unfinished pictures, then close the connection. Further calls do nothing."""
         self._close()
 
     def job(self, job_id: str) -> Job:
-        """The job of that id, wherever it began. Asks nobody: an unknown one is JobNotFound when it is used."""
+        """Return a handle on the job with this ID. Its methods raise JobNotFound if there is no such job."""
         return self._job(self._async.job(job_id))
 
     def _job(self, job: AsyncJob) -> Job:

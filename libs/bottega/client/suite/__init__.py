@@ -1,1 +1,1 @@
-"""The whole suite on one machine: what `bottega up` plans, starts, watches and stops."""
+"""The suite of `bottega up`: plans, starts, supervises and stops all services on one machine."""

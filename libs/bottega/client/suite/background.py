@@ -1,4 +1,4 @@
-"""Starts a suite in the background, stops one, and ends what one left whose supervisor was killed."""
+"""Starts and stops a suite in the background, and ends processes that a killed suite left behind."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bottega.client.suite.plan import SuiteOptions
 from bottega.errors import BottegaError, Code, DeadlinePassed
 from bottega.state_folder import private_files
 
-# Without a sign of progress: a service that starts slowly says how far it is, and is given up itself before.
+# Seconds without progress. A slow service reports its progress, and the supervisor gives up on it before this time.
 _START_STALL_S = 300.0
-# The services' drain, the supervisor's patience with them, and some air.
+# Seconds to stop: the services' drain, the supervisor's grace, and a margin.
 _STOP_S = 30.0
 _LOOK_S = 0.1
 _ORPHAN_GRACE_S = 3.0
 
 
 class DidNotStart(BottegaError):
-    """A background instance ended before it was ready; the message is what it said."""
+    """A background instance ended before it was ready. The message is its output."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -39,19 +39,23 @@ def start_in_background(
 
     Args:
         options: What to run.
-        state: From which folder.
-        on_progress: Told how far services are whose start takes long.
+        state: The folder to run from.
+        on_progress: Called with the progress of slowly starting services.
 
-    Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
+    Raises:
+        AlreadyHeld: An instance runs from this folder.
+        StateFolderUnusable: The folder cannot be used.
+        DidNotStart: The instance ended.
+        DeadlinePassed: It was not ready in time.
     """
     if state.is_held():
         raise AlreadyHeld(state.holders())
     state.make()
-    said = state.logs / "up.out"
+    output_file = state.logs / "up.out"
     values = asdict(options)
     values |= values.pop("services")
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    with private_files(), said.open("wb") as output:
+    with private_files(), output_file.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *arguments],
             stdin=subprocess.DEVNULL,
@@ -60,16 +64,16 @@ def start_in_background(
             start_new_session=True,
         )
     try:
-        return _wait_until_ready(process, state, said, on_progress)
+        return _wait_until_ready(process, state, output_file, on_progress)
     except BaseException:
         process.terminate()
         raise
 
 
 def stop_instance(state: StateFolder) -> bool:
-    """Stops the instance that runs from `state` and waits until it is gone; False when there is none.
+    """Stop the instance that runs from a folder, and wait for its end. Return False if there is none.
 
-    Raises DeadlinePassed when it does not end.
+    Raises DeadlinePassed if it does not end.
     """
     record = state.read()
     if not state.is_held() or record is None:
@@ -84,7 +88,7 @@ def stop_instance(state: StateFolder) -> bool:
 
 
 def end_orphans(record: InstanceRecord | None) -> tuple[str, ...]:
-    """Ends the children of a dead instance with their process groups, and says their names."""
+    """End the children of a dead instance with their process groups, and return their names."""
     found = [(child, process) for child in (record.children if record else ()) if (process := _alive(child))]
     for _, process in found:
         process.terminate()
@@ -96,13 +100,13 @@ def end_orphans(record: InstanceRecord | None) -> tuple[str, ...]:
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], state: StateFolder, said: Path, on_progress: Callable[[str], None]
+    process: subprocess.Popen[bytes], state: StateFolder, output_file: Path, on_progress: Callable[[str], None]
 ) -> InstanceRecord:
     last: InstanceRecord | None = None
     deadline_s = time.monotonic() + _START_STALL_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise DidNotStart(said.read_text(errors="replace").strip() or "it ended without a word")
+            raise DidNotStart(output_file.read_text(errors="replace").strip() or "it ended without any output")
         record = state.read()
         if record and record.ready and record.pid == process.pid:
             return record
@@ -111,7 +115,7 @@ def _wait_until_ready(
                 on_progress(record.starting)
             last, deadline_s = record, time.monotonic() + _START_STALL_S
         time.sleep(_LOOK_S)
-    raise DeadlinePassed("the suite was not ready in time; bottega logs says how far it came")
+    raise DeadlinePassed("the suite was not ready in time; see bottega logs")
 
 
 def _alive(child: InstanceProcess) -> psutil.Process | None:

@@ -19,57 +19,54 @@ from bottega.errors import BottegaError, Code, ConfigError
 from bottega.manifest import ServiceSpec, SuiteSettings, missing_packages, options_of, read_services
 from bottega.model_files import MINIATURE, folder_of, name_of
 
-# People who press Ctrl-C wait for it; the services' own default is for machines in production.
+# Seconds of the services' drain. Their own default is longer: here a person waits after Ctrl-C.
 _DRAIN_GRACE_S = 5.0
 
 
 class PortTaken(BottegaError):
-    """Something else listens where the gateway should."""
+    """Another process listens on a port of the gateway."""
 
     code = Code.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """What somebody wants to run."""
+    """The options of a suite."""
 
     model: str = MINIATURE
     """`miniature`, or a folder in Diffusers' layout."""
     model_name: str = ""
-    """The name by which workers serve it; without it see `bottega.model_files.name_of`."""
+    """The name that requests give for it; if empty, see `bottega.model_files.name_of`."""
     device: str = "auto"
     dtype: str = "auto"
     """The element type of the model: auto, float32, float16 or bfloat16; see a worker's `engine.dtype`."""
     threads: int = 0
     """Threads of each worker; 0 divides the cores over the workers."""
     port: int = DEFAULT_PORT
-    """The gateway's port; the next one is for its metrics, the one after that for the fleet. 0 takes any three."""
+    """The gateway's port. The next two are for its metrics and the fleet. 0 for any three free ports."""
     services: Mapping[str, int] = field(default_factory=dict)
-    """Values of the services' own options, such as how many there are; others have their defaults."""
+    """Values of the services' own options, such as their number; others have their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process to keep running. Its stdin ends when its supervisor dies, and then it should end too.
-
-    environment: what differs from our own.
-    """
+    """A process to keep running. Its stdin ends with its supervisor, and then it should end, too."""
 
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are added to this process's environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """The processes of a suite, in the order of the manifest.
-
-    settings: what they have in common. counts: how many there are of each service.
-    """
+    """The processes of a suite, in the order of the manifest."""
 
     settings: SuiteSettings
+    """Settings that all services share."""
     processes: tuple[ProcessPlan, ...]
     counts: tuple[tuple[ServiceSpec, int], ...]
+    """The number of processes of each service."""
 
 
 def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
@@ -93,9 +90,9 @@ def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
 def _check_packages(services: list[ServiceSpec]) -> None:
     lacking = [(service, missing) for service in services if (missing := missing_packages(service))]
     if lacking:
-        each = "; ".join(f"the {service.title} needs {', '.join(missing)}" for service, missing in lacking)
+        needs = "; ".join(f"the {service.title} needs {', '.join(missing)}" for service, missing in lacking)
         install = " ".join(f"'{service.install}'" for service, _ in lacking)
-        raise ConfigError(f"{each}, not installed here: pip install {install}")
+        raise ConfigError(f"{needs}, not installed here: pip install {install}")
 
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
@@ -131,9 +128,9 @@ def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: P
 
 
 def _ports(port: int) -> list[int]:
-    """The gateway's port, the one of its metrics and the fleet's: `port` and the two after it, or any three if it is 0.
+    """Return the ports of the gateway, its metrics and the fleet: `port` and the next two, or any three if it is 0.
 
-    All are free now. Raises PortTaken.
+    Raises PortTaken if one of them is not free.
     """
     if not port:
         return free_ports(3)
@@ -145,44 +142,44 @@ def _ports(port: int) -> list[int]:
     return ports
 
 
-# Where Linux says from which range it gives ports to those who ask for any, and to connections: "first last".
-_GIVEN_TO_ANY = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# What stands below belongs to well-known services.
+# "first last": the range from which Linux assigns ports to sockets that ask for any, and to connections.
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Lower ports belong to well-known services.
 _FIRST = 10_000
 _TRIES = 100
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports of loopback on which nobody listens now, neighbours where possible, the first one chosen at random.
+    """Return free ports of loopback, adjacent if possible, the first one chosen at random.
 
-    They are outside the range from which the system serves who asks for any port, so that none of them goes to somebody
-    else before its service listens there. Where that range leaves no room, they are any that the system gives.
+    They are outside the range from which the system assigns ports, so that no other process gets one before its service
+    listens on it. If that range leaves no room, the system assigns them.
     """
-    last = _first_given_to_any() - count
+    last = _first_ephemeral_port() - count
     for _ in range(_TRIES if last >= _FIRST else 0):
         first = random.randint(_FIRST, last)
         ports = list(range(first, first + count))
         with suppress(OSError):
             check_free(ports)
             return ports
-    return _given(count)
+    return _assigned_ports(count)
 
 
 def check_free(ports: Sequence[int]) -> None:
-    """Raises OSError where somebody listens on one of these ports of loopback."""
+    """Raise OSError if one of these ports of loopback is in use."""
     with ExitStack() as held:
         for port in ports:
             held.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
-def _first_given_to_any() -> int:
+def _first_ephemeral_port() -> int:
     try:
-        return int(_GIVEN_TO_ANY.read_text(encoding="ascii").split()[0])
+        return int(_EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 
 
-def _given(count: int) -> list[int]:
+def _assigned_ports(count: int) -> list[int]:
     with ExitStack() as held:
         found = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]
+        return [server.getsockname()[1] for server in found]

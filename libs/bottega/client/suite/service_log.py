@@ -16,13 +16,13 @@ from typing import BinaryIO, Self
 
 from bottega.client.instance import StateFolderUnusable
 
-# Two files of this size a service: the newest days of a busy one, and no full disk.
+# Size of each of a service's two files: some days of a busy service, and no full disk.
 LOG_BYTES = 8 * 1024 * 1024
 _LONGEST_LINE = 64 * 1024
 
 
 class ServiceLog:
-    """NAME.log, which becomes NAME.log.1 when it is full."""
+    """A log file NAME.log, which becomes NAME.log.1 when it is full."""
 
     def __init__(self, folder: Path, name: str, *, size_bytes: int = LOG_BYTES) -> None:
         self._handler = logging.handlers.RotatingFileHandler(
@@ -30,19 +30,19 @@ class ServiceLog:
         )
 
     def write(self, line: str) -> None:
-        """Appends one line."""
+        """Append one line."""
         self._handler.emit(logging.makeLogRecord({"msg": "%s", "args": (line,)}))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._handler.close()
 
 
 class OutputPipe:
-    """A pipe that a process writes to and we read.
+    """A pipe for the output of a process.
 
-    Not asyncio's own (stdout=PIPE): with that, waiting for a process also waits for every descendant that
-    holds the pipe, so that a dead service with a living child would never be started again.
+    With asyncio's own pipe (stdout=PIPE), waiting for a process also waits for every descendant that holds the pipe, so
+    a dead service with a living child would never be restarted.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class OutputPipe:
         self._reads.close()
 
     async def reader(self) -> asyncio.StreamReader:
-        """Closes our copy of the end for writing, and reads the other."""
+        """Close this process's copy of the write end, and return a reader of the other end."""
         self._writes.close()
         stream = asyncio.StreamReader()
         self._reads, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -68,7 +68,7 @@ class OutputPipe:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of a stream until it ends; one that is far too long comes in pieces."""
+    """Yield the lines of a stream until it ends. A line that is far too long is split."""
     rest = b""
     while data := await stream.read(_LONGEST_LINE):
         *whole, rest = (rest + data).split(b"\n")
@@ -81,10 +81,10 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def fields_of(line: str) -> Mapping[str, object]:
-    """The fields of a JSON log line; a line that is none, such as a traceback, is its own event."""
+    """Return the fields of a JSON log line. Any other line, such as one of a traceback, becomes the event."""
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):  # anybody's words may be on stderr
+    except (ValueError, RecursionError):  # any library may write to stderr
         fields = None
     return fields if isinstance(fields, dict) else {"event": line}
 
@@ -93,7 +93,7 @@ _LOOK_S = 0.2
 
 
 def services_with_logs(folder: Path) -> list[str]:
-    """Names of the services that have a log in `folder`. Raises StateFolderUnusable where nobody may look."""
+    """Return the services that have a log in a folder. Raise StateFolderUnusable if it cannot be read."""
     try:
         return sorted(path.stem for path in folder.iterdir() if path.suffix == ".log")
     except FileNotFoundError:
@@ -103,9 +103,9 @@ def services_with_logs(folder: Path) -> list[str]:
 
 
 def last_lines(folder: Path, services: list[str], count: int) -> list[tuple[str, str]]:
-    """The last `count` lines of these services together, each with whose it is.
+    """Return the last `count` lines of these services together, each with the service's name.
 
-    By time; a line without one, such as a traceback's, stays where it stands in its log.
+    Lines are ordered by time. A line without a time, such as one of a traceback, keeps its place in its log.
     """
     timed = [[(moment, service, line) for moment, line in _timed(folder, service, count)] for service in services]
     merged = heapq.merge(*timed, key=lambda item: item[0])
@@ -113,7 +113,7 @@ def last_lines(folder: Path, services: list[str], count: int) -> list[tuple[str,
 
 
 class LogFollower:
-    """What is appended to one log from now on, also after it was rotated."""
+    """A reader of the lines that are appended to a log, across rotations."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,7 +122,7 @@ class LogFollower:
         self._rest = b""
 
     def new_lines(self) -> list[str]:
-        """The whole lines that came since the last call."""
+        """Return the complete lines since the last call."""
         data = self._file.read()
         if not data and self._rotated():
             self._file.close()
@@ -132,7 +132,7 @@ class LogFollower:
         return [line.decode(errors="replace") for line in whole]
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def _rotated(self) -> bool:
@@ -143,7 +143,7 @@ class LogFollower:
 
 
 def follow(folder: Path, services: list[str]) -> Iterator[tuple[str, str]]:
-    """Lines as they come, each with whose it is, for ever; close it."""
+    """Yield lines as they are appended, each with the service's name. The generator never ends; close it."""
     followers = {service: LogFollower(folder / f"{service}.log") for service in services}
     try:
         while True:

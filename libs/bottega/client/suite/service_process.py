@@ -1,4 +1,4 @@
-"""One service of a suite as a process: started, read, started again by a restart policy when it dies, stopped."""
+"""A process of a suite: starts it, reads its output, restarts it when it dies, and stops it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, lines_of
 from bottega.errors import BottegaError, Code, ConfigError
 
-# For what a process that has ended wrote last.
+# Seconds to read the last output of a process that has ended.
 _READ_REST_S = 1.0
 
 
 class DoesNotStart(BottegaError):
-    """A service died several times before it served once.
-
-    last_lines: of its log.
-    """
+    """A service died several times before it served once."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -34,36 +31,35 @@ class DoesNotStart(BottegaError):
         super().__init__(message)
         self.name = name
         self.last_lines = tuple(last_lines)
+        """The last lines of its log."""
 
 
 class ServiceListener(Protocol):
-    """The interface for news of services."""
+    """The interface for events of services."""
 
     def starting(self, name: str, progress: str) -> None:
-        """A service takes long to start, and is so far, such as "loading unet, 3.1 of 5.1 GB"."""
+        """Report the progress of a slow start, such as "loading unet, 3.1 of 5.1 GB"."""
 
     def serving(self, name: str, address: str) -> None:
-        """A service serves, for the first time or again."""
+        """Report that a service serves, for the first time or again."""
 
     def died(self, name: str, how: str, wait_s: float) -> None:
-        """A service died and will be started again after `wait_s`."""
+        """Report that a service died, and will be restarted after `wait_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How a dead service is started again.
-
-    first_wait_s, longest_wait_s: the wait doubles from one to the other.
-    steady_s: one that ran so long starts over with the first wait.
-    tries: deaths before it ever served, after which it is given up.
-    stop_grace_s: from SIGTERM to SIGKILL; above the drain that the services are configured with.
-    """
+    """The rules by which a dead service is restarted."""
 
     first_wait_s: float = 0.5
+    """Wait before the first restart; it doubles with every further one."""
     longest_wait_s: float = 30.0
     steady_s: float = 60.0
+    """Running time after which the wait starts over."""
     tries: int = 3
+    """Deaths before it ever served, after which it is given up."""
     stop_grace_s: float = 10.0
+    """Seconds from SIGTERM to SIGKILL; more than the drain that the services are configured with."""
 
 
 class ServiceProcess:
@@ -72,9 +68,9 @@ class ServiceProcess:
     def __init__(self, plan: ProcessPlan, logs: Path, listener: ServiceListener, policy: RestartPolicy) -> None:
         self.name = plan.name
         self.pid: int | None = None
-        """Of its process now, or None between two."""
+        """PID of its current process; None between two processes."""
         self.progress = ""
-        """How far it is, where its start takes long; empty when it serves."""
+        """How far a slow start is; empty when it serves."""
         self.serving = asyncio.Event()
         self._plan = plan
         self._listener = listener
@@ -84,7 +80,7 @@ class ServiceProcess:
         self._ever_served = False
 
     async def run(self) -> None:
-        """Keeps the service running until cancelled. Raises DoesNotStart with its last lines."""
+        """Keep the service running until cancelled. Raise DoesNotStart if it dies too often."""
         deaths = 0
         try:
             while True:
@@ -100,17 +96,17 @@ class ServiceProcess:
             self._log.close()
 
     def kill(self) -> None:
-        """Ends its process now, with all of its children."""
+        """Kill its process and all of its children."""
         if self.pid is not None:
             _end_group(self.pid)
 
     def _give_up_if_due(self, status: int, deaths: int) -> None:
-        """Raise DoesNotStart where another try would not help, or where there were enough of them."""
+        """Raise DoesNotStart if another try cannot help, or there were enough tries."""
         what = f"{self.name} does not start: "
         if status == ConfigError.exit_status:
             what += "its configuration cannot be used"
         elif deaths >= self._policy.tries:
-            what += f"it {_how_it_ended(status)}, and did so {deaths} times"
+            what += f"it {_how_it_ended(status)}, {deaths} times"
         else:
             return
         raise DoesNotStart(self.name, what, last_lines=self._last_lines)
@@ -131,7 +127,7 @@ class ServiceProcess:
                 _end_group(process.pid)
                 self.pid = None
                 self.serving.clear()
-                # Its group is gone, so the pipe ends; an unrelated process that inherited it must not hold us up.
+                # The pipe ends with the process group, unless an unrelated process inherited it.
                 await reading.join(_READ_REST_S)
                 await reading.cancel()
 
@@ -142,7 +138,7 @@ class ServiceProcess:
             stdout=output,
             stderr=output,
             env={**os.environ, **self._plan.environment},
-            # Its own group: a Ctrl-C in the terminal reaches us alone, and its children can be ended with it.
+            # A group of its own: Ctrl-C in the terminal does not reach it, and its children can be killed with it.
             start_new_session=True,
         )
 
@@ -170,7 +166,7 @@ class ServiceProcess:
 
 @contextmanager
 def _stdin_of_supervisor() -> Iterator[int]:
-    """A stdin that says nothing and ends with this process, even if that is killed: nobody else has its other end."""
+    """Yield a silent stdin that ends with this process, even if it is killed, as no other process has its write end."""
     read_end, write_end = os.pipe()
     try:
         yield read_end

@@ -1,4 +1,4 @@
-"""Runs a planned suite until it is told to stop, and says when all of it is ready."""
+"""Runs a planned suite until it is stopped, and reports when all of it is ready."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bottega.client.sdk.clients import AsyncClient
 from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_process import RestartPolicy, ServiceListener, ServiceProcess
 from bottega.client.transport.retry import RetryPolicy
+from bottega.client.types.fleet import FleetStatus
 from bottega.errors import DeadlinePassed, Unavailable
-from bottega.v1.fleet_pb2 import ListMembersResponse
 
-# How often the record is brought up to date and, until it is ready, the fleet is looked at.
+# Interval at which the record is updated and, until the suite is ready, the fleet is asked for.
 _LOOK_S = 0.3
 
 
 class Supervisor:
-    """A suite that runs from a state folder, which this process holds."""
+    """A supervisor of a suite that runs from a state folder, whose lock this process holds."""
 
     def __init__(
         self, plan: SuitePlan, state: StateFolder, listener: ServiceListener, policy: RestartPolicy | None = None
@@ -34,11 +34,15 @@ class Supervisor:
             ServiceProcess(process, state.logs, listener, policy or RestartPolicy()) for process in plan.processes
         ]
 
-    async def run(self, stop: asyncio.Event, on_ready: Callable[[ListMembersResponse], None]) -> None:
-        """Runs the suite until `stop`; then nothing of it is left.
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[FleetStatus], None]) -> None:
+        """Run the suite until `stop` is set, and end all of its processes.
 
-        on_ready: called once with the fleet, when every service serves, and all that join the fleet have joined it.
-        Raises DoesNotStart when a service never serves.
+        Args:
+            stop: Ends the suite.
+            on_ready: Called once with the fleet, when every service serves and all that join the fleet have joined it.
+
+        Raises:
+            DoesNotStart: A service died several times before it served.
         """
         services = (process.run() for process in self._processes)
         try:
@@ -47,11 +51,11 @@ class Supervisor:
             self._state.forget()
 
     def kill_all(self) -> None:
-        """Ends what is still running, without grace."""
+        """Kill all processes that are still running."""
         for process in self._processes:
             process.kill()
 
-    async def _watch(self, on_ready: Callable[[ListMembersResponse], None]) -> None:
+    async def _watch(self, on_ready: Callable[[FleetStatus], None]) -> None:
         written, ready, settings = None, False, self._plan.settings
         no_retry = RetryPolicy(patience_s=0.0)
         async with AsyncClient(settings.address, fleet_address=settings.fleet_address, retry=no_retry) as client:
@@ -74,7 +78,7 @@ class Supervisor:
                     written = record
                 await asyncio.sleep(_LOOK_S)
 
-    async def _whole_fleet(self, client: AsyncClient) -> ListMembersResponse | None:
+    async def _whole_fleet(self, client: AsyncClient) -> FleetStatus | None:
         """Return the fleet when every service serves and all that join it have reported to it, else None."""
         if not all(process.serving.is_set() for process in self._processes):
             return None
@@ -82,7 +86,7 @@ class Supervisor:
             fleet = await client.fleet()
         except (Unavailable, DeadlinePassed):
             return None
-        joined = Counter(member.registration.kind for member in fleet.members if member.HasField("load"))
+        joined = Counter(member.kind for member in fleet.members if member.reported)
         whole = all(joined[service.kind] >= count for service, count in self._plan.counts if service.joins)
         return fleet if whole else None
 

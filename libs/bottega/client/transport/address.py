@@ -1,4 +1,4 @@
-"""Where the gateway is, and where its fleet is listed, unless somebody says otherwise."""
+"""Default addresses of the gateway and its listener for services."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_FLEET_PORT = 8472
 
 
 def default_address() -> str:
-    """Return host:port of the gateway for whoever names none, command and SDK alike.
+    """Return the default host:port of the gateway, for the command and the SDK.
 
-    It is that of $BOTTEGA_ADDRESS, else of the suite that runs from the state folder, else the gateway's default port
-    on this machine.
+    It is $BOTTEGA_ADDRESS, else that of the suite that runs from the state folder, else the default port on this
+    machine.
     """
     if chosen := os.environ.get(ADDRESS_VARIABLE):
         return chosen
@@ -26,13 +26,13 @@ def default_address() -> str:
 
 
 def default_fleet_address(address: str) -> str:
-    """host:port of the fleet listener of the gateway at `address`.
+    """Return the default host:port of the listener for services of the gateway at `address`.
 
-    From the environment, else as the suite that runs here has it, else the gateway's own default on its machine.
+    It is $BOTTEGA_FLEET, else that of the suite that runs from the state folder, else the default port on the gateway's
+    machine.
     """
-    said = os.environ.get(FLEET_VARIABLE)
-    if said:
-        return said
+    if chosen := os.environ.get(FLEET_VARIABLE):
+        return chosen
     record = StateFolder(state_folder()).running()
     if record is not None and _as_number(record.address) == _as_number(address):
         return record.fleet_address

@@ -1,7 +1,7 @@
-"""Answers of servers, which a client need not trust: bounded before anything is made of them.
+"""Bounds on the answers of servers, which a client need not trust.
 
-Two bytes of an empty message in a list become a hundred, so that an answer within the bounds of a message could take a
-gigabyte. One with more fields than any fleet has, or that is no message, raises where somebody looks into it.
+An empty message in a list takes two bytes on the wire and a hundred in memory, so an answer of valid size could take a
+gigabyte. An answer with too many fields, or one that is no message, raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bottega.rpc.interceptor.message_limits import has_unknown_fields
 
 AnswerT = TypeVar("AnswerT")
 
-# A fleet of 256 services that host hundreds of LoRAs each has half as many.
+# Twice the fields of a fleet of 256 services that each host hundreds of LoRAs.
 MAX_FIELDS = 1 << 20
 
 
 class BoundedChannels(Channels):
-    """Opens channels of a client, by which no answer takes more memory than `MAX_FIELDS` fields and its bytes."""
+    """A factory of a client's channels, whose answers have at most `MAX_FIELDS` fields."""
 
     def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
         """Return a channel; see Channels.open."""
@@ -34,7 +34,7 @@ class BoundedChannels(Channels):
 
 
 class _BoundedChannel:
-    """A channel whose answers are looked at before they are parsed."""
+    """A channel that counts the fields of answers before they are parsed."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -49,7 +49,7 @@ class _BoundedChannel:
         await self._channel.__aexit__(kind, error, at)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the channel has; its makers of calls get a parser that looks first."""
+        """Return an attribute of the channel. Its methods that make calls get a parser that counts fields first."""
         found = getattr(self._channel, name)
         if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             return found
@@ -61,9 +61,9 @@ class _BoundedChannel:
 
 
 class _Unreadable:
-    """Stands for an answer that cannot be read: whoever looks into it gets the error.
+    """A stand-in for an answer that cannot be read, which raises an error on every access.
 
-    gRPC logs what a parser raises, and gives out None.
+    A parser cannot raise it itself: gRPC logs its errors and returns None.
     """
 
     def __init__(self, error: InternalError) -> None:
@@ -74,7 +74,7 @@ class _Unreadable:
 
 
 def readable(answer: AnswerT) -> AnswerT:
-    """Return an answer. Raises InternalError where it is one that cannot be read."""
+    """Return an answer. Raise InternalError if it could not be read."""
     if isinstance(answer, _Unreadable):
         raise answer.error
     return answer
@@ -90,7 +90,7 @@ def _bounded(parse: Callable[[bytes], Any] | None, method: str) -> Callable[[byt
             has_unknown_fields(raw, descriptor, max_fields=MAX_FIELDS)
             return parse(raw)
         except TooLarge:
-            why = f"has more than {MAX_FIELDS:,} fields, or nests deeper than any answer of Bottega"
+            why = f"has more than {MAX_FIELDS:,} fields, or is nested too deeply"
         except DecodeError:
             why = "cannot be read"
         return _Unreadable(InternalError(f"the server's answer to {method.rpartition('/')[2]} {why}"))

@@ -36,48 +36,48 @@ CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
 # Twice what a gateway keeps of a whole job by default.
 MAX_IMAGE_BYTES = 256 << 20
-# What gRPC says of a certificate that is not believed.
+# gRPC's message about a certificate that is not trusted.
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _TLS_ADVICE = {
     False: f"name the authority of its certificate: {VARIABLES[0]}, or Client(tls=Tls(...))",
     True: f"call it without: unset {VARIABLES[0]}, or leave tls out of Client(...)",
 }
 
-# A gateway that has told how a job ended ends the call itself, within this time.
+# Seconds within which a gateway ends a call after the last event of its job.
 _END_S = 1.0
-# A caller wants to know within 2 s that nothing answers; a gateway that restarts is mostly back before.
+# Seconds until a caller is warned that nothing answers; a restarting gateway is mostly back before.
 UNREACHED_S = 1.5
 
 
 class TlsMismatch(Unavailable):
-    """The two ends of a connection do not agree on TLS, or on a certificate: trying again does not help."""
+    """The two ends of a connection do not agree on TLS, or on a certificate. A retry does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTerms:
-    """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
-
-    encrypted: whether the connection uses TLS. fleet: whether that is the gateway's fleet listener.
-    report_unreached: logs a warning if there is no connection; called when there is no answer after UNREACHED_S.
-    """
+    """The server of a call, its deadline and its retries."""
 
     address: str
+    """host:port of the server."""
     deadline: CallDeadline
     retry: RetryPolicy
     encrypted: bool = False
+    """Whether the connection uses TLS."""
     fleet: bool = False
+    """Whether the server is the gateway's listener for services."""
     report_unreached: Callable[[], None] = lambda: None
+    """Called if there is no answer after UNREACHED_S; logs a warning if there is no connection."""
 
 
 class EventCarrier(Protocol):
-    """A response of Generate or WatchJob."""
+    """The interface of a response of Generate or WatchJob."""
 
     @property
     def event(self) -> JobEvent: ...
 
 
 class EventStream(Protocol[CarrierT_co]):
-    """An open stream of a job's events."""
+    """The interface of an open stream of a job's events."""
 
     def __aiter__(self) -> AsyncIterator[CarrierT_co]: ...
     def cancel(self) -> bool: ...
@@ -94,7 +94,7 @@ async def call_with_retries(
     """Return the answer to a request, retrying as the policy says. Raise the gateway's BottegaError.
 
     Args:
-        before_try: Updates what of the request depends on the time, or raises to end the retries.
+        before_try: Updates the fields of the request that depend on the time, or raises to end the retries.
     """
     backoff = Backoff(terms.retry, terms.deadline)
     with _unreached_timer(terms):
@@ -112,8 +112,12 @@ async def follow_events(
 ) -> AsyncGenerator[JobEvent | Interrupted, None]:
     """Yield a job's events until its last one, over as many streams as that takes.
 
-    attach: opens the stream, given the seconds that it may last; a known job goes on as it stands.
-    Raises the BottegaError that ended the job, or the last failure when the patience of `terms` is over.
+    Args:
+        attach: Opens a stream that may last the given seconds. For a job that exists it continues from its state.
+        terms: The terms of the call.
+
+    Raises:
+        BottegaError: The job failed, or the retries are used up.
     """
     with _unreached_timer(terms):
         async with contextlib.aclosing(_follow_events(attach, terms)) as items:
@@ -144,7 +148,7 @@ async def _follow_events(
         finally:
             call.cancel()
         if accepted:
-            backoff.reset()  # it was well until now, however long nothing happened that was worth a word
+            backoff.reset()  # the stream was fine until now, even if there was no event for a long time
         wait_s = backoff.wait_s(failure)
         yield Interrupted(error=failure, wait_s=wait_s)
         await asyncio.sleep(wait_s)
@@ -160,7 +164,7 @@ def _unreached_timer(terms: CallTerms) -> Iterator[None]:
 
 
 async def _wait_for_end(call: EventStream[CarrierT_co]) -> None:
-    """Cancelling a call whose last event has come would make it a cancelled one in the gateway's metrics and logs."""
+    """Wait until the gateway ends the call. Cancelling it would count as a cancelled call in the gateway's metrics."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
 
@@ -172,9 +176,9 @@ async def fetch_image(
     *,
     max_bytes: int = MAX_IMAGE_BYTES,
 ) -> tuple[Image, bytes]:
-    """Return one finished image and its bytes, of which there may be `max_bytes`.
+    """Return one finished image and its bytes.
 
-    Raises InternalError where they do not match their digest, or are more than were announced or an image may have.
+    Raises InternalError if the bytes do not match their digest, or are more than announced or than `max_bytes`.
     """
     backoff = Backoff(terms.retry, terms.deadline)
     with _unreached_timer(terms):
@@ -190,7 +194,7 @@ async def fetch_image(
 
 
 def check_digest(image: Image, digest: str) -> None:
-    """Raises InternalError when the bytes that came are not those that were drawn."""
+    """Raise InternalError if received bytes do not match the image's digest."""
     if digest != image.digest:
         raise InternalError(f"the bytes of image {image.index} do not match their digest; fetch it again")
 
@@ -204,7 +208,9 @@ async def _read_image(
             image = response.image
         bound = min(image.size_bytes, max_bytes)
         if len(data) + len(response.chunk) > bound:
-            raise InternalError(f"image {image.index} has more than the {bound} bytes that were announced or may be")
+            raise InternalError(
+                f"image {image.index} has more than the {bound} bytes that were announced or are allowed"
+            )
         data += response.chunk
         digest.update(response.chunk)
     check_digest(image, digest.hexdigest())
@@ -212,20 +218,20 @@ async def _read_image(
 
 
 async def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
-    """Return what the gateway meant, where asking again may help. Raises it where it does not."""
+    """Return the gateway's error if a retry may help. Raise it if not."""
     failure: BottegaError = from_rpc_error(error)
     answered = was_answered(error)
     if isinstance(failure, DeadlinePassed) and not answered:
-        raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
+        raise terms.deadline.passed() from error  # gRPC's own message names its internal parts
     if isinstance(failure, JobCancelled) and not answered:
-        # A gateway that ends cuts its calls off so; that a job was cancelled it says in its own words.
+        # A stopping gateway cuts calls off like this. A cancelled job has a message of its own.
         failure = Unavailable("the gateway cut the call off")
     if isinstance(failure, QueueFull) and "limit" in failure.metadata:
-        return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
+        return failure  # the gateway is busy at the moment; its queue of jobs is not full
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
         raise failure from error
     if not answered:
-        # Here, too, gRPC's own words stay in the chain of causes.
+        # gRPC's own message stays in the chain of causes.
         if mismatch := await find_tls_mismatch(terms.address, encrypted=terms.encrypted):
             raise TlsMismatch(f"{mismatch}; {_TLS_ADVICE[terms.encrypted]}") from error
         if terms.encrypted and any(_UNTRUSTED in note for note in getattr(failure, "__notes__", ())):
@@ -248,6 +254,6 @@ def _unanswered(terms: CallTerms) -> Unavailable:
 
 
 def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
-    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused at the
-    # door for want of a worker or a ControlNet may be let in later, such as when the gateway has just restarted.
+    # A job that ended so stays ended, and attaching to it would return the same error. A call that was refused because
+    # there was no worker or ControlNet may be accepted later, such as when the gateway has just restarted.
     return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker | NoControlNet))

@@ -1,4 +1,4 @@
-"""Cancels jobs whose caller left, and says after which errors nothing is left to cancel."""
+"""Cancels jobs whose caller left."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A gateway that is there answers in milliseconds; a process that exits should not wait for one that is not.
+# A running gateway answers in milliseconds; a process that exits should not wait for a missing one.
 _CANCEL_S = 3.0
 
 
 class CancelOnExit:
-    """Jobs that are being cancelled because their caller left."""
+    """The cancellations of jobs whose caller left."""
 
     def __init__(self, images: ImageServiceAsyncStub) -> None:
         self._images = images
@@ -29,9 +29,11 @@ class CancelOnExit:
         self._over = False
 
     def cancel_soon(self, request: GenerateRequest, job_id: str) -> None:
-        """Begins to cancel the job, in the background.
+        """Cancel a job in the background.
 
-        job_id: empty when the caller left before hearing it; then the request_id finds the job.
+        Args:
+            request: The request of the job. Its request_id finds the job if `job_id` is empty.
+            job_id: Empty if the caller left before it was known.
         """
         if self._over:
             _log.warning("a request was left unfinished when its client was closed; it may still run")
@@ -39,7 +41,7 @@ class CancelOnExit:
         self._tasks.start(self._cancel(request, job_id))
 
     async def finish(self) -> None:
-        """Waits until all of them are cancelled, each within its own deadline; takes no more of them afterwards."""
+        """Wait until all jobs are cancelled, each within its own deadline, and refuse further ones."""
         await self._tasks.join()
         self._over = True
 
@@ -50,7 +52,7 @@ class CancelOnExit:
                 return
             await self._images.CancelJob(CancelJobRequest(job_id=found), timeout=_CANCEL_S)
         except grpc.RpcError as error:
-            # Without an id there may be no job at all: nobody ever answered.
+            # Without an ID there may be no job: the gateway never answered.
             level = logging.WARNING if job_id else logging.DEBUG
             _log.log(level, "job %s was left unfinished and could not be cancelled: %s", job_id, error.code().name)
 
@@ -65,7 +67,7 @@ class CancelOnExit:
 
 
 def job_has_ended(error: BottegaError) -> bool:
-    """Whether the error says that the job has ended, or never began."""
+    """Return whether an error means that the job has ended, or never began."""
     if isinstance(error, Unavailable):
         return isinstance(error, NoWorker | WorkerLost)
     return not isinstance(error, DeadlinePassed)

@@ -1,4 +1,4 @@
-"""One gateway as the SDK's parts share it: its address, its channels, and how long calls to it may take."""
+"""The connection to a gateway that the SDK's parts share: its address, its channels and its time-outs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
 from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 
-# A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
+# Calls that draw nothing are answered in milliseconds; a gateway that takes longer than this hangs.
 _SHORT_CALL_S = 30.0
 
 _LOG = logging.getLogger(__name__)
@@ -31,21 +31,26 @@ _of_fleet: ContextVar[Channels | None] = ContextVar("channels of the fleet", def
 
 
 def service_channels() -> Channels:
-    """Opens channels to services of the fleet that this task has asked for: they know this client as the gateway does.
+    """Return the factory of channels to services of the fleet, with the credentials of the client that listed it.
 
-    Where it has asked for none, as the environment says.
+    A task that has not listed a fleet gets the credentials of the environment.
     """
     return _of_fleet.get() or channels_of(tls_from_environment())
 
 
 class GatewayConnection:
-    """A channel to the gateway at `address`, with its stubs. Made in a running event loop; close it.
+    """A channel to a gateway, with its stubs. Make it in a running event loop, and close it.
 
-    fleet_address: of its fleet listener; where it is absent, it is looked for when the fleet is asked for.
-    api_key: shown to the gateway, and to nobody else; empty is none. tls: by which they know each other; without, all
-    is in plain text.
-    timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait, an address none, or
-    a key none.
+    Args:
+        address: host:port of the gateway.
+        fleet_address: host:port of its listener for services; None for the default, found when the fleet is listed.
+        api_key: Key that is shown to the gateway only; empty for none.
+        tls: Certificates; None for connections that are not encrypted.
+        timeout_s: Seconds that a call may take unless it is given a time of its own.
+        retry: How to retry.
+
+    Raises:
+        InvalidRequest: An address, the key or the time is invalid.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class GatewayConnection:
             self._fleet_channel = self._open("fleet_address", fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
-        """Return the terms of a call with this time limit; None is the connection's own."""
+        """Return the terms of a call with this time limit; None for the connection's own."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return CallTerms(
             address=self.address,
@@ -90,7 +95,7 @@ class GatewayConnection:
         *,
         before_try: Callable[[RequestT], None] = lambda _: None,
     ) -> ResponseT:
-        """The answer of a call that draws nothing. before_try: as in call_with_retries."""
+        """Return the answer to a call that draws nothing. `before_try` is as in call_with_retries."""
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
@@ -110,18 +115,18 @@ class GatewayConnection:
         return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
 
     async def close(self) -> None:
-        """Ends the channels."""
+        """Close the channels."""
         await self._channel.close()
         if self._fleet_channel is not None:
             await self._fleet_channel.close()
 
     def _report_unreached(self) -> None:
-        """Log once that nothing answers, for a caller that would else wait in silence until the patience is over."""
+        """Log once that nothing answers, because the caller would otherwise wait in silence."""
         if self._reported or self._channel.get_state() is grpc.ChannelConnectivity.READY:
             return
         self._reported = True
         _LOG.warning(
-            "no gateway answers at %s yet; trying on. Start one with `bottega up`, or name another: address, %s",
+            "no gateway answers at %s yet; still trying. Start one with `bottega up`, or set another address or %s",
             self.address,
             ADDRESS_VARIABLE,
         )
@@ -130,9 +135,9 @@ class GatewayConnection:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
     def _open(self, name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
-        """The channel; it connects when it is used first. name: of the argument, for an address that is none."""
+        """Return a channel, which connects when it is first used. `name` is the argument that an error names."""
         try:
             return self.channels.open(Target(address=address, role=Role.GATEWAY), api_key=api_key)
-        except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
+        except (AttributeError, *UNSENDABLE):  # AttributeError: gRPC's, for an address that is no text
             rule = f"must be HOST:PORT; got {describe(address)}"
             raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None

@@ -1,4 +1,4 @@
-"""What a client and its gateway know each other by: certificates and the API key."""
+"""Credentials of a client: its certificates and its API key."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ VARIABLES = ("BOTTEGA_TLS_AUTHORITY", "BOTTEGA_TLS_CERTIFICATE", "BOTTEGA_TLS_KE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files in PEM, as `bottega certs` makes them.
-
-    authority: whose certificates are believed. certificate, key: shown to a gateway that asks for them; one that asks
-    for an API key instead needs none.
-    """
+    """PEM files of certificates, as `bottega certs` makes them."""
 
     authority: str | Path
+    """File of the authority that must have signed the gateway's certificate."""
     certificate: str | Path | None = None
+    """File of the client's certificate; None for a gateway that asks for an API key instead."""
     key: str | Path | None = None
+    """File of the certificate's key."""
 
 
 def tls_from_environment() -> Tls | None:
-    """What BOTTEGA_TLS_AUTHORITY and the others name; None where nothing does. Raises InvalidRequest."""
+    """Return the files that BOTTEGA_TLS_AUTHORITY and the other variables name; None if none of them is set."""
     authority, certificate, key = (os.environ.get(name, "").strip() for name in VARIABLES)
     if not (authority or certificate or key):
         return None
     if not authority:
-        raise _refusal(f"{VARIABLES[0]} is not set, and TLS needs to know whom to believe")
+        raise _refusal(f"{VARIABLES[0]} is not set, and TLS needs an authority to trust")
     return Tls(authority=authority, certificate=certificate or None, key=key or None)
 
 
@@ -44,7 +43,7 @@ def channels_of(tls: Tls | None) -> Channels:
     if tls is None:
         return BoundedChannels()
     if (tls.certificate is None) != (tls.key is None):
-        raise _refusal("a certificate and its key go together")
+        raise _refusal("a certificate needs its key, and a key its certificate")
     try:
         if tls.certificate is None:
             return BoundedChannels(AuthorityFile(Path(tls.authority)))
@@ -62,12 +61,12 @@ KEY_VARIABLE = "BOTTEGA_API_KEY"
 
 
 def default_key() -> str:
-    """From the environment; empty is none."""
+    """Return the API key of the environment; empty if there is none."""
     return os.environ.get(KEY_VARIABLE, "").strip()
 
 
 def checked_key(key: str) -> str:
-    """The key, or "" for none. Raises InvalidRequest for what is none, without showing it."""
+    """Return a valid key, or "" for none. Raise InvalidRequest for an invalid key, without showing it."""
     if key and parse_key(key) is None:
         rule = "must be btg_, 16 hexadecimal digits, _ and 64 more, as `bottega tenants add` shows it once"
         raise InvalidRequest(f"api_key: {rule}", violations=[Violation(field="api_key", description=rule)])

@@ -1,4 +1,4 @@
-"""When to try again and when to give up: plain arithmetic on time, and the error of a call whose time ran out."""
+"""Rules of retries: waits, deadlines, and the error of a call whose time ran out. It only computes with times."""
 
 from __future__ import annotations
 
@@ -11,46 +11,44 @@ from bottega.client.types.events import Event, Progress
 from bottega.client.types.messages import describe
 from bottega.errors import BottegaError, DeadlinePassed, InvalidRequest, Unavailable, Violation
 
-# Thirty years. gRPC takes a moment that is much further away for one that has passed.
+# Thirty years. gRPC takes a much later moment for one that has passed.
 _LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How to go on when the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is ever retried.
-
-    patience_s: give up when it was unavailable for so long. A gateway and its workers are back within
-        seconds of a restart; a backend that starts together with its gateway finds it, too.
-    reach_s: give up when nothing has ever answered, and that for so long; a person who forgot to start a gateway wants
-        to hear that sooner than that one is still without workers, or that the one which drew is gone.
-    first_wait_s, longest_wait_s: the wait doubles from one to the other, each drawn between half and all of it.
-    """
+    """The rules of retries while the gateway is UNAVAILABLE or busy; other errors are not retried."""
 
     patience_s: float = 30.0
+    """Seconds of unavailability after which to give up. A gateway and its workers restart within seconds."""
     reach_s: float = 30.0
+    """Seconds after which to give up if nothing has ever answered. For people this may be shorter than `patience_s`:
+    they may have forgotten to start a gateway."""
     first_wait_s: float = 0.1
+    """Longest wait before the first retry; it doubles with every retry. Each wait is random, at least half of it."""
     longest_wait_s: float = 2.0
 
 
 class CallTimeout(DeadlinePassed):
-    """The caller's own time is over, which says nothing of the job's."""
+    """The caller's own time is over. The job may go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDeadline:
-    """The moment (time.monotonic) after which the caller no longer wants the answer.
-
-    allowed_s: seconds that there were at first, for what is said when they are over.
-    """
+    """The moment after which the caller no longer wants the answer."""
 
     at_s: float
+    """By time.monotonic()."""
     allowed_s: float
+    """Seconds that the call had at first, for error messages."""
 
     @classmethod
     def after(cls, seconds: object, *, name: str = "timeout_s") -> CallDeadline:
-        """The moment so many seconds from now. Raises InvalidRequest for a number that is no time to wait.
+        """Return the deadline that is so many seconds away. Raise InvalidRequest if they are invalid.
 
-        name: of the argument that said so.
+        Args:
+            seconds: The argument that a caller gave.
+            name: The name of that argument.
         """
         if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_S:
             rule = f"must be a number of seconds above 0, at most {_LONGEST_S:g}; got {describe(seconds)}"
@@ -58,19 +56,19 @@ class CallDeadline:
         return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
 
     def remaining_s(self) -> float:
-        """Seconds to go. Raises DeadlinePassed when there are none."""
+        """Return the seconds that remain. Raise CallTimeout if none do."""
         remaining_s = self.at_s - time.monotonic()
         if remaining_s <= 0:
             raise self.passed()
         return remaining_s
 
     def passed(self) -> CallTimeout:
-        """What is raised when nothing remains."""
+        """Return the error of a call whose deadline has passed."""
         return CallTimeout(f"not done within {self.allowed_s:g} s")
 
 
 class Backoff:
-    """The waits between the tries of one call."""
+    """A generator of the waits between the tries of one call."""
 
     def __init__(
         self,
@@ -89,23 +87,23 @@ class Backoff:
         self._reached = False
 
     def reset(self) -> None:
-        """The gateway did what it was asked: start over."""
+        """Start over, because the gateway has served the call."""
         self._tries = 0
         self._last_answer_s = self._clock()
         self._reached = True
 
     def wait_s(self, error: BottegaError) -> float:
-        """Seconds to wait before the next try; at least what the gateway asked for.
+        """Return the seconds to wait before the next try; at least as many as the gateway asked for.
 
-        Raises `error` when patience or the deadline would end before that.
+        Raises `error` if the patience or the deadline would end before that.
         """
         longest_s = min(self._policy.first_wait_s * 2**self._tries, self._policy.longest_wait_s)
         self._tries += 1
         wait_s = self._draw(longest_s / 2, longest_s)
         if error.retry_after_s is not None:
-            # The jitter goes on top: callers that were told the same number must not come back at once.
+            # Plus a random time, so that callers that got the same number do not retry at the same moment.
             wait_s += error.retry_after_s
-        self._reached |= type(error) is not Unavailable  # a reason is only given by a gateway that is there
+        self._reached |= type(error) is not Unavailable  # only a running gateway gives a reason
         patience_s = self._policy.patience_s if self._reached else min(self._policy.patience_s, self._policy.reach_s)
         after_s = self._clock() + wait_s
         if after_s > self._last_answer_s + patience_s or after_s >= self._deadline.at_s:
@@ -114,12 +112,12 @@ class Backoff:
 
 
 _GOES_ON = "The job goes on: client.job({job_id!r}).stream() follows it, and .result() has its pictures."
-_ENDS = "Allow more time (timeout_s), or submit() a job that outlives the call and fetch its pictures later."
+_ENDS = "Allow more time (timeout_s), or submit() a job, which outlives the call, and fetch its pictures later."
 
 
 @dataclass(slots=True, kw_only=True)
 class LastProgress:
-    """How far a job came, as its caller was told; no job_id when nothing was told."""
+    """The progress of a job as its caller knows it; without a job_id if there was no event."""
 
     job_id: str = ""
     steps_done: int = 0
@@ -133,9 +131,12 @@ class LastProgress:
 
 
 def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -> DeadlinePassed:
-    """The error with what is known of the job; what to do stands in its notes.
+    """Return an error that tells the job's progress, with advice in its notes.
 
-    goes_on: the job outlives its caller.
+    Args:
+        error: The error of the call.
+        last: The job's progress.
+        goes_on: Whether the job outlives its caller.
     """
     if not last.job_id:
         return error

@@ -1,4 +1,4 @@
-"""A job's stream as typed events, with the pictures complete."""
+"""Typed events of a job's stream, with complete pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
 
 
-# Far above what a request may ask for, and four times what a gateway keeps of a job by default.
+# Far above the limit of a request, and four times what a gateway keeps of a job by default.
 _MAX_IMAGES = 1024
 _MAX_RESULT_BYTES = 512 << 20
 
@@ -35,9 +35,14 @@ _MAX_RESULT_BYTES = 512 << 20
 async def watch_job(
     attach: Callable[[float], EventStream[CarrierT_co]], images: ImageServiceAsyncStub, terms: CallTerms
 ) -> AsyncGenerator[Event, None]:
-    """The events of the job that `attach` opens, ending with Completed.
+    """Yield the events of a job, the last of which is Completed. Raise the job's error if it failed.
 
-    Pictures that did not ride in the last event are fetched. Raises the BottegaError that ended the job.
+    Pictures that the last event does not contain are fetched.
+
+    Args:
+        attach: Opens the job's stream.
+        images: The gateway's stub.
+        terms: The terms of the call.
     """
     async with aclosing(follow_events(attach, terms)) as items:
         async for item in items:
@@ -59,12 +64,12 @@ async def watch_job(
 
 
 async def wait_until_completed(events: AsyncGenerator[Event, None]) -> Completed:
-    """The last of a job's events. Raises what ended the job otherwise."""
+    """Return the last of a job's events. Raise the job's error if it failed."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Completed):
                 return event
-    raise InternalError("the stream of events ended without a last one")
+    raise InternalError("the stream of events ended before the job completed")
 
 
 def _progress(event: JobEvent) -> Progress:
@@ -80,7 +85,7 @@ def _progress(event: JobEvent) -> Progress:
 async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:
     images_of_job = event.completed.images
     if not images_of_job:
-        raise InternalError("the gateway says that the job completed, and names no image of it")
+        raise InternalError("the gateway reports a completed job without an image")
     if len(images_of_job) > _MAX_IMAGES or sum(image.size_bytes for image in images_of_job) > _MAX_RESULT_BYTES:
         raise InternalError(
             f"the gateway announces more than {_MAX_IMAGES} images of one job, or more than"

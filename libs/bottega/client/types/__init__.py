@@ -1,3 +1,1 @@
-"""Values of the SDK (options, events, pictures, LoRAs, ControlNets, jobs) and how they become the contract's messages
-and come back; and the results of checks.
-"""
+"""Values of the SDK, such as options, events, pictures and jobs, and their conversion to and from messages."""

@@ -1,4 +1,4 @@
-"""The result of a check, and what to do about it."""
+"""Results of the checks of `bottega doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a result."""
 
     OK = "ok"
     WARN = "warn"
@@ -16,23 +16,25 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the checkup. todo: what helps; empty when nothing has to be done."""
+    """The result of one check."""
 
     level: Level
     what: str
+    """What was found."""
     todo: str = ""
+    """What to do about it; empty if nothing has to be done."""
 
 
 def ok(what: str) -> CheckResult:
-    """As it should be."""
+    """Return a result without a problem."""
     return CheckResult(Level.OK, what)
 
 
 def warn(what: str, todo: str) -> CheckResult:
-    """Works, but not for everything."""
+    """Return a result about a problem that affects only some uses."""
     return CheckResult(Level.WARN, what, todo)
 
 
 def fail(what: str, todo: str) -> CheckResult:
-    """Nothing works until it is put right."""
+    """Return a result about a problem that must be solved first."""
     return CheckResult(Level.FAIL, what, todo)

@@ -1,4 +1,4 @@
-"""What happens to a job, as typed events."""
+"""Typed events of a job."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from bottega.errors import BottegaError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """The job waits for a worker.
-
-    place: jobs of the same model before it.
-    estimate_s: seconds until it completes; None while nothing has been measured.
-    """
+    """The job waits for a worker."""
 
     job_id: str
     place: int
+    """Number of jobs of the same model before it."""
     estimate_s: float | None
+    """Estimated seconds until it completes; None if nothing has been measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """A look at a picture before it is finished: a small JPEG of its latent."""
+    """A small image of an unfinished picture."""
 
     index: int
+    """Index of the picture in the job, from 0."""
     jpeg: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The job runs. Steps are counted over all its images; previews come when they were asked for."""
+    """The job runs."""
 
     job_id: str
     steps_done: int
+    """Denoising steps done, over all pictures."""
     steps_total: int
     previews: tuple[Preview, ...] = ()
+    """Previews, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """The gateway cannot be reached or is restarting; the SDK attaches again by itself after `wait_s`."""
+    """The gateway does not answer. The SDK attaches again by itself after `wait_s`."""
 
     error: BottegaError
     wait_s: float
@@ -50,7 +51,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The job is done; always the last event."""
+    """The job has completed. This is always the last event."""
 
     job_id: str
     images: tuple[Picture, ...]

@@ -1,4 +1,4 @@
-"""Input images as callers give them: encoded bytes, a path, a Pillow image or a picture of ours; how they travel."""
+"""Input images as callers give them: encoded bytes, a path, a Pillow image or a Picture; and their encoding."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
 
 
 class PillowImage(Protocol):
-    """What the SDK uses of a Pillow image, so that it need not import Pillow."""
+    """The interface of a Pillow image, so that the SDK need not import Pillow."""
 
     def save(self, fp: Any, format: str | None = None) -> None: ...
 
 
 ImageSource = bytes | str | os.PathLike[str] | PillowImage | Picture
 
-# Pillow's own: an image whose mode is none of PNG's, or that has been closed.
+# Errors of Pillow for an image whose mode PNG does not have, or that has been closed, and of files.
 _NO_IMAGE = (AttributeError, OSError, TypeError, ValueError)
 
 
 def set_image(
     message: GenerationSpec | ControlNet, image: object, *, name: str = "image", path: str | None = None
 ) -> Iterator[Violation]:
-    """Puts an image into a message, or says why that cannot be.
+    """Set an image in a message, or yield why that is impossible.
 
-    name: of the message's field. path: what its caller calls it; absent is the field's name.
+    Args:
+        name: The message's field.
+        path: The name that the caller knows the field by; None for `name`.
     """
     try:
         setattr(message, name, _encoded(image))
@@ -43,9 +45,11 @@ def set_image(
 
 
 def size_of(image: bytes | Path) -> ImageSize:
-    """In pixels, turned as its EXIF says, as the services see it.
+    """Return the size of an image in pixels, rotated as its EXIF says, as the services see it.
 
-    Raises BadImage for what the services would not take either, and OSError.
+    Raises:
+        BadImage: The services would not take the image.
+        OSError: The file cannot be read.
     """
     from bottega.codec.images import inspect
 
@@ -53,7 +57,7 @@ def size_of(image: bytes | Path) -> ImageSize:
 
 
 def _encoded(image: Any) -> bytes:
-    """As bytes that travel: what is encoded already stays as it is. Raises what is in _NO_IMAGE."""
+    """Return an image as encoded bytes. Raise one of _NO_IMAGE if that is impossible."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, Picture):

@@ -1,16 +1,17 @@
-"""How jobs stand, as the gateway reports it, and the request that lists them."""
+"""Jobs as the gateway reports them, and the request that lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.client.types.messages import as_list, build_message, describe, set_timestamp
 from bottega.client.types.provenance import Parameters, Provenance, parameters_from, provenance_from
+from bottega.client.types.values import moment_from
 from bottega.errors import BottegaError, Violation
 from bottega.rpc.status import from_job_error
 from bottega.rules import refuse
@@ -18,23 +19,24 @@ from bottega.v1 import image_pb2
 
 
 class JobState(StrEnum):
-    """How a job stands."""
+    """The state of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    UNKNOWN = "unknown"  # of a gateway that is newer than this client; not to be asked for
+    UNKNOWN = "unknown"
+    """A state of a gateway that is newer than this client. Requests cannot name it."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the job will not change any more."""
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 
 
 class Priority(StrEnum):
-    """How urgent a request is beside others of the same tenant. The gateway bounds how long one is passed over."""
+    """The urgency of a request among those of its tenant. The gateway bounds how long a request is passed over."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -42,7 +44,6 @@ class Priority(StrEnum):
 
 
 _ASKED_FOR = tuple(state for state in JobState if state is not JobState.UNKNOWN)
-_FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,10 @@ class JobStatus:
 
     job_id: str
     request_id: str
-    """Idempotency key that the caller gave; empty without one."""
+    """The caller's idempotency key; empty if there is none."""
     state: JobState
     parameters: Parameters = field(repr=False)
-    """What is drawn, defaults filled in, seed drawn."""
+    """The complete parameters, with defaults and seed."""
     created: datetime
     started: datetime | None
     ended: datetime | None
@@ -63,25 +64,27 @@ class JobStatus:
     steps_total: int
     """Denoising steps in all, over all pictures."""
     image_count: int
-    """Finished pictures; client.job(job_id).image(index) fetches them."""
+    """Number of finished pictures; client.job(job_id).image(index) fetches them."""
     provenance: Provenance | None = field(repr=False)
-    """What really happened; None until completed."""
+    """How it was really drawn; None until it has completed."""
     error: BottegaError | None
     """Why it failed, as job.result() raises it; None unless it failed or was cancelled."""
     priority: Priority
-    """How urgent it is beside others of its tenant."""
+    """Its urgency among the jobs of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPage:
-    """Some jobs, newest first; next_page_token asks for those after them and is empty on the last page."""
+    """A page of a list of jobs."""
 
     jobs: tuple[JobStatus, ...]
+    """Jobs, newest first."""
     next_page_token: str
+    """Token that asks for the next page; empty on the last one."""
 
 
 def status_from(job: image_pb2.Job) -> JobStatus:
-    """The look that the wire describes."""
+    """Return the job that the wire describes."""
     return JobStatus(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -100,8 +103,8 @@ def status_from(job: image_pb2.Job) -> JobStatus:
 
 
 def priority_to_wire(priority: object) -> image_pb2.Priority.ValueType:
-    """That of the contract, where a normal one need not be said. Raises InvalidRequest where it is none."""
-    if not (isinstance(priority, str) and priority in tuple(Priority)):  # by its value, as equality has it
+    """Return the contract's number of a priority. Raise InvalidRequest if it is none."""
+    if not (isinstance(priority, str) and priority in tuple(Priority)):  # str, as equality compares values
         refuse([Violation(field="priority", description=f"must be of {', '.join(Priority)}; got {describe(priority)}")])
     if priority == Priority.NORMAL:
         return image_pb2.PRIORITY_UNSPECIFIED
@@ -116,10 +119,10 @@ def page_request(
     page_size: int,
     page_token: str,
 ) -> image_pb2.ListJobsRequest:
-    """What asks for a page. Raises InvalidRequest for arguments that cannot be sent, TooLarge."""
+    """Return the request for a page of jobs. Raise InvalidRequest for arguments that cannot be sent."""
     request = image_pb2.ListJobsRequest()
     wanted = as_list(states, name="states", what="job states")
-    broken = [each for state in wanted for each in _put_state(request, state)]
+    broken = [violation for state in wanted for violation in _put_state(request, state)]
     if created_after is not None:
         broken.extend(set_timestamp(request.created_after, created_after, path="created_after"))
     if created_before is not None:
@@ -129,7 +132,7 @@ def page_request(
 
 
 def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:
-    if isinstance(state, str) and state in _ASKED_FOR:  # by its value, as equality has it
+    if isinstance(state, str) and state in _ASKED_FOR:  # a StrEnum equals its value
         request.states.append(image_pb2.JobState.Value(f"JOB_STATE_{JobState(state).name}"))
     else:
         yield Violation(field="states", description=f"must be of {', '.join(_ASKED_FOR)}; got {describe(state)}")
@@ -142,15 +145,11 @@ def _state(state: image_pb2.JobState.ValueType) -> JobState:
 
 
 def _priority(priority: image_pb2.Priority.ValueType) -> Priority:
-    """NORMAL where a gateway says nothing, or what this client does not know."""
+    """Return a priority; NORMAL for one that is not given, or unknown to this client."""
     known = priority in image_pb2.Priority.values()
     name = image_pb2.Priority.Name(priority).removeprefix("PRIORITY_").lower() if known else ""
     return Priority(name) if name in set(Priority) else Priority.NORMAL
 
 
 def _time(stamp: Timestamp) -> datetime:
-    """Within what every time zone can say: a gateway may tell anything."""
-    try:
-        return min(max(stamp.ToDatetime(tzinfo=UTC), _FIRST), _LAST)
-    except (OverflowError, ValueError):
-        return _LAST if stamp.seconds > 0 else _FIRST
+    return moment_from(stamp.seconds + stamp.nanos / 1e9)

@@ -1,4 +1,4 @@
-"""The LoRAs of a request, and how they become the contract's messages and come back."""
+"""The LoRAs of a request, and their conversion to and from messages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from bottega.v1 import generation_pb2
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA to draw with: `Lora("outline", 0.8)`; a tuple of name and scale, or the name alone, means the same.
-
-    name: as loras() lists it. scale: how strongly it counts.
-    from_step: the step at which it goes in, the same for all of a request, and digest: the hash of its weights; a
-    provenance says both, and with both the picture is the same again. A step after the first one that is made needs
-    bounded_lora_loading=True beside fidelity="exact".
-    max_step: the step that is not made without it, where from_step is not given; absent is what its profile says, or 0
-    where the request is exact. More than 0 beside fidelity="exact" needs bounded_lora_loading=True.
-    measure_similarity: draw everything once more without it, and say in the provenance how alike the latents are.
-    """
+    """A LoRA to draw with: `Lora("outline", 0.8)`. A tuple of name and scale, or the name alone, means the same."""
 
     name: str
+    """Its name, as loras() and adapters() list it."""
     scale: float = 1.0
+    """Strength."""
     from_step: int | None = None
+    """Step from which it is used, the same for all LoRAs of a request. A provenance has it; with it and `digest` the
+    same picture is drawn again. A step after the first one needs bounded_lora_loading=True with fidelity="exact"."""
     digest: str | None = None
+    """Hash of its weights, as a provenance has it."""
     max_step: int | None = None
+    """Latest step from which it must be used, if `from_step` is None. None for that of its profile, or 0 in an exact
+    request. More than 0 needs bounded_lora_loading=True with fidelity="exact"."""
     measure_similarity: bool = False
+    """Whether to draw everything once more without it, and record in the provenance how similar the latents are."""
 
 
 LoraLike = Lora | tuple[str, float] | str
@@ -37,7 +36,7 @@ _OPTIONAL = ("from_step", "digest", "max_step")
 
 
 def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Violation]:
-    """Adds a request's LoRAs to its spec, and says what of them cannot be sent."""
+    """Add a request's LoRAs to its spec, and yield what cannot be sent."""
     if not isinstance(loras, list | tuple):
         yield Violation(field="lora", description=f"must be a list of LoRAs; got {type(loras).__name__}")
         return
@@ -53,10 +52,10 @@ def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Vi
 
 
 def lora_from(message: generation_pb2.Lora) -> Lora:
-    """The LoRA of a spec."""
-    said = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    """Return the LoRA of a spec."""
+    values = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     scale = message.scale if message.HasField("scale") else 1.0
-    return Lora(message.name, scale, **said, measure_similarity=message.measure_similarity)
+    return Lora(message.name, scale, **values, measure_similarity=message.measure_similarity)
 
 
 def _as_lora(given: object) -> Lora | None:

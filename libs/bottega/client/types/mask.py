@@ -1,6 +1,6 @@
 """The mask of an edit as callers give it: an image, or boxes and ellipses that are drawn at the size of the image.
 
-Of a mask, white is redrawn. Which part of a mask counts, the services decide as Diffusers does.
+White parts of a mask are redrawn. The services interpret grey values as Diffusers does.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ if TYPE_CHECKING:
     from bottega.codec import ImageSize
 
 MASK_OPTIONS = frozenset({"mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather"})
-"""Arguments that only an edit has; a picture that was drawn with one is an edit."""
+"""Arguments of edits only: a picture that was drawn with one of them is an edit."""
 
 _NAME = "mask_image"
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle to redraw, in pixels of the image: `Box(8, 16, 32, 32)`. x, y: of its upper left corner, from 0."""
+    """A rectangle to redraw, in pixels of the image: `Box(8, 16, 32, 32)`."""
 
     x: int
+    """Left edge, from 0."""
     y: int
+    """Upper edge, from 0."""
     width: int
     height: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ellipse:
-    """An ellipse to redraw, by the rectangle that it fills, in pixels of the image. x, y: of that one's corner."""
+    """An ellipse to redraw, given by the rectangle that it fills, in pixels of the image."""
 
     x: int
+    """Left edge of the rectangle, from 0."""
     y: int
+    """Upper edge of the rectangle, from 0."""
     width: int
     height: int
 
@@ -50,7 +54,7 @@ MaskSource = ImageSource | MaskShape | Sequence[MaskShape]
 
 
 def set_mask(spec: GenerationSpec, mask: object) -> Iterator[Violation]:
-    """Puts a mask into a spec that has its image already, or says why that cannot be. Shapes become one mask."""
+    """Set the mask in a spec that has its image already, or yield why that is impossible. Shapes become one mask."""
     shapes = [mask] if isinstance(mask, Box | Ellipse) else mask
     if not isinstance(shapes, list | tuple):
         yield from set_image(spec, mask, name=_NAME)
@@ -63,7 +67,7 @@ def set_mask(spec: GenerationSpec, mask: object) -> Iterator[Violation]:
 
 
 def _check_shapes(shapes: Sequence[object]) -> Iterator[Violation]:
-    """What is wrong with them, whatever the image."""
+    """Yield the rules that shapes break for any image."""
     if not shapes:
         yield Violation(field=_NAME, description="is an empty list: nothing would be redrawn")
     for shape in shapes:
@@ -86,20 +90,20 @@ def _set_drawn(spec: GenerationSpec, shapes: Sequence[MaskShape]) -> Iterator[Vi
         return
     outside = [shape for shape in shapes if not _is_inside(shape, size)]
     for shape in outside:
-        rule = f"{_named(shape)} lies outside of the image, which is {size.width}x{size.height}"
+        rule = f"{_named(shape)} is outside the image, which is {size.width}x{size.height}"
         yield Violation(field=_NAME, description=rule)
     if not outside:
         spec.mask_image = _draw(shapes, size)
 
 
 def _is_inside(shape: MaskShape, size: ImageSize) -> bool:
-    """In part, at least."""
+    """Return whether at least a part of a shape is inside the image."""
     across = shape.x < size.width and shape.x + shape.width > 0
     return across and shape.y < size.height and shape.y + shape.height > 0
 
 
 def _draw(shapes: Sequence[MaskShape], size: ImageSize) -> bytes:
-    """A grey PNG of that size, white in every shape."""
+    """Return a grey PNG of this size that is white in every shape."""
     import PIL.Image
     import PIL.ImageDraw
 

@@ -1,7 +1,7 @@
-"""Builds the contract's messages from a caller's arguments, and refuses what no field can hold, by the argument's name,
-and what is too large for one message, by its images.
+"""Builds the contract's messages from a caller's arguments.
 
-It looks at types, and at ranges only to name them: what can be sent and is wrong all the same, the services refuse.
+Arguments that no field can hold are refused by their names, and messages that are too large with the sizes of their
+images. Only types are checked here; the services refuse invalid values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bottega.v1.image_pb2 import GenerateRequest, SubmitJobRequest
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-# What protobuf raises for a value that a field cannot hold, in its own words; text that is no Unicode is a ValueError.
+# protobuf's errors for a value that a field cannot hold; for text that is no Unicode it is a ValueError.
 UNSENDABLE = (TypeError, ValueError, OverflowError)
 
-# By the names of arguments, which mean the same in every message; as the contract's comments say them.
+# Ranges by the names of arguments, which mean the same in every message; from the contract's comments.
 _RANGES: Mapping[str, tuple[int, int]] = {
     **rules.RANGES,
     "index": (0, rules.MAX_IMAGES - 1),
@@ -40,20 +40,22 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
     FieldDescriptor.CPPTYPE_STRING: "text",
 }
-# Of a value that an error repeats to the caller that gave it.
+# Characters of a value that an error repeats.
 _MOST_LETTERS = 60
 
 SIZE_LIMIT = "max_message_mib"
-"""metadata["limit"] of what is refused here."""
+"""metadata["limit"] of the errors about too large messages."""
 
-# Of a name in what is said; those that there are have less.
+# Characters of a name in a message; valid names are shorter.
 _MOST_NAME_LETTERS = 200
 
 
 def build_message(message: MessageT, /, **arguments: object) -> MessageT:
-    """The message, with the field of every argument set; a caller leaves out what is absent.
+    """Set the field of every argument, and return the message.
 
-    Raises InvalidRequest that names every argument that cannot be sent, and TooLarge for more than a message can carry.
+    Raises:
+        InvalidRequest: Arguments cannot be sent; the error names all of them.
+        TooLarge: The message is too large.
     """
     rules.refuse([broken for name, value in arguments.items() for broken in set_field(message, name, value)])
     check_size(message)
@@ -61,14 +63,14 @@ def build_message(message: MessageT, /, **arguments: object) -> MessageT:
 
 
 def check_size(message: Message) -> None:
-    """Raises TooLarge for what no channel of ours sends, and names the images in it.
+    """Raise TooLarge if a message is too large to be sent, naming its images.
 
-    It costs as much as sending does: of messages with images, not on the event loop.
+    This takes as long as sending the message, so messages with images must not be checked on the event loop.
     """
     images = list(_images(message.spec)) if isinstance(message, GenerateRequest | SubmitJobRequest) else []
     limit_bytes = MAX_MESSAGE_MIB << 20
     size_bytes = sum(size for _, size in images)
-    if size_bytes <= limit_bytes:  # beyond 2 GiB, protobuf says no size
+    if size_bytes <= limit_bytes:  # beyond 2 GiB, protobuf returns no size
         size_bytes = message.ByteSize()
     if size_bytes > limit_bytes:
         large = ", ".join(f"{name} {_mib(size)}" for name, size in images)
@@ -80,7 +82,7 @@ def check_size(message: Message) -> None:
 
 
 def set_field(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
-    """Sets one field, or says why that cannot be. path: what its caller calls it; absent is the field's name."""
+    """Set a field, or yield why that is impossible. `path` is the caller's name of the field, if it differs."""
     field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     if field.is_repeated:
         yield from _put_all(getattr(message, name), value, path or name)
@@ -92,7 +94,7 @@ def set_field(message: Message, name: str, value: object, *, path: str | None = 
 
 
 def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Violation]:
-    """Sets a moment, or says why that cannot be: a datetime that has no time zone may mean several."""
+    """Set a moment, or yield why that is impossible: a datetime needs a time zone."""
     if not isinstance(moment, datetime) or moment.utcoffset() is None:
         yield Violation(field=path, description=f"must be a datetime with a time zone; got {describe(moment)}")
         return
@@ -105,9 +107,11 @@ def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Vi
 
 
 def as_list(values: object, *, name: str, what: str) -> list[Any]:
-    """What a caller gave as several. Raises InvalidRequest for what is not: one text is no list of its letters.
+    """Return a caller's argument as a list. Raise InvalidRequest if it is none; a text is no list of its letters.
 
-    what: the items are, for what is said.
+    Args:
+        name: Name of the argument.
+        what: Plural of its items, for the error.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         rules.refuse([Violation(field=name, description=f"must be a list of {what}; got {describe(values)}")])
@@ -115,12 +119,12 @@ def as_list(values: object, *, name: str, what: str) -> list[Any]:
 
 
 def describe(value: object) -> str:
-    """A value as an error repeats it to the caller that gave it: never long, and never in other words."""
+    """Return a value as an error repeats it to the caller, cut to a bounded length."""
     if isinstance(value, datetime):
         return value.isoformat()
     try:
         text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-    except ValueError:  # Python does not write numbers of some thousand digits
+    except ValueError:  # Python does not convert numbers of some thousand digits
         return "a number of thousands of digits"
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
@@ -145,7 +149,7 @@ def _rule(field: FieldDescriptor, value: object) -> str:
 
 
 def _images(spec: GenerationSpec) -> Iterator[tuple[str, int]]:
-    """What each is called, and its size in bytes."""
+    """Yield the name and the size in bytes of each image."""
     for name in ("image", "mask_image"):
         if spec.HasField(name):
             yield name, len(getattr(spec, name))
@@ -154,5 +158,5 @@ def _images(spec: GenerationSpec) -> Iterator[tuple[str, int]]:
 
 
 def _mib(size_bytes: int) -> str:
-    # Upwards: what is one byte too large must not look as if it fitted.
+    # Rounded up, so that a message that is one byte too large does not seem to fit.
     return f"{math.ceil(size_bytes * 10 / 2**20) / 10:g} MiB"

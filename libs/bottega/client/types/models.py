@@ -1,4 +1,4 @@
-"""What a gateway serves, as the SDK describes it: models, their samplers, and the adapters that requests may name."""
+"""Models, samplers and adapters that a gateway serves, as the SDK describes them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSampler:
-    """A sampler with or without Karras' sigmas, as a model has it."""
+    """A sampler of a model, with or without Karras sigmas."""
 
     sampler: SamplerName
     use_karras_sigmas: bool
     is_default: bool
-    """Whether a request with this sampler that says nothing of Karras' sigmas is drawn with this choice."""
+    """Whether a request with this sampler and no use_karras_sigmas uses this choice."""
     refused_because: str
-    """Why the model's scheduler configuration rules it out; empty where it draws."""
+    """Why the model's scheduler configuration excludes it; empty if it can be used."""
     refused_steps: Mapping[int, str]
-    """Numbers of steps that it cannot make, each with the reason."""
+    """Numbers of steps that it does not support, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +48,31 @@ class ServedModel:
     dtype: str
     """Element type that it computes in."""
     workers: int
-    """Workers that serve it now."""
+    """Number of workers that serve it now."""
     default_width: int
-    """Width in pixels when none is asked for."""
+    """Default width in pixels."""
     default_height: int
-    """Height in pixels when none is asked for."""
+    """Default height in pixels."""
     size_multiple: int
     """Width and height must be multiples of this."""
     max_pixels: int
     """Most pixels of one picture (width x height)."""
     default_steps: int
-    """Denoising steps when none are asked for."""
+    """Default number of denoising steps."""
     default_guidance_scale: float
-    """Guidance scale when none is asked for."""
+    """Default guidance scale."""
     default_edit_guidance_scale: float | None
-    """Guidance scale of an edit without ControlNets when none is asked for; None is default_guidance_scale."""
+    """Default guidance scale of an edit without ControlNets; None for default_guidance_scale."""
     default_sampler: SamplerName | None
-    """Sampler when none is asked for; None is one that this version does not know."""
+    """Default sampler; None if this version does not know it."""
     sampler_choices: tuple[ServedSampler, ...]
-    """Every sampler that this version knows, with and without Karras' sigmas; empty is not known."""
+    """Every sampler that this version knows, with and without Karras sigmas; empty if they are not known."""
     vae_scale_factor: int
-    """Pixels that one element of the latent stands for, along each side."""
+    """Pixels of one element of the latent, along each side."""
     base: str
-    """What its ControlNets must have been made for; empty is not known, and fits all."""
+    """Base model that its ControlNets must have been made for; empty if that is not known, which fits all."""
     edits_refused_because: str
-    """Why edits with a mask are refused; empty where they are drawn."""
+    """Why edits with a mask are refused; empty if they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class Adapter:
     digest: str
     """Hash of its weights, hex."""
     models: tuple[str, ...]
-    """Names of the models that are served now which it can be used with; empty where it fits none."""
+    """Names of the served models that it can be used with."""
     trigger_words: tuple[str, ...] = ()
-    """Words that call the style of a LoRA in a prompt."""
+    """Words that call its style in a prompt, for a LoRA."""
 
 
 def model_from(model: image_pb2.Model) -> ServedModel:
@@ -124,7 +124,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
 
 
 def adapter_from(adapter: image_pb2.Adapter) -> Adapter | None:
-    """Return the adapter that the wire describes; None for a kind that this version does not know."""
+    """Return the adapter that the wire describes; None if this version does not know its kind."""
     if adapter.kind not in _KIND_NAMES:
         return None
     return Adapter(
@@ -137,7 +137,7 @@ def adapter_from(adapter: image_pb2.Adapter) -> Adapter | None:
 
 
 def adapter_kind_to_wire(kind: AdapterKindName | None) -> image_pb2.AdapterKind.ValueType:
-    """Return the contract's number of a kind; None is all kinds. Raise InvalidRequest where it is none."""
+    """Return the contract's number of a kind; None is all kinds. Raise InvalidRequest for any other value."""
     if kind is None:
         return image_pb2.ADAPTER_KIND_UNSPECIFIED
     if kind not in _KINDS:

@@ -1,7 +1,6 @@
-"""The keyword arguments of a request, and how they become the contract's GenerationSpec and come back.
+"""The keyword arguments of a request, and their conversion to and from the contract's GenerationSpec.
 
-The names are those of Diffusers' pipelines. Knows the contract's messages, not the network; ranges are
-checked by the gateway, which knows the model.
+Their names are those of Diffusers' pipelines. The gateway, which knows the model, checks their ranges.
 """
 
 from __future__ import annotations
@@ -38,49 +37,53 @@ FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
 
 
 class EditOptions(TypedDict, total=False):
-    """How to draw. Everything is optional; what is absent takes the model's default.
+    """Keyword arguments of edits. All are optional; an absent one, or None, takes the default.
 
-    negative_prompt: what not to draw; absent and "" differ, as in Diffusers.
-    prompt_2, negative_prompt_2: for the second text encoder; absent uses the first one's.
-    num_inference_steps: 1 to 200.
-    guidance_scale: 0 to 50; at most 1 switches guidance off. An edit without ControlNets may have a default of its own,
-        as in Diffusers (models()).
-    guidance_rescale: 0 to 1.
-    width, height: pixels, multiples of the model's size_multiple; a source is resized to them.
-    seed: of the first image; image i is drawn as a single one with seed + i.
-    sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
-    use_karras_sigmas: with "euler" and "dpmpp_2m"; absent is as the model's scheduler configuration has it.
-    strength: how much of the source is redrawn, above 0 to 1; absent is .3, with ControlNets .8 and with a mask .9999,
-        as in Diffusers.
-    mask_alpha: the mask's transparency says what is redrawn, instead of its white.
-    padding_mask_crop: draw only the part of the source around the mask, with so many pixels around it, at width x
-        height, and put it back: the picture has the source's own size. Absent draws the whole source.
-    keep_unmasked: whether the source's own pixels are put back outside the mask, which the model would change a
-        little; absent is yes. No gives the picture that Diffusers gives.
-    mask_feather: pixels outside the mask over which the drawn ones fade into the source's own, 0 to 256; absent is 8.
-    controlnets: ControlNets to draw with, at most 8; their residuals are summed.
-    lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request goes
-        to the one that they were made for.
-    bounded_lora_loading: whether steps may be made before the LoRAs are at the worker, which is approximate; absent
-        leaves it to the fidelity.
-    stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
-        absent leaves it to the fidelity.
-    latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
-    masked_blocks: whether an edit may compute the masked part alone, and take the rest from what earlier edits of the
-        same source have recorded, which is approximate; absent leaves it to the fidelity.
-    approximate_cache: whether pictures may start from the latent of an earlier one whose prompt is similar, which is
-        approximate; absent leaves it to the fidelity. False also keeps this request's own latents out of the cache.
-    cache_entry: the cached latent that the only picture starts from, "ENTRY@STEP" as a provenance names it: with the
-        same seed it draws that picture again, as long as the cache has it.
-    recording: what an edit took from others, as the parameters of a provenance name it. No edit with it is drawn: leave
-        it out for another edit with the other arguments.
-    identical_results: whether the stored result of an identical request may be the answer, which is exact; absent is as
-        the gateway is configured.
-    format: "png", "jpeg" or "webp".
-    quality: of JPEG and WebP, 1 to 100.
-    fidelity: "exact", "balanced" or "fast": how far approximate techniques may go; absent is exact for a request with a
-        seed, else balanced.
-    model: name of the model, as models() lists it.
+    Attributes:
+        model: Name of the model, as models() lists it; by default the only one that is served.
+        prompt_2: Prompt of the second text encoder; by default the first prompt.
+        negative_prompt: Prompt of what not to draw. Absent and "" differ, as in Diffusers.
+        negative_prompt_2: Negative prompt of the second text encoder; by default the first negative prompt.
+        num_inference_steps: Denoising steps, 1 to 200.
+        guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
+            Diffusers (models()).
+        guidance_rescale: 0 to 1.
+        width: Width in pixels, a multiple of the model's size_multiple. A source is resized to it.
+        height: Height in pixels, likewise.
+        seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
+        sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
+        use_karras_sigmas: Whether to use Karras sigmas, with "euler" and "dpmpp_2m"; by default as in the model's
+            scheduler configuration.
+        strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
+            mask .9999, as in Diffusers.
+        mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
+        padding_mask_crop: Draw only the mask with so many pixels of the source around it, at width x height, and put it
+            back, so that the picture has the source's own size. By default the whole source is drawn.
+        keep_unmasked: Whether to restore the source's own pixels outside the mask, which the model changes a little; by
+            default yes. False gives the picture of Diffusers.
+        mask_feather: Pixels around the mask over which drawn pixels fade into the source's own, 0 to 256; by default 8.
+        controlnets: ControlNets to draw with, at most 8; their residuals are summed.
+        lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request
+            goes to the one that they were made for.
+        bounded_lora_loading: Whether steps may be made before the LoRAs are at the worker, which is approximate; by
+            default the fidelity decides.
+        stale_residuals: Whether steps may use the ControlNets' residuals of the step before, which is approximate; by
+            default the fidelity decides.
+        latent_parallelism: Whether a second worker may compute rows of the request, which is exact; by default yes.
+        masked_blocks: Whether an edit may compute only the masked part, and reuse what earlier edits of the same source
+            recorded, which is approximate; by default the fidelity decides.
+        approximate_cache: Whether pictures may start from a cached latent of a similar prompt, which is approximate; by
+            default the fidelity decides. False also keeps this request's own latents out of the cache.
+        cache_entry: Cached latent that the only picture starts from, "ENTRY@STEP", as a provenance names it. With the
+            same seed it draws that picture again, as long as the cache has the latent.
+        recording: Recording that an edit used, in the parameters of a provenance. Requests with it are refused: leave
+            it out to draw another edit with the other arguments.
+        identical_results: Whether the stored result of an identical request may be returned, which is exact; by default
+            as the gateway is configured.
+        format: "png", "jpeg" or "webp".
+        quality: Quality of JPEG and WebP, 1 to 100.
+        fidelity: "exact", "balanced" or "fast": how much may be approximated. The default is exact for a request with a
+            seed, else balanced.
     """
 
     model: str | None
@@ -116,13 +119,14 @@ class EditOptions(TypedDict, total=False):
 
 
 class GenerationOptions(EditOptions, total=False):
-    """How to draw, and from what: also the keyword arguments that EditOptions lists.
+    """Keyword arguments of requests: those of EditOptions, and the source.
 
-    image: source of image-to-image, or of an edit: encoded bytes, a path, a Pillow image or a Picture.
-    mask_image: what of the source is redrawn, which makes an edit of it: white in an image of any size, given as the
-        source is, or in a Box, an Ellipse or a list of those.
-    keep_for_editing: keep the latents of all steps with the job, so that even the first edit of its pictures computes
-        the masked part alone where it may. Not with mask_image.
+    Attributes:
+        image: Source of image-to-image or of an edit: encoded bytes, a path, a Pillow image or a Picture.
+        mask_image: Part of the source that is redrawn, which makes the request an edit: white in an image of any size,
+            given as the source is, or a Box, an Ellipse or a list of these.
+        keep_for_editing: Whether to keep the latents of all steps with the job, so that even the first edit of its
+            pictures may compute only the masked part. Not with mask_image.
     """
 
     image: ImageSource | None
@@ -132,9 +136,9 @@ class GenerationOptions(EditOptions, total=False):
 
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
-# Of client.generate() and the like, where a misspelt one may stand.
+# All arguments of client.generate() and similar methods, to suggest one for a misspelt name.
 _ARGUMENTS = (*_OPTIONS, "num_images", "timeout_s", "deadline_s", "request_id", "priority", "preview")
-# What other tools call them, too far from our names to be found by their letters.
+# Other tools' names, which are too different to be found by their spelling.
 _OTHER_NAMES = {
     "steps": "num_inference_steps",
     "num_steps": "num_inference_steps",
@@ -156,7 +160,7 @@ _OTHER_NAMES = {
     "deadline": "deadline_s",
     "output_type": "format",
 }
-# Of the contract's Techniques, those that have an argument.
+# Fields of the contract's Techniques that have an argument.
 _TECHNIQUES = (
     "bounded_lora_loading",
     "stale_residuals",
@@ -167,21 +171,21 @@ _TECHNIQUES = (
     "recording",
     "identical_results",
 )
-# Of a spec, what becomes of no argument, or of several.
+# Fields of a spec that are not an argument of the same name.
 _LEFT_OUT = frozenset({"prompt", "prompts", "num_images", "image", "mask_image", "loras", "techniques"})
 
 
 def spec_from(prompt: str | Sequence[str], options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
-    """Return the request as the contract carries it. Reads the images that are paths.
+    """Return the spec of a request. Images that are paths are read.
 
-    Raises InvalidRequest, listing every argument that cannot be sent.
+    Raises InvalidRequest that names every argument that cannot be sent.
     """
     spec = GenerationSpec()
     broken = [_unknown(name) for name in sorted(options.keys() - set(_OPTIONS))]
     several = isinstance(prompt, list | tuple)
     broken.extend(set_field(spec, "prompts" if several else "prompt", prompt))
     if several and not prompt:
-        broken.append(Violation(field="prompt", description="must be a text, or a list of at least one"))
+        broken.append(Violation(field="prompt", description="must be a text, or a list of at least one text"))
     if num_images != 1:
         broken.extend(set_field(spec, "num_images", num_images))
     for name in _OPTIONS:
@@ -192,25 +196,25 @@ def spec_from(prompt: str | Sequence[str], options: GenerationOptions, *, num_im
 
 
 def options_from(spec: GenerationSpec) -> GenerationOptions:
-    """The keyword arguments that make `spec`, without its prompt, number of images, source, mask and control images.
+    """Return the keyword arguments of a spec, except for prompt, number of images, source, mask and control images.
 
-    Raises InvalidRequest when the spec uses something that no keyword argument says, such as a later version's sampler.
+    Raises InvalidRequest if the spec has a value that no argument can express, such as a later version's sampler.
     """
-    said = {field.name: value for field, value in spec.ListFields() if field.name not in _LEFT_OUT}
-    said |= {field.name: value for field, value in spec.techniques.ListFields()}
-    if beyond := sorted(said.keys() - set(_OPTIONS)):
-        raise InvalidRequest(f"the client has no argument for {', '.join(beyond)}")
-    for name in said.keys() & _NAMED.keys():
-        said[name] = _name_of(name, said[name])
+    values = {field.name: value for field, value in spec.ListFields() if field.name not in _LEFT_OUT}
+    values |= {field.name: value for field, value in spec.techniques.ListFields()}
+    if unknown := sorted(values.keys() - set(_OPTIONS)):
+        raise InvalidRequest(f"the client has no argument for {', '.join(unknown)}")
+    for name in values.keys() & _NAMED.keys():
+        values[name] = _name_of(name, values[name])
     if spec.controlnets:
-        said["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
+        values["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
     if spec.loras:
-        said["lora"] = tuple(map(lora_from, spec.loras))
-    return cast("GenerationOptions", said)
+        values["lora"] = tuple(map(lora_from, spec.loras))
+    return cast("GenerationOptions", values)
 
 
 def _unknown(name: str) -> Violation:
-    """Return what is said of a keyword that there is not, with the one that was probably meant."""
+    """Return the violation of an unknown keyword, with the one that was probably meant."""
     near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _ARGUMENTS, n=1)), None)
     meant = f"; did you mean {near}?" if near else ""
     return Violation(field=name, description=f"there is no such argument{meant}")
@@ -220,7 +224,7 @@ def _name_of(argument: str, number: int) -> str:
     for name, known in _NAMED[argument].items():
         if known == number:
             return str(name)
-    raise InvalidRequest(f"{argument}: {number} is none that this version knows ({', '.join(_NAMED[argument])} are)")
+    raise InvalidRequest(f"{argument}: this version does not know {number}, only {', '.join(_NAMED[argument])}")
 
 
 def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
@@ -230,7 +234,7 @@ def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
         yield from add_loras(spec, value)
     elif name == "image":
         yield from set_image(spec, value)
-    elif name == "mask_image":  # after the image, by the order of the options
+    elif name == "mask_image":  # the order of the options sets the image first
         yield from set_mask(spec, value)
     elif name not in _NAMED:
         yield from set_field(spec.techniques if name in _TECHNIQUES else spec, name, value)

@@ -1,4 +1,4 @@
-"""A finished picture as the SDK hands it out."""
+"""Finished pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Format = Literal["png", "jpeg", "webp"]
 
 SUFFIXES: dict[str, Format] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-"""Formats by the file suffix that people give them."""
+"""Formats by file suffix."""
 
 FORMATS: dict[Format, ImageFormat.ValueType] = {
     "png": generation_pb2.IMAGE_FORMAT_PNG,
@@ -37,41 +37,45 @@ _NAMES: dict[ImageFormat.ValueType, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A finished picture, which a notebook displays.
-
-    data: the encoded picture, in `format`.
-    seed: draws this very picture again, alone, with the parameters of `provenance`; one of several that started from a
-    cached latent also needs that as `cache_entry`. An edit needs its image and mask again; one that took a part from a
-    recording (`provenance.mask.recording`) cannot be drawn again.
-    index: its place in the job, from 0.
-    digest: SHA-256 of `data`, hex; checked when it arrived.
-    provenance: what really happened.
-    """
+    """A finished picture, which a notebook displays."""
 
     data: bytes = field(repr=False)
+    """The encoded picture."""
     format: Format
     seed: int
+    """Seed that draws this picture again, alone, with the parameters of `provenance`.
+
+    One of several pictures that started from a cached latent also needs that as `cache_entry`. An edit needs its image
+    and mask again. An edit that used a recording (`provenance.mask.recording`) cannot be drawn again.
+    """
     width: int
     height: int
     index: int
+    """Index of the picture in its job, from 0."""
     digest: str
+    """SHA-256 of `data`, hex; it was checked on arrival."""
     job_id: str
     provenance: Provenance = field(repr=False)
+    """How it was really drawn."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the picture as it is, whole or not at all, and returns the path.
+        """Write the encoded picture to a file, atomically, and return the path.
 
-        Raises ValueError when the suffix names another format, and OSError as open() would.
+        Raises:
+            ValueError: The suffix names another format.
+            OSError: The file cannot be written.
         """
         target = Path(path)
         named = SUFFIXES.get(target.suffix.lower(), self.format)
         if named != self.format:
-            raise ValueError(f"{target.name} is a name for {named}, the picture is {self.format}; use format={named!r}")
+            raise ValueError(
+                f"{target.name} is the name of a {named} file, the picture is {self.format}; use format={named!r}"
+            )
         write_whole(target, self.data)
         return target
 
     def pil(self) -> PIL.Image.Image:
-        """The picture as a Pillow image, decoded."""
+        """Return the decoded picture as a Pillow image."""
         import PIL.Image
 
         image = PIL.Image.open(io.BytesIO(self.data))
@@ -86,14 +90,14 @@ class Picture:
 
 
 def format_of(number: ImageFormat.ValueType) -> Format:
-    """The name of what the contract numbers. Raises InternalError for a format of a later version."""
+    """Return the name of the contract's format. Raise InternalError for a format of a later version."""
     if number not in _NAMES:
         raise InternalError(f"the picture's format has the number {number}, which this version does not know")
     return _NAMES[number]
 
 
 def picture_from(image: Image, data: bytes, *, job_id: str, provenance: Provenance) -> Picture:
-    """The picture that the wire describes by `image` and carries as `data`."""
+    """Return the picture that the wire describes by `image` and carries as `data`."""
     return Picture(
         data=data,
         format=format_of(image.format),

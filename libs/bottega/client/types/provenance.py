@@ -1,6 +1,6 @@
-"""What really happened to a request, as typed values: its parameters as they were used, and what took part in it.
+"""How a request was really drawn: its parameters as they were used, and everything that took part.
 
-Fields have the names of the contract's messages (generation.proto). What a newer gateway says beside them is left out.
+Fields have the names of the contract's messages (generation.proto). Unknown fields of a newer gateway are left out.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from google.protobuf.message import Message
 
@@ -16,10 +16,10 @@ from bottega.client.types.control import ControlNet, controlnet_from
 from bottega.client.types.lora import Lora, lora_from
 from bottega.client.types.options import FIDELITIES, SAMPLERS, FidelityName, GenerationOptions, SamplerName
 from bottega.client.types.picture import FORMATS, Format
+from bottega.client.types.values import field_of, value_from
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
-ValueT = TypeVar("ValueT")
 ResidualMode = Literal["synchronous", "pipelined"]
 
 _NAMES: Mapping[str, Mapping[int, str]] = {
@@ -30,23 +30,23 @@ _MODES: Mapping[int, ResidualMode] = {
     generation_pb2.RESIDUAL_MODE_SYNCHRONOUS: "synchronous",
     generation_pb2.RESIDUAL_MODE_PIPELINED: "pipelined",
 }
-# Fields of Parameters that are no keyword arguments of client.generate().
+# Fields of Parameters that are not keyword arguments of client.generate().
 _NO_OPTIONS = frozenset({"prompt", "prompts", "num_images"})
-# Of these, false says the same as nothing.
+# False means the same as None for these.
 _PLAIN_SWITCHES = frozenset({"mask_alpha", "keep_for_editing"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The parameters of a picture, with all defaults and the seed filled in, and without input images.
+    """The complete parameters of a picture, with defaults and seed, and without input images.
 
-    Fields are documented as keyword arguments, by GenerationOptions. `client.generate(parameters.prompt,
-    **parameters.options())` draws the same again, with the input images given once more.
+    GenerationOptions documents the fields. `client.generate(parameters.prompt, **parameters.options())` draws the same
+    picture again, with its input images given again.
     """
 
     prompt: str = ""
     prompts: tuple[str, ...] = ()
-    """Prompt of each picture, where there are several; else empty."""
+    """The prompt of each picture, if there are several; else empty."""
     num_images: int = 1
     model: str = ""
     prompt_2: str | None = None
@@ -81,19 +81,19 @@ class Parameters:
     fidelity: FidelityName | None = None
 
     def options(self) -> GenerationOptions:
-        """Return the keyword arguments that draw the same again, without prompt and number of pictures."""
-        said: dict[str, object] = {}
+        """Return the keyword arguments that draw the same again, except for the prompt and the number of pictures."""
+        options: dict[str, object] = {}
         for known in dataclasses.fields(self):
             value = getattr(self, known.name)
             empty = value is None or value == () or (value is False and known.name in _PLAIN_SWITCHES)
             if known.name not in _NO_OPTIONS and not empty:
-                said[known.name] = value
-        return cast("GenerationOptions", said)
+                options[known.name] = value
+        return cast("GenerationOptions", options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """Seconds spent in one stage of a request, summed over its pictures."""
+    """The seconds of one stage of a request, summed over its pictures."""
 
     stage: str = ""
     seconds: float = 0.0
@@ -101,12 +101,12 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """A prompt that was longer than its tokenizer takes."""
+    """A prompt that was cut, because it was too long for its tokenizer."""
 
     field: str = ""
     """The field that was cut."""
     text: str = ""
-    """The text that had no effect."""
+    """The part of the text that was ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,19 +118,19 @@ class LoraUse:
     """Hash of its canonical form, hex."""
     scale: float = 0.0
     from_step: int = 0
-    """Denoising step at which it went in; the request's first step is exact."""
+    """Denoising step from which it was used; the request's first step is exact."""
     load_s: float = 0.0
     """Seconds until its weights were at the worker."""
     wait_s: float = 0.0
-    """Seconds that the request could not go on for want of its LoRAs."""
+    """Seconds that the request had to wait for its LoRAs."""
     patch_s: float = 0.0
-    """Seconds of putting its LoRAs into weights."""
+    """Seconds that it took to put its LoRAs into the weights."""
     similarities: tuple[float, ...] = ()
-    """Where it was measured: after each step, the least cosine of the latents with and without LoRAs."""
+    """Least cosine of the latents with and without LoRAs after each step, if it was measured."""
     mixed_alphas: bool = False
-    """Whether its modules have different alphas, of which stock Diffusers uses the most frequent one."""
+    """Whether its modules have different alphas; stock Diffusers uses the most frequent one for all."""
     stock_may_leave_out: tuple[str, ...] = ()
-    """What of it stock Diffusers' loader leaves out."""
+    """Parts of it that stock Diffusers' loader leaves out."""
     rounded_otherwise: bool = False
     """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
 
@@ -151,50 +151,50 @@ class ControlNetUse:
     waited_s: float = 0.0
     """Seconds that forwards waited for it."""
     servers: tuple[str, ...] = ()
-    """Who ran it, in order; the worker's own name stands for the worker."""
-    mode: ResidualMode | None = None
-    """How its residuals came into the steps: "synchronous" is exact."""
+    """Names of the servers that ran it, in order; the worker's own name if it ran there."""
+    mode: ResidualMode | None = field(default=None, metadata={"convert": _MODES.get})
+    """How its residuals were applied; "synchronous" is exact."""
     scale: float = 0.0
     digest: str = ""
     """Hash of its weights and configuration, hex."""
     similarity: float | None = None
-    """Mean cosine of its residuals between adjacent steps, where it was measured."""
+    """Mean cosine of its residuals between adjacent steps; None if it was not measured."""
     transparency_unread: bool = False
-    """Whether its control image has transparent pixels, which were taken as opaque."""
+    """Whether its control image has transparent pixels, which were used as if they were opaque."""
     scaled_from_16_bits: bool = False
     """Whether its control image is grey with 16 bits, which were scaled to 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairUse:
-    """The other worker of a pair, as it took part."""
+    """The second worker of a pair that drew a request."""
 
     worker: str = ""
-    """Its name; empty where none took part."""
+    """Its name; empty if there was none."""
     steps: int = 0
-    """Steps, over all pictures, that had rows computed there."""
+    """Steps, over all pictures, whose rows it computed in part."""
     taken_back_steps: int = 0
-    """Steps whose rows were given there and had to be computed here."""
+    """Steps whose rows it was given and did not return, so that the drawing worker computed them."""
     waited_s: float = 0.0
     """Seconds that the drawing worker waited for those rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """A latent of the approximate cache as a picture started from it."""
+    """A latent of the approximate cache from which a picture started."""
 
     entry: str = ""
-    """It, as the argument cache_entry takes it."""
+    """The latent, "ENTRY@STEP", as the argument cache_entry takes it."""
     similarity: float = 0.0
     """Cosine of the two prompts' embeddings."""
     from_step: int = 0
-    """The first step that the picture is made of."""
+    """The first step that was made."""
     image: int = 0
-    """Which of the request's pictures, from 0."""
+    """Index of the picture in the request, from 0."""
     without_loras: bool = False
-    """Whether it was recorded without the request's LoRAs."""
+    """Whether the latent was drawn without the request's LoRAs."""
     skipped_steps: int = 0
-    """Steps that it saved; 0 is not known."""
+    """Steps that it saved; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +202,13 @@ class MaskUse:
     """The mask of an edit as it was used."""
 
     digest: str = ""
-    """SHA-256 of the mask as it was sent, hex; empty where there was no mask."""
+    """SHA-256 of the mask as it was sent, hex; empty if there was no mask."""
     width: int = 0
     height: int = 0
     resized: bool = False
     """Whether it was resized to the size at which the picture was drawn."""
     converted: bool = False
-    """Whether it had several channels, and was made grey first."""
+    """Whether it had several channels, and was converted to grey."""
     share: float = 0.0
     """The share of the pixels that it redraws."""
     crop_x: int = 0
@@ -217,19 +217,19 @@ class MaskUse:
     """With padding_mask_crop, width of the part that was drawn; 0 without."""
     crop_height: int = 0
     computed_share: float = 0.0
-    """The largest share of the tokens that masked blocks have computed; 0 where all was computed."""
+    """The largest share of the tokens that masked blocks computed; 0 if everything was computed."""
     recording: str = ""
-    """What the edit took from others; empty where it took nothing."""
+    """The recording that the edit used; empty if it used none."""
     computed_all_because: str = ""
-    """Why all was computed though masked blocks were allowed."""
+    """Why everything was computed although masked blocks were allowed."""
     recorded: bool = False
-    """Whether this edit has recorded activations that later ones can use."""
+    """Whether this edit has recorded activations for later edits."""
     dilated_share: float = 0.0
-    """The share of the tokens under the mask and the margin around it, where masked blocks were allowed."""
+    """The share of the tokens under the mask and its margin, if masked blocks were allowed."""
     kept_latents: bool = False
-    """Whether the latents that keep_for_editing kept were put back outside the mask."""
+    """Whether the latents that keep_for_editing kept were restored outside the mask."""
     transparency_unread: bool = False
-    """Whether it has transparent pixels that were not looked at."""
+    """Whether it has transparent pixels that were ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,12 +237,12 @@ class SourceUse:
     """The source of image-to-image or of an edit as it was used."""
 
     width: int = 0
-    """Its own width in pixels, turned as its EXIF says; 0 where there was no source."""
+    """Its own width in pixels, rotated as its EXIF says; 0 if there was no source."""
     height: int = 0
     resized: bool = False
     """Whether it was resized to the size at which the picture was drawn."""
     transparency_unread: bool = False
-    """Whether it has pixels that are not opaque and the result does not keep that."""
+    """Whether it has transparent pixels and the result does not."""
     scaled_from_16_bits: bool = False
     """Whether it is grey with 16 bits, which were scaled to 8."""
 
@@ -251,11 +251,14 @@ class SourceUse:
 class Provenance:
     """A record of how a request was really drawn. It travels with the pictures."""
 
-    parameters: Parameters = field(default_factory=Parameters)
-    """What was drawn, with what timing decided, so that they draw the same again. Of several pictures of which some
-    started from cached latents each is drawn again alone, by its own seed and its entry of `cached_starts`."""
+    parameters: Parameters = field(default_factory=Parameters, metadata={"convert": lambda spec: parameters_from(spec)})
+    """The parameters, including decisions that depended on timing, so that they draw the same again.
+
+    If some of several pictures started from cached latents, each is drawn again alone, with its own seed and its entry
+    of `cached_starts`.
+    """
     image_digest: str = ""
-    """SHA-256 of the input image, hex; empty without one."""
+    """SHA-256 of the input image, hex; empty if there was none."""
     model_hash: str = ""
     """Hash of the model's weights and configuration, hex."""
     dtype: str = ""
@@ -265,87 +268,61 @@ class Provenance:
     """Name of the worker that finished the request."""
     bottega_version: str = ""
     exact: bool = False
-    """Whether no approximate technique took part."""
+    """Whether no approximate technique was used."""
     attempts: int = 0
-    """Attempts it took; 0 where a stored result answered it."""
+    """Number of attempts; 0 if a stored result was returned."""
     repeated_steps: int = 0
-    """Steps that were run again after a worker was lost."""
+    """Steps that were repeated after a worker was lost."""
     truncations: tuple[Truncation, ...] = field(default=(), metadata={"kind": Truncation})
     """Prompts that were cut."""
     loras: tuple[LoraUse, ...] = field(default=(), metadata={"kind": LoraUse})
     controlnets: tuple[ControlNetUse, ...] = field(default=(), metadata={"kind": ControlNetUse})
     blocks_reused: int = 0
-    """Transformer blocks of an edit that were computed for masked tokens alone."""
+    """Transformer blocks of an edit that were computed only for masked tokens."""
     blocks_total: int = 0
-    """Transformer blocks in all, of which some could have been reused."""
+    """All transformer blocks that could have been reused."""
     begin_step: int = 0
-    """First denoising step that ran."""
+    """First denoising step that was made."""
     times: tuple[StageTime, ...] = field(default=(), metadata={"kind": StageTime})
     mean_group_requests: float = 0.0
-    """Mean number of requests in the groups that this one's steps ran in."""
+    """Mean number of requests in the batches of this one's steps."""
     encoder_s: float = 0.0
     """Seconds of the steps with ControlNets before the first residual was needed."""
     pair: PairUse = field(default_factory=PairUse, metadata={"kind": PairUse})
-    """The other worker of a pair; `PairUse()` where none took part."""
+    """The second worker of a pair; `PairUse()` if there was none."""
     cached_starts: tuple[CacheUse, ...] = field(default=(), metadata={"kind": CacheUse})
-    """Cached latents that pictures started from; the others started from noise."""
+    """Cached latents from which pictures started; the other pictures started from noise."""
     identical_job: str = ""
-    """The job whose stored result this is; empty where it was drawn."""
+    """The job whose stored result was returned; empty if the request was drawn."""
     mask: MaskUse = field(default_factory=MaskUse, metadata={"kind": MaskUse})
-    """The mask of an edit; `MaskUse()` where there was none."""
+    """The mask of an edit; `MaskUse()` if there was none."""
     accelerations: tuple[str, ...] = ()
-    """Accelerations that the worker's self-check had kept."""
+    """Accelerations that the worker used."""
     source: SourceUse = field(default_factory=SourceUse, metadata={"kind": SourceUse})
-    """The source of image-to-image or of an edit; `SourceUse()` where there was none."""
+    """The source of image-to-image or of an edit; `SourceUse()` if there was none."""
     vae_dtype: str = ""
     """Element type that the VAE decoded in."""
     vae_tiled: bool = False
     """Whether the VAE decoded a picture in tiles."""
     device_s: float = 0.0
-    """Seconds of the worker's device that the last attempt used, for which its tenant is charged."""
+    """Seconds of the worker's device that the last attempt used, which count against its tenant's share."""
 
 
 def provenance_from(message: generation_pb2.Provenance) -> Provenance:
     """Return the provenance that the wire describes."""
-    return _value_from(message, Provenance)
+    return value_from(message, Provenance)
 
 
 def parameters_from(spec: GenerationSpec) -> Parameters:
-    """Return the parameters that a spec means. A name that this version does not know is None."""
-    said: dict[str, Any] = {}
+    """Return the parameters of a spec. A sampler, fidelity or format that this version does not know is None."""
+    values: dict[str, Any] = {}
     for known in dataclasses.fields(Parameters):
         if known.name in ("controlnets", "lora"):
             continue
         message: Message = spec if known.name in spec.DESCRIPTOR.fields_by_name else spec.techniques
-        value = _field_of(message, known.name)
+        value = field_of(message, known.name)
         if value is not None:
-            said[known.name] = _NAMES[known.name].get(value) if known.name in _NAMES else value
+            values[known.name] = _NAMES[known.name].get(value) if known.name in _NAMES else value
     return Parameters(
-        controlnets=tuple(map(controlnet_from, spec.controlnets)), lora=tuple(map(lora_from, spec.loras)), **said
+        controlnets=tuple(map(controlnet_from, spec.controlnets)), lora=tuple(map(lora_from, spec.loras)), **values
     )
-
-
-def _value_from(message: Message, kind: type[ValueT]) -> ValueT:
-    """Return the value whose fields have the names of a message's."""
-    said: dict[str, Any] = {}
-    for known in dataclasses.fields(cast("Any", kind)):
-        value = _field_of(message, known.name)
-        if known.name == "parameters":
-            value = parameters_from(value)
-        elif known.name == "mode":
-            value = _MODES.get(value)
-        elif (inner := known.metadata.get("kind")) is not None:
-            several = isinstance(value, tuple)
-            value = tuple(_value_from(each, inner) for each in value) if several else _value_from(value, inner)
-        said[known.name] = value
-    return kind(**said)
-
-
-def _field_of(message: Message, name: str) -> Any:
-    """Return the value of a field: several as a tuple, None for a number or text that is absent."""
-    known = message.DESCRIPTOR.fields_by_name[name]
-    if known.is_repeated:
-        return tuple(getattr(message, name))
-    if known.message_type is None and known.has_presence and not message.HasField(name):
-        return None
-    return getattr(message, name)

@@ -1,4 +1,4 @@
-"""What of a job took how long, in all services."""
+"""The time line of a job in all services."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from dataclasses import dataclass, field
 from bottega.v1 import trace_pb2
 
 GATEWAY = "gateway"
-"""What the spans of the gateway itself have as their service."""
+"""The service of the gateway's own spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """Something that took time.
-
-    service: name of the one in which it happened, as in the fleet; "gateway" for the gateway itself.
-    track: what was busy with it there, or waited. begin_s: seconds since the gateway accepted the job; those of another
-    host's service are as exact as its worker's clock was when the attempt began, and a store's are put in the middle of
-    what the worker has waited for it. facts: more about it, for people.
-    """
+    """A span of time in which a service worked on a job, or waited for something."""
 
     name: str
     service: str
+    """Name of the service in the fleet; "gateway" for the gateway itself."""
     track: str
+    """The part of the service that was busy, or waited."""
     begin_s: float
+    """Seconds since the gateway accepted the job.
+
+    On another host they are as exact as the worker's clock was when the attempt began. A store's span is put in the
+    middle of the time that the worker waited for it.
+    """
     seconds: float
     facts: Mapping[str, str] = field(default_factory=dict)
+    """Details, for people."""
 
     @property
     def end_s(self) -> float:
-        """When it was over."""
+        """Seconds from the job's acceptance to the end of the span."""
         return self.begin_s + self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTrace:
-    """spans: by their beginnings. dropped: how many were left out, because a trace has a bound."""
+    """The spans of a job."""
 
     job_id: str
     spans: tuple[TraceSpan, ...]
+    """Spans, by their beginnings."""
     dropped: int = 0
+    """Number of spans that were left out, because a trace has a size limit."""
 
 
 def trace_from(job_id: str, trace: trace_pb2.Trace) -> JobTrace:
-    """The trace that the wire describes."""
+    """Return the trace that the wire describes."""
     spans = tuple(
         TraceSpan(
             name=span.name,

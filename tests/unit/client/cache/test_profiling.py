@@ -18,7 +18,9 @@ from bottega.client.addons.cache.profiling import (
     measure_cache,
 )
 from bottega.client.addons.cache.samples import PromptPair, miniature_pairs
+from bottega.client.addons.cache.types import CachedEntry, entry_from
 from bottega.client.sdk.aio import AsyncGatewayClient
+from bottega.client.types.fleet import fleet_from
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import CacheUse, Parameters, Provenance
 from bottega.errors import CacheEntryGone, InvalidRequest, NoCache, Unavailable
@@ -49,7 +51,7 @@ class ScriptedSuite:
     calls: int = 0
     model_hash: str = HASH
     asked: list[dict[str, Any]] = field(default_factory=list)
-    entries: list[CacheEntry] = field(default_factory=list)
+    entries: list[CachedEntry] = field(default_factory=list)
 
     async def generate(self, prompt: str, **options: Any) -> Picture:
         self.asked.append({"prompt": prompt, **options})
@@ -69,7 +71,7 @@ class ScriptedSuite:
     async def score(self, prompt: str, picture: bytes) -> float:
         return 1.0 if picture == prompt.encode() else 0.5
 
-    async def list_entries(self, model_hash: str, limit: int) -> Sequence[CacheEntry]:
+    async def list_entries(self, model_hash: str, limit: int) -> Sequence[CachedEntry]:
         assert model_hash == HASH
         self.calls += 1
         if self.failing(self.calls):
@@ -82,7 +84,8 @@ class ScriptedSuite:
         else:
             steps = ()
         spec = GenerationSpec(prompt=prompt if steps else "lost", seed=seed, num_inference_steps=STEPS)
-        self.entries.append(CacheEntry(entry=f"{len(self.entries):032x}", parameters=spec, steps=steps))
+        entry = CacheEntry(entry=f"{len(self.entries):032x}", parameters=spec, steps=steps)
+        self.entries.append(entry_from(entry))
 
     def _start(self, prompt: str, pin: str, starts: list[CacheUse]) -> str:
         entry, step = parse_start(pin)
@@ -119,8 +122,7 @@ def test_the_least_similarity_is_found_from_which_pictures_show_their_prompt() -
     measured = _measure(ScriptedSuite())
 
     assert len(measured.samples) == 80
-    short = measured.profile.balanced[1]
-    found = {each.fraction: each.similarity for each in short.thresholds}
+    found = measured.profile.balanced.classes[1].thresholds
     # One difference is .9 of similarity, two are .8, and so on: what the script demands, with a twentieth to spare.
     assert found[0.4] == pytest.approx(0.9)
     assert found[0.2] <= 0.8
@@ -267,9 +269,9 @@ def test_what_is_drawn_is_estimated_from_the_steps_that_workers_have_measured() 
         member.load.step_times.add(rows=2, seconds=0.5)
         member.load.step_times.add(rows=8, seconds=0.8)
     wanted = CacheMeasurement(pairs=miniature_pairs(80)[:20], draws=2)
-    drawing = estimate_drawing(wanted, fleet)
+    drawing = estimate_drawing(wanted, fleet_from(fleet))
     assert drawing.pictures == 20 * 2 * 7
     seconds = (20 * 2 * (2 + 0.9 + 0.8 + 0.7 + 0.6 + 0.5) * 10 * 2 * 0.1 + 280 * 0.5) / 2
     assert drawing.seconds == pytest.approx(seconds)
     other = CacheMeasurement(pairs=miniature_pairs(80)[:20], draws=2, model="other")
-    assert estimate_drawing(other, fleet).seconds is None
+    assert estimate_drawing(other, fleet_from(fleet)).seconds is None

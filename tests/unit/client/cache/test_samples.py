@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from bottega.client.addons.cache.samples import (
     PairSample,
     PromptPair,
     SampleFile,
+    measured_profile,
     miniature_pairs,
     pairs_of_file,
-    profile_message,
     skip_profile,
     thin_out,
     use_of,
 )
+from bottega.client.addons.cache.types import profile_from, profile_to_wire
 from bottega.errors import InvalidRequest
 from bottega.latents.names import FRACTIONS
 from bottega.miniature.scenes import read_caption
@@ -150,30 +152,32 @@ def test_latents_that_stand_for_more_steps_need_more_similarity() -> None:
 
 
 def test_fast_allows_a_loss_that_balanced_does_not() -> None:
-    message = profile_message("ab" * 32, _samples(100, lost=0.15, from_similarity=2.0), "how")
+    profile = measured_profile("ab" * 32, _samples(100, lost=0.15, from_similarity=2.0), "how")
 
-    assert not message.balanced
-    (fewer, fast) = message.fast
-    assert (fewer.max_words, list(fewer.thresholds)) == (9, [])
-    assert [(each.fraction, each.similarity) for each in fast.thresholds] == [(each, 0.0) for each in FRACTIONS]
-    assert (message.model_hash, message.about, fast.max_words) == ("ab" * 32, "how", 10)
+    assert not profile.balanced.classes
+    (fewer, fast) = profile.fast.classes
+    assert (fewer.max_words, fewer.thresholds) == (9, {})
+    assert fast.thresholds == dict.fromkeys(FRACTIONS, 0.0)
+    assert (profile.model_hash, profile.about, fast.max_words) == ("ab" * 32, "how", 10)
+    assert profile_from(profile_to_wire(profile)) == profile
 
 
 def test_a_model_of_which_nothing_may_be_reused_has_a_profile_that_says_so() -> None:
-    message = profile_message("ab" * 32, _samples(100, lost=0.9, from_similarity=2.0), "how")
+    profile = measured_profile("ab" * 32, _samples(100, lost=0.9, from_similarity=2.0), "how")
 
-    assert [list(each.thresholds) for each in message.balanced] == [[]]
-    assert not message.fast
+    assert [(each.max_words, each.thresholds) for each in profile.balanced.classes] == [(math.inf, {})]
+    assert not profile.fast.classes
+    assert [list(each.thresholds) for each in profile_to_wire(profile).balanced] == [[]]
 
 
 def test_long_prompts_have_thresholds_of_their_own() -> None:
     samples = _samples(200, lost=0.5, from_similarity=0.1) + _samples(200, words=16, lost=0.5, from_similarity=0.4)
 
-    message = profile_message("ab" * 32, samples, "how")
+    profile = measured_profile("ab" * 32, samples, "how")
 
-    _, short, long = message.balanced
+    _, short, long = profile.balanced.classes
     assert (short.max_words, long.max_words) == (15, 16)
-    assert all(more.similarity > less.similarity for more, less in zip(long.thresholds, short.thresholds, strict=True))
+    assert all(long.thresholds[fraction] > short.thresholds[fraction] for fraction in FRACTIONS)
 
 
 def test_a_length_of_which_too_few_were_drawn_reuses_nothing() -> None:

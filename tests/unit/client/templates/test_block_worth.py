@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.addons.templates.block_worth import HALVES, worth
+from bottega.client.addons.templates.types import profile_from
 from bottega.v1.activations_pb2 import BlockProfile
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ def _profile() -> BlockProfile:
 
 
 def test_what_saves_most_for_its_bytes_comes_first_siblings_together() -> None:
-    found = worth(_profile(), steps=STEPS, budget_bytes=0)
+    found = worth(profile_from(_profile()), steps=STEPS, budget_bytes=0)
     assert [group.name for group in found.groups] == [ATTENTION, "up_blocks.0.resnets.0", "conv_out"]
     first, _, last = found.groups
     assert (first.blocks, first.kept, first.size_bytes) == (2, 2, 2 * MIB)
@@ -34,7 +35,7 @@ def test_what_saves_most_for_its_bytes_comes_first_siblings_together() -> None:
 
 
 def test_a_template_has_both_halves_of_every_step() -> None:
-    found = worth(_profile(), steps=STEPS, budget_bytes=0)
+    found = worth(profile_from(_profile()), steps=STEPS, budget_bytes=0)
     assert found.template_bytes == HALVES * STEPS * 7 * MIB
     assert found.kept_bytes == found.template_bytes
     assert (found.kept, found.blocks, found.kept_share) == (4, 4, 1.0)
@@ -42,11 +43,11 @@ def test_a_template_has_both_halves_of_every_step() -> None:
 
 
 def test_a_budget_keeps_what_saves_most_and_says_how_much_that_is() -> None:
-    found = worth(_profile(), steps=STEPS, budget_bytes=HALVES * STEPS * 3 * MIB)
+    found = worth(profile_from(_profile()), steps=STEPS, budget_bytes=HALVES * STEPS * 3 * MIB)
     assert [group.kept for group in found.groups] == [2, 0, 0]
     assert found.kept_bytes == HALVES * STEPS * 2 * MIB
     assert found.kept_share == pytest.approx(12 / 16)
-    nearly_all = worth(_profile(), steps=STEPS, budget_bytes=HALVES * STEPS * 7 * MIB - 1)
+    nearly_all = worth(profile_from(_profile()), steps=STEPS, budget_bytes=HALVES * STEPS * 7 * MIB - 1)
     assert [group.kept for group in nearly_all.groups] == [2, 1, 0], "what costs more than it saves goes first"
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bottega import kinds
 from bottega.client.addons.templates.cli import holders_table, templates_table
-from bottega.client.addons.templates.overview import FleetTemplate, TemplateHolder
+from bottega.client.addons.templates.types import FleetTemplate, TemplateHolder, template_from
 from bottega.client.cli.terminal import PlainTable
 from bottega.v1.activations_pb2 import Template
 
@@ -39,7 +39,8 @@ def _known(number: int, **facts: object) -> FleetTemplate:
         "valid_share": 1.0,
     }
     workers = ("worker-gpu-rack7-0", "worker-gpu-rack7-1", "worker-gpu-rack7-2")[: number % 4]
-    return FleetTemplate(record=Template(**{**fields, **facts}), store="activations", workers=workers)  # type: ignore[arg-type]
+    template = Template(**{**fields, **facts})  # type: ignore[arg-type]
+    return template_from([template], store="activations", workers=workers)
 
 
 @pytest.mark.parametrize("count", [1, 30])
@@ -47,7 +48,7 @@ def test_nothing_is_cut_and_every_template_is_there(count: int) -> None:
     known = [_known(number, pinned=number % 5 == 0, in_use=number % 7 == 1) for number in range(count)]
     lines = _shown(templates_table(known))
     assert all(len(line) <= LETTERS and "…" not in line for line in lines)
-    assert [line for each in known for line in lines if each.record.id[:12] in line and "2.60 GiB" in line]
+    assert [line for each in known for line in lines if each.id[:12] in line and "2.60 GiB" in line]
     assert sum("1024x1024" in line for line in lines) == count
 
 

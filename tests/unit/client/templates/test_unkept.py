@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.client.addons.templates.cli import _fail_unkept
-from bottega.client.addons.templates.overview import FleetTemplate, TemplateOverview
+from bottega.client.addons.templates.cli import _fail_unchanged
+from bottega.client.addons.templates.types import FleetTemplate, TemplateOverview, template_from
 from bottega.v1.activations_pb2 import Template
 
 ID = "3f0a91c25e" + "0" * 22
@@ -13,12 +13,12 @@ ID = "3f0a91c25e" + "0" * 22
 
 def _said(capsys: pytest.CaptureFixture[str], *known: FleetTemplate) -> str:
     with pytest.raises(SystemExit):
-        _fail_unkept([ID[:10]], TemplateOverview(templates=known, holders=(), silent=()))
+        _fail_unchanged([ID[:10]], TemplateOverview(templates=known, holders=(), silent=()))
     return " ".join(capsys.readouterr().err.split())
 
 
 def _known(*, store: str, workers: tuple[str, ...] = ()) -> FleetTemplate:
-    return FleetTemplate(record=Template(id=ID), store=store, workers=workers)
+    return template_from([Template(id=ID)], store=store, workers=workers)
 
 
 def test_a_template_that_memory_has_no_room_for_is_not_said_to_be_in_no_store(

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from bottega import errors, kinds
-from bottega.client.addons.cache.client import CacheFigures
+from bottega.client.addons.cache.types import CachedEntry, CacheProfile, CacheStats
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
-from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say, short_hash, size_text
+from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
+from bottega.client.cli.terminal import (
+    PlainTable,
+    confirm,
+    fail,
+    moment_text,
+    note,
+    print_table,
+    say,
+    short_hash,
+    size_text,
+)
 from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
-from bottega.client.types.options import SAMPLERS
-from bottega.client.types.provenance import Provenance
+from bottega.client.types.provenance import Parameters, Provenance
 from bottega.errors import BottegaError
 from bottega.latents import ENTRY_PATTERN, parse_start
 from bottega.latents.names import FRACTIONS
-from bottega.v1.cache_pb2 import CacheEntry, CacheLengthClass, CacheProfile, GetCacheStatsResponse
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.planning import LengthClass
 
 # Commands of a module that is imported on demand: the options of `warm` are those of all add-ons, of this one too.
 _DRAWING = ("profile", "warm")
@@ -43,47 +51,51 @@ class _CacheGroup(ListGroup):
 
 
 @click.group("cache", cls=_CacheGroup)
+@with_examples("""
+    bottega cache                    shows what it has, and its hit rate
+    bottega cache inspect ENTRY      shows one entry, and writes its picture
+    bottega cache warm prompts.txt   draws each line, for later prompts to start from
+    bottega cache profile            measures which similarity is enough
+    bottega cache profiles           shows what was measured
+    bottega cache clear              deletes all entries
+    bottega generate "a red star" --cache
+""")
 def command() -> None:
-    """Look after the approximate cache: stats, inspect, warm, clear, profile, profiles.
+    """Inspect, fill, measure and clear the approximate cache.
 
-    \b
-      bottega cache                    what it holds, and how well it serves
-      bottega cache inspect ENTRY      one entry; writes its picture
-      bottega cache warm prompts.txt   draws a prompt a line, so that later ones may start from theirs
-      bottega cache profile            measures which similarity is enough to skip how many steps
-      bottega cache profiles           what was measured
-      bottega cache clear              forgets the entries
-      bottega generate "a red star" --cache
+    The cache keeps latents of pictures, so that requests with similar prompts can skip steps.
     """
 
 
 @command.command("clear")
-@click.option("--model", help="Only the entries of this model, as bottega models or bottega cache lists it.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--model", help="Delete only the entries of this model, a name or hash that bottega cache lists.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @address_option
 @fleet_option
 def clear(*, model: str | None, yes: bool, address: str) -> None:
-    """Forget the entries: all, or those of one model. Profiles stay."""
+    """Delete all entries, or those of one model. Profiles are kept."""
     with connect(address) as client:
         model_hash = _hash_of(client, model) if model else ""
         if not yes:
-            whose = f"all entries of {model}" if model else "all entries of the cache"
-            note(f"{whose} will be deleted for good")
-            confirm("Delete?")
+            which = f"all entries of {model}" if model else "all entries of the cache"
+            confirm(f"Delete {which} for good?")
         number = client.clear_cache(model_hash)
     say(f"{number} {'entry' if number == 1 else 'entries'} deleted")
 
 
 def _hash_of(client: Client, model: str) -> str:
-    """A model that is not served now is meant by its hash, or by the beginning of it, as tables show it."""
+    """Return the hash of a model that is served, or that the cache has entries of, by its name or its hash's beginning.
+
+    Ends the command if there is none, or more than one.
+    """
     for served in client.models():
         if served.name == model:
             return served.model_hash
-    known = {each.model_hash for cache in client.cache_stats() for each in cache.stats.models}
-    found = sorted(each for each in known if each.startswith(model))
+    known = {cached.model_hash for cache in client.cache_stats() for cached in cache.models}
+    found = sorted(model_hash for model_hash in known if model_hash.startswith(model))
     if len(found) != 1:
         fail(
-            f"{len(found)} models that the cache has entries of have a hash that begins with {model!r}"
+            f"{len(found)} models in the cache have a hash that begins with {model!r}"
             if found
             else f"the cache has no entries of a model {model!r}",
             "bottega cache lists the models that it has entries of.",
@@ -99,44 +111,43 @@ _HIT = "hit"
 @address_option
 @fleet_option
 def stats(*, address: str) -> None:
-    """Say what the cache holds, and how well it serves."""
+    """Show what the cache has, and how well it serves."""
     with connect(address) as client:
         caches = client.cache_stats()
         names = {model.model_hash: model.name for model in client.models()}
     for cache in caches:
         if len(caches) > 1:
-            note(f"The cache {cache.cache}:")
+            note(f"Cache {cache.cache}:")
         _show(cache, names)
 
 
-def _show(cache: CacheFigures, names: Mapping[str, str]) -> None:
-    """names: of the models that are served, by their hashes."""
-    models = {model.model_hash: model for model in cache.stats.models}
-    if models:
+def _show(cache: CacheStats, names: Mapping[str, str]) -> None:
+    """Print the figures of one cache. `names` has the names of served models by their hashes."""
+    if cache.models:
         table = PlainTable("model", ">entries", ">latents", ">keys", "profile")
-        for model_hash, model in models.items():
-            name = names.get(model_hash, short_hash(model_hash))
+        for model in cache.models:
+            name = names.get(model.model_hash, short_hash(model.model_hash))
             counts = (str(model.entries), str(model.latents), str(model.keys))
             table.add_row(name, *counts, "yes" if model.has_profile else "none")
         print_table(table)
     else:
-        note("It holds nothing yet: what is drawn is recorded from the second request of a kind on.")
+        note("It is empty. Pictures are recorded from the second request with the same settings on.")
     facts = PlainTable("", "")
-    for label, text in _stats_facts(cache.stats):
+    for label, text in _stats_facts(cache):
         facts.add_row(label, text)
-    facts.add_caption("Counted since it started.")
+    facts.add_caption("Counts since its start.")
     print_table(facts)
-    if any(not model.has_profile for model in models.values()):
-        note(NO_PROFILE)
+    if any(not model.has_profile for model in cache.models):
+        _note_missing_profile()
 
 
-def _stats_facts(stats: GetCacheStatsResponse) -> Iterator[tuple[str, str]]:
-    yield "on the disk", f"{size_text(stats.bytes)} of {size_text(stats.budget_bytes)}"
-    yield "questions", _counted(stats.lookups)
-    if asked := sum(stats.lookups.values()):
-        yield "hit rate", f"{stats.lookups.get(_HIT, 0) / asked:.3f}"
+def _stats_facts(stats: CacheStats) -> Iterator[tuple[str, str]]:
+    yield "on disk", f"{size_text(stats.size_bytes)} of {size_text(stats.budget_bytes)}"
+    yield "lookups", _counted(stats.lookups)
+    if lookups := sum(stats.lookups.values()):
+        yield "hit rate", f"{stats.lookups.get(_HIT, 0) / lookups:.3f}"
     yield "steps skipped", f"{stats.steps_skipped}"
-    yield "evicted", f"{stats.evictions} latents; {stats.holes} hits had to do with fewer steps for it"
+    yield "evicted", f"{stats.evictions} latents; {stats.holes} hits skipped fewer steps because of that"
     yield "not recorded", _counted(stats.dropped)
     yield "match predictor", "on" if stats.predictor_on else "off"
     if stats.trouble:
@@ -144,7 +155,7 @@ def _stats_facts(stats: GetCacheStatsResponse) -> Iterator[tuple[str, str]]:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    """Such as "12: 9 hit, 3 miss"."""
+    """Return such as "12: 9 hit, 3 miss"."""
     parts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(counts.items()) if count)
     return f"{sum(counts.values())}{f': {parts}' if parts else ''}"
 
@@ -155,101 +166,91 @@ def _counted(counts: Mapping[str, int]) -> str:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="PNG to write the picture to, replacing it; default: the entry's name.",
+    help="PNG file to write or replace; default: ENTRY.png.",
 )
 @address_option
 @fleet_option
 def inspect(*, entry: str, output: Path | None, address: str) -> None:
-    """Say all that is known of ENTRY, and write its picture, which is small.
+    """Show all about ENTRY, and write its small picture.
 
-    ENTRY is 32 hex digits, as a picture that started from it was said to; what follows an @ does not matter.
+    ENTRY has 32 hex digits. bottega generate prints it for a picture that started from the cache; a step after it
+    (@STEP) is ignored.
     """
     name = entry.partition("@")[0]
     if ENTRY_PATTERN.fullmatch(name) is None:
-        raise click.UsageError(f"{entry!r} is no entry: 32 hex digits are wanted, with @STEP or without")
+        raise click.UsageError(f"{entry!r} is no entry: give 32 hex digits, with @STEP or without")
     target = output or Path(f"{name}.png")
     if target.suffix.lower() != ".png":
         raise click.UsageError(f"the picture is PNG: name the file {target.with_suffix('.png')}")
     with connect(address) as client:
         found = client.cache_entry(name)
     table = PlainTable("", "")
-    for label, text in _entry_facts(found.entry):
+    for label, text in _entry_facts(found):
         table.add_row(label, text)
     print_table(table)
     if not found.picture:
-        say("its picture is gone")
+        say("The cache has lost its picture.")
         return
     try:
         write_whole(target, found.picture)
     except OSError as error:
-        fail(f"the picture cannot be written: {error.strerror}", "Name another file: -o FILE")
+        fail(f"the picture cannot be written: {error.strerror}", "Name another file with -o FILE.")
     say(str(target))
 
 
-def _entry_facts(entry: CacheEntry) -> Iterator[tuple[str, str]]:
-    spec = entry.parameters
+def _entry_facts(entry: CachedEntry) -> Iterator[tuple[str, str]]:
+    parameters = entry.parameters
     yield "entry", entry.entry
-    yield "prompt", spec.prompt
-    if spec.HasField("negative_prompt"):
-        yield "negative prompt", spec.negative_prompt
-    yield "drawn with", _drawn_with(spec)
-    if spec.loras:
-        yield "LoRAs", ", ".join(f"{lora.name}:{lora.scale:g}" for lora in spec.loras)
-    if spec.controlnets:
-        yield "ControlNets", ", ".join(net.name for net in spec.controlnets)
+    yield "prompt", parameters.prompt
+    if parameters.negative_prompt is not None:
+        yield "negative prompt", parameters.negative_prompt
+    yield "drawn with", _drawn_with(parameters)
+    if parameters.lora:
+        yield "LoRAs", ", ".join(f"{lora.name}:{lora.scale:g}" for lora in parameters.lora)
+    if parameters.controlnets:
+        yield "ControlNets", ", ".join(net.name for net in parameters.controlnets)
     yield "model", short_hash(entry.model_hash)
-    yield "latents", f"after {', '.join(map(str, entry.steps)) or 'no'} steps, {size_text(entry.bytes)}"
+    yield "latents", f"after {', '.join(map(str, entry.steps)) or 'no'} steps, {size_text(entry.size_bytes)}"
     yield "started from", f"{entry.hits} times"
-    yield "recorded", _moment(entry.recorded_s)
+    yield "recorded", moment_text(entry.recorded)
     yield "key", short_hash(entry.key)
 
 
-def _drawn_with(spec: GenerationSpec) -> str:
-    samplers = {number: name for name, number in SAMPLERS.items()}
-    facts = [f"{spec.num_inference_steps} steps", f"guidance {spec.guidance_scale:g}"]
-    if spec.sampler in samplers:
-        facts.append(samplers[spec.sampler])
-    return ", ".join([*facts, f"{spec.width}x{spec.height}", f"seed {spec.seed}"])
+def _drawn_with(parameters: Parameters) -> str:
+    facts = [f"{parameters.num_inference_steps} steps", f"guidance {parameters.guidance_scale:g}"]
+    if parameters.sampler is not None:
+        facts.append(parameters.sampler)
+    return ", ".join([*facts, f"{parameters.width}x{parameters.height}", f"seed {parameters.seed}"])
 
 
-def _moment(unix_s: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, OSError, ValueError):
-        return "at no time that there is"
-
-
-NO_PROFILE = (
-    "Without a profile nothing is reused for a model (but by Nirvana's own thresholds, where its embeddings are 768 "
-    "wide). To measure one: bottega cache profile --prompts FILE --clip FOLDER; for the embedded model without both."
-)
-
-# A fraction that a store keeps as a number of 64 bits is one of ours.
-_CLOSE = 1e-6
+def _note_missing_profile() -> None:
+    note("Without a profile nothing is reused for a model (except by Nirvana's thresholds, for embeddings 768 wide).")
+    note("Measure one: bottega cache profile --prompts FILE --clip FOLDER; the embedded model needs neither option.")
 
 
 @command.command("profiles")
 @address_option
 @fleet_option
 def profiles(*, address: str) -> None:
-    """List, for each model, the similarity from which so many of the steps are skipped."""
+    """Show the measured thresholds of each model."""
     with connect(address) as client:
         profiles = client.cache_profiles()
         names = {model.model_hash: model.name for model in client.models()}
     if not profiles:
-        note(NO_PROFILE)
+        _note_missing_profile()
         return
     print_profiles(profiles, names)
 
 
 def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
-    """A table, and how each was measured. names: of models, by their hash."""
+    """Print profiles as a table, and how each was measured. `names` has the names of served models by their hashes."""
     table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS), wraps=("model",))
-    titles = {each.model_hash: names.get(each.model_hash, short_hash(each.model_hash)) for each in profiles}
+    hashes = [profile.model_hash for profile in profiles]
+    titles = {model_hash: names.get(model_hash, short_hash(model_hash)) for model_hash in hashes}
     for profile in profiles:
         for row in _rows(profile):
             table.add_row(titles[profile.model_hash], *row)
-    table.add_caption("Columns are shares of the steps; - is never skipped.")
+    table.add_caption("Columns: the share of the steps that is skipped from this similarity on; - is never.")
     print_table(table)
     for profile in profiles:
         if profile.about:
@@ -258,22 +259,19 @@ def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -
 
 def _rows(profile: CacheProfile) -> Iterator[tuple[str, ...]]:
     for fidelity, classes in (("balanced", profile.balanced), ("fast", profile.fast)):
-        yield from ((fidelity, *row) for row in _class_rows(classes))
+        yield from ((fidelity, *row) for row in _class_rows(classes.classes))
 
 
-def _class_rows(classes: Sequence[CacheLengthClass]) -> Iterator[tuple[str, ...]]:
-    for each in classes:
-        words = f"up to {each.max_words}" if each.max_words else "more" if len(classes) > 1 else "any"
-        yield (words, *(_similarity(each, fraction) for fraction in FRACTIONS))
-
-
-def _similarity(each: CacheLengthClass, fraction: float) -> str:
-    found = [threshold.similarity for threshold in each.thresholds if abs(threshold.fraction - fraction) < _CLOSE]
-    return f"{found[0]:.3f}" if found else "-"
+def _class_rows(classes: Sequence[LengthClass]) -> Iterator[tuple[str, ...]]:
+    for length_class in classes:
+        unbounded = "more" if len(classes) > 1 else "any"
+        words = f"up to {length_class.max_words:.0f}" if math.isfinite(length_class.max_words) else unbounded
+        thresholds = (length_class.thresholds.get(fraction) for fraction in FRACTIONS)
+        yield (words, *("-" if similarity is None else f"{similarity:.3f}" for similarity in thresholds))
 
 
 class StartType(click.ParamType[str]):
-    """Says what is wrong before anything is asked for."""
+    """A Click type for a cached latent, ENTRY@STEP."""
 
     name = "entry"
 
@@ -287,13 +285,13 @@ class StartType(click.ParamType[str]):
 
 def _describe(provenance: Provenance) -> Iterator[str]:
     if provenance.identical_job:
-        yield f"nothing was drawn: it is the stored result of job {provenance.identical_job}, an identical request"
+        yield f"nothing was drawn: this is the stored result of job {provenance.identical_job}, an identical request"
     starts = provenance.cached_starts
     for use in starts:
         picture = f"picture {use.image} " if len(starts) > 1 or use.image else ""
         how = "approximate, without the LoRAs" if use.without_loras else "approximate"
         facts = f"similarity {use.similarity:.3f}"
-        if use.skipped_steps:  # workers of earlier versions do not say it
+        if use.skipped_steps:  # workers of earlier versions do not report it
             facts += f"; {use.skipped_steps} step{'' if use.skipped_steps == 1 else 's'} skipped"
         yield f"cache: {picture}starts from {use.entry}, {facts} ({how})"
 
@@ -302,7 +300,7 @@ _IDENTICAL = click.option(
     "--identical/--no-identical",
     "identical_results",
     default=None,
-    help="Take the stored result of an identical request (exact). Default: as the gateway is configured.",
+    help="Return the stored result of an identical request (exact). Default: as the gateway is configured.",
 )
 
 PART = GenerationPart(
@@ -311,13 +309,13 @@ PART = GenerationPart(
             "--cache/--no-cache",
             "approximate_cache",
             default=None,
-            help="Start from the latent of a similar prompt's picture (approximate). Default: by --fidelity.",
+            help="Start from a cached latent of a similar prompt (approximate). Default: by --fidelity.",
         ),
         click.option(
             "--cache-entry",
             type=StartType(),
             metavar="ENTRY@STEP",
-            help="Start from this cached latent, as an earlier picture was said to; with its seed, draws it again.",
+            help="Start from this cached latent, which an earlier picture printed; its seed draws that picture again.",
         ),
         _IDENTICAL,
     ),
@@ -328,17 +326,17 @@ PART = GenerationPart(
 
 
 _BY_CLASS = {
-    errors.CacheEntryNotFound: "It was evicted or cleared, or never there; bottega cache says what the cache holds.",
+    errors.CacheEntryNotFound: "It was evicted or cleared, or never existed; bottega cache shows what the cache has.",
     errors.CacheEntryGone: (
-        "bottega cache inspect ENTRY says whether it is there, and what for: all but prompt and seed has to be equal. "
-        "Without --cache-entry the picture is drawn from noise."
+        "bottega cache inspect ENTRY shows whether the cache has it, and its settings: all but prompt and seed must be"
+        " equal.\nWithout --cache-entry the picture is drawn from noise."
     ),
-    errors.NoCache: "bottega fleet shows whether an approximate cache has joined; bottega logs cache why one has not.",
+    errors.NoCache: "bottega fleet shows whether a cache has joined; bottega logs cache says why one has not.",
 }
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """None where the error is about no cache."""
+    """Return what to do about an error of the approximate cache; None for other errors."""
     if error.metadata.get("service") == kinds.CACHE and isinstance(error, errors.StorageUnavailable):
         return storage_advice(error, "approximate cache")
     return _BY_CLASS.get(type(error))

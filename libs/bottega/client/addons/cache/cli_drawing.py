@@ -25,7 +25,6 @@ from bottega.client.addons.cache.profiling import (
 )
 from bottega.client.addons.cache.samples import (
     ALPHAS,
-    EMBEDDED_MODEL,
     PromptPair,
     miniature_pairs,
     pairs_of_file,
@@ -33,6 +32,7 @@ from bottega.client.addons.cache.samples import (
     thin_out,
     use_of,
 )
+from bottega.client.addons.cache.types import CacheProfile, profile_to_wire
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.options import address_option, connect, fleet_option
@@ -50,10 +50,11 @@ from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, NotFinite
+from bottega.model_files import MINIATURE
 from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
-from bottega.v1.cache_pb2 import CacheProfile
 
 _MODEL = "the model"
+# Pairs between two lines of progress.
 _EVERY = 10
 _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MOST_DRAWS)
 
@@ -62,25 +63,25 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with a prompt on each line, as people sent them: each makes a pair with the one before, unless an empty "
-    "line is between. The embedded model needs none.",
+    help="File with a prompt on each line, as people sent them. Neighbouring lines make a pair, unless an empty line "
+    "separates them. The embedded model needs none.",
 )
-@click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="At most.")
-@click.option("--draws", type=_DRAWS, default=2, show_default=True, help="Of each pair, each with other seeds.")
+@click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="Largest number of pairs.")
+@click.option("--draws", type=_DRAWS, default=2, show_default=True, help="Draws of each pair, each with other seeds.")
 @click.option(
     "--clip",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a Hugging Face CLIP model that scores the pictures. The embedded model has a scorer of its own.",
 )
 @click.option("--steps", type=click.IntRange(4, 200), help="Denoising steps of each picture (default: the model's).")
-@click.option("--model", help="To measure; default: the only one that is served.")
+@click.option("--model", help="Model to measure; default: the only one that is served.")
 @click.option(
     "--samples",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File in which what was measured is kept as it comes; with it again, the command goes on where it stopped.",
+    help="File that keeps each measured pair; with the same file the command continues where it stopped.",
 )
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the profile to as well.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the profile to this file.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @address_option
 @fleet_option
 def profile(
@@ -96,13 +97,13 @@ def profile(
     yes: bool,
     address: str,
 ) -> None:
-    """Measure from which similarity on a cached latent is good enough.
+    """Measure how similar prompts must be to share latents.
 
-    Draws both prompts of each pair from noise, and the second one also from the latents of the first. From the least
-    similarity at which 95 % of the pairs keep their quality (above .9 of it under --fidelity balanced, .8 under fast)
-    latents are reused, by the share of the steps that they stand for and by the length of the prompt. The caches of the
-    suite keep that as the model's profile, instead of an earlier one. Before it draws, the command says how many
-    pictures it needs and about how long they take, and asks.
+    Both prompts of each pair are drawn from noise, and the second one also from the latents of the first. A latent may
+    be reused from the least similarity at which 95 % of the pairs keep their quality: more than .9 of it with
+    --fidelity balanced, .8 with fast. This is measured for each share of the steps, and for short and long prompts. The
+    caches keep the result as the model's profile. Before it draws, the command prints how many pictures that takes, and
+    asks.
     """
     with connect(address) as client:
         pairs = thin_out(pairs_of_file(read_prompt_file(prompts)), most) if prompts else ()
@@ -117,9 +118,9 @@ def profile(
         _announce(wanted, client)
         if not yes:
             if not is_interactive():
-                fail("nobody can be asked here whether to draw all that", "Say so with --yes.", status=2)
+                fail("nobody can confirm this here", "Confirm with --yes.", status=2)
             confirm("Draw them?")
-        measured = client.profile_cache(wanted, on_pair=_tell)
+        measured = client.profile_cache(wanted, on_pair=_note_progress)
     if output is not None:
         _write_profile(output, measured.profile)
     _report(measured, model or _MODEL)
@@ -127,38 +128,39 @@ def profile(
 
 def _announce(wanted: CacheMeasurement, client: Client) -> None:
     drawing = estimate_drawing(wanted, client.fleet())
-    again = " at most" if wanted.samples else ""
-    how_long = f", about {duration_text(drawing.seconds)}" if drawing.seconds is not None else ""
-    note(f"{len(set(wanted.pairs))} pairs of prompts:{again} {drawing.pictures} pictures to draw{how_long}")
+    bound = "at most " if wanted.samples else ""
+    duration = f", about {duration_text(drawing.seconds)}" if drawing.seconds is not None else ""
+    note(f"{len(set(wanted.pairs))} pairs of prompts: {bound}{drawing.pictures} pictures to draw{duration}")
 
 
 def _miniature_pairs(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
-    """Pairs of the embedded model's grammar, where it is what is measured."""
+    """Return pairs of the embedded model's grammar. Raise UsageError if another model is measured."""
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [EMBEDDED_MODEL]:
-        told = "--prompts FILE" if clip else "--prompts FILE and --clip FOLDER"
-        raise click.UsageError(f"only the embedded model is measured without: bottega cache profile {told}")
+    if served != [MINIATURE]:
+        options = "--prompts FILE" if clip else "--prompts FILE --clip FOLDER"
+        raise click.UsageError(f"only the embedded model needs no prompts: bottega cache profile {options}")
     return miniature_pairs(most)
 
 
 def _write_profile(output: Path, profile: CacheProfile) -> None:
-    text = json_format.MessageToJson(profile, ensure_ascii=False) + "\n"
+    text = json_format.MessageToJson(profile_to_wire(profile), ensure_ascii=False) + "\n"
     try:
         write_whole(output, text.encode())
     except OSError as error:
-        note(f"{output} cannot be written: {error.strerror}; the caches have the profile all the same")
+        note(f"{output} cannot be written: {error.strerror}. The caches have the profile.")
 
 
-def _tell(done: int, pairs: int) -> None:
+def _note_progress(done: int, pairs: int) -> None:
     if done % _EVERY == 0 or done == pairs:
         note(f"  {done} of {pairs} pairs")
 
 
 def _report(measured: MeasuredCache, name: str) -> None:
     if measured.unrecorded:
-        note(f"{measured.unrecorded} pairs are missing: their pictures were not recorded.")
-    if any(each.thresholds for each in (*measured.profile.balanced, *measured.profile.fast)):
-        print_profiles([measured.profile], {measured.profile.model_hash: name})
+        note(f"{measured.unrecorded} pairs are missing, because the cache did not record their pictures.")
+    profile = measured.profile
+    if any(length_class.thresholds for length_class in (*profile.balanced.classes, *profile.fast.classes)):
+        print_profiles([profile], {profile.model_hash: name})
     for fidelity, alpha in ALPHAS.items():
         _report_use(fidelity, alpha, measured)
 
@@ -167,17 +169,17 @@ def _report_use(fidelity: str, alpha: float, measured: MeasuredCache) -> None:
     use = use_of(skip_profile(measured.samples, alpha), measured.samples)
     starting, saved = sum(use.shares.values()), sum(fraction * share for fraction, share in use.shares.items())
     if not starting:
-        say(f"{fidelity}: nothing is reused; no similarity keeps {alpha:g} of the quality in {SHARE:.0%} of the pairs.")
+        say(f"{fidelity}: nothing is reused: no similarity keeps {alpha:g} of the quality in {SHARE:.0%} of pairs.")
         return
     say(
-        f"{fidelity}: of these pairs {starting:.0%} would start from a latent and save {saved:.0%} of all steps; "
-        f"mean quality {use.cached:.3f}, from noise {use.uncached:.3f}"
+        f"{fidelity}: {starting:.0%} of these pairs start from a latent, which saves {saved:.0%} of all steps; "
+        f"their mean quality is {use.cached:.3f}, from noise {use.uncached:.3f}"
     )
 
 
-# Of a file: half a day of the smallest model.
+# Prompts of a file: half a day of the smallest model.
 _MOST_PROMPTS = 100_000
-# Plain lines go to logs: ten a file say enough.
+# Lines of progress where there is no terminal, such as in a log.
 _LINES = 10
 _PROMPT = "spec.prompt"
 
@@ -190,19 +192,20 @@ class _Outcome(StrEnum):
 
 @click.command("warm")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--at-once", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests under way.")
+@click.option(
+    "--at-once", type=click.IntRange(1, 64), default=4, show_default=True, help="Number of concurrent requests."
+)
 @generation_options
 @address_option
 def warm(*, file: Path, at_once: int, address: str, **given: Any) -> None:
-    """Draw each prompt of FILE, one a line, so that requests like them may start from its latents.
+    """Draw each line of FILE to fill the cache.
 
-    The other options are those of `bottega generate`: requests start only from latents that were drawn with the same
-    parameters as their own. Without --seed it is 0, so that to do it again costs nothing where the gateway still has
-    the results: what was interrupted is begun anew. The first prompt is drawn twice, because a cache records a kind of
-    request from its second one on.
+    The other options are those of `bottega generate`: a request starts only from latents that were drawn with the same
+    settings. The default seed is 0, so repeating an interrupted command costs nothing for what the gateway still has.
+    The first prompt is drawn twice, because a cache records from the second request with the same settings on.
     """
     if given["approximate_cache"] is False or given["cache_entry"]:
-        raise click.UsageError("with --no-cache or --cache-entry nothing would be recorded; leave it out")
+        raise click.UsageError("with --no-cache or --cache-entry nothing is recorded; leave it out")
     options = _options(given)
     prompts = _read(file)
     with connect(address) as client, _showing(len(prompts)) as show:
@@ -221,12 +224,12 @@ def _options(given: dict[str, Any]) -> GenerationOptions:
 
 
 def _read(file: Path) -> list[str]:
-    """Its prompts, each once, in their order. Ends the command where there are none."""
+    """Return the prompts of a file without duplicates. End the command if there are none, or too many."""
     lines = read_prompt_file(file).splitlines()
     prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not prompts or len(prompts) > _MOST_PROMPTS:
-        said = f"at most {_MOST_PROMPTS} prompts are drawn" if prompts else "it is empty"
-        fail(f"{file} cannot be drawn: {said}", status=2)
+        rule = f"a file may have at most {_MOST_PROMPTS:,} prompts" if prompts else "it is empty"
+        fail(f"{file} cannot be drawn: {rule}", status=2)
     return prompts
 
 
@@ -238,7 +241,7 @@ def _draw_all(
     at_once: int,
     show: Callable[[int], None],
 ) -> Counter[_Outcome]:
-    """Raises what is no fault of a single prompt; what has not begun then is not drawn."""
+    """Draw all prompts. Raise an error that concerns all of them, and draw no further ones then."""
     counts = Counter([_draw_first(client, prompts[0], options)])
     show(1)
     with ThreadPoolExecutor(at_once) as pool:
@@ -247,7 +250,7 @@ def _draw_all(
                 counts[outcome] += 1
                 show(counts.total())
         except BaseException:
-            client.close()  # cancels what is being drawn, so that nobody waits for it
+            client.close()  # cancels the requests that are under way
             raise
     return counts
 
@@ -255,7 +258,7 @@ def _draw_all(
 def _in_turn(
     pool: ThreadPoolExecutor, draw: Callable[[str], _Outcome], prompts: Sequence[str], at_once: int
 ) -> Iterator[_Outcome]:
-    """Outcomes as they come; no more than `at_once` have begun."""
+    """Yield outcomes as they come, with at most `at_once` concurrent requests."""
     waiting = iter(prompts)
     running: set[Future[_Outcome]] = {pool.submit(draw, prompt) for prompt in itertools.islice(waiting, at_once)}
     while running:
@@ -266,7 +269,7 @@ def _in_turn(
 
 
 def _draw_first(client: Client, prompt: str, options: GenerationOptions) -> _Outcome:
-    """The request that makes its kind known is not recorded, so a new one is drawn once more."""
+    """Draw the first prompt twice, because the first request with new settings is not recorded."""
     outcome = _draw(client, prompt, options)
     if outcome is _Outcome.DRAWN:
         _draw(client, prompt, options | {"identical_results": False})
@@ -278,7 +281,7 @@ def _draw(client: Client, prompt: str, options: GenerationOptions) -> _Outcome:
         provenance = client.generate(prompt, **options).provenance
     except (InvalidRequest, NotFinite) as error:
         if any(item.field != _PROMPT for item in error.violations):
-            raise  # so it is for all of them
+            raise  # the other prompts would fail likewise
         note(f"{prompt}: {'; '.join(item.description for item in error.violations) or error.message}")
         return _Outcome.FAILED
     return _Outcome.THERE if provenance.identical_job else _Outcome.DRAWN
@@ -286,7 +289,7 @@ def _draw(client: Client, prompt: str, options: GenerationOptions) -> _Outcome:
 
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[int], None]]:
-    """Gives the function that shows how many are done: a bar on a terminal, some lines elsewhere."""
+    """Yield a function that shows how many are done: a bar on a terminal, some lines elsewhere."""
     console = new_console(stderr=True)
     if not console.is_terminal:
         yield _TenthLines(total).show
@@ -300,16 +303,16 @@ def _showing(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _TenthLines:
-    """A line for each tenth."""
+    """A progress display with a line for each tenth."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._said = 0
+        self._shown = 0
 
     def show(self, done: int) -> None:
         tenth = done * _LINES // self._total
-        if tenth > self._said:
-            self._said = tenth
+        if tenth > self._shown:
+            self._shown = tenth
             note(f"{done} of {self._total} prompts")
 
 
@@ -317,7 +320,7 @@ MOST_BYTES = 64 << 20
 
 
 def read_prompt_file(file: Path) -> str:
-    """Its text, of MOST_BYTES at most. Ends the command where there is none."""
+    """Return the text of a file. End the command if it cannot be read, is too large or no UTF-8."""
     try:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
@@ -325,7 +328,7 @@ def read_prompt_file(file: Path) -> str:
     except OSError as error:
         fail(f"{file} cannot be read: {error.strerror}", status=2)
     except UnicodeDecodeError:
-        fail(f"{file} is no text in UTF-8", "Give a file with a prompt a line.", status=2)
+        fail(f"{file} is no UTF-8 text", "Give a file with one prompt a line.", status=2)
     if len(data) > MOST_BYTES:
-        fail(f"{file} has more than {MOST_BYTES >> 20} MiB", status=2)
+        fail(f"{file} is larger than {MOST_BYTES >> 20} MiB", status=2)
     return text

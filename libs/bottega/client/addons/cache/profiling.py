@@ -18,54 +18,54 @@ from statistics import mean
 from typing import Protocol, Unpack
 from zlib import crc32
 
-from bottega.client.addons.cache.samples import Method, PairSample, PromptPair, SampleFile, profile_message
+from bottega.client.addons.cache.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
+from bottega.client.addons.cache.types import CachedEntry, CacheProfile
 from bottega.client.sdk.aio import AsyncGatewayClient
+from bottega.client.types.fleet import FleetStatus
 from bottega.client.types.messages import as_list, describe
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
-from bottega.client.types.provenance import Parameters, parameters_from
+from bottega.client.types.provenance import Parameters
 from bottega.errors import CacheEntryGone, Unavailable, Violation
 from bottega.latents import format_start
 from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words, fraction_of
 from bottega.planning.skip_profile import LEAST_SAMPLES
 from bottega.rules import refuse
-from bottega.v1.cache_pb2 import CacheEntry, CacheProfile
-from bottega.v1.fleet_pb2 import ListMembersResponse
 
 MOST_PAIRS = 5_000
 MOST_DRAWS = 8
 # Pairs that are drawn together: with four draws each they keep a batch full.
 _PAIRS_AT_ONCE = 3
-# Of so many pairs, one in two has to have been recorded: else the store is too small, or records nothing.
-_LEAST_RECORDED = 0.5
+# After so many pairs, at least half of them must have been recorded: else the store is too small, or records nothing.
 _TRIED = 10
-# Of a picture with guidance.
+_LEAST_RECORDED = 0.5
+# Rows of a picture with guidance.
 _ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMeasurement:
-    """A measurement of the cache, as it was asked for."""
+    """The parameters of a measurement."""
 
     pairs: Sequence[PromptPair]
     clip: Path | None = None
-    """Folder of a CLIP model that scores the pictures; None has the embedded model's oracle score them."""
+    """Folder of a CLIP model that scores the pictures; None for the embedded model's oracle."""
     draws: int = 2
     """Draws of each pair, each with a seed of its own."""
     num_inference_steps: int | None = None
-    """None is the model's default."""
+    """Steps of each picture; None for the model's default."""
     model: str | None = None
-    """None is the model that is served."""
+    """Name of the model; None for the only one that is served."""
     samples: Path | None = None
-    """File that keeps every measured pair. Pairs that are in it already are not drawn again."""
+    """File that keeps every measured pair. Pairs that it has already are not drawn again."""
 
     def check(self) -> None:
-        """Raise InvalidRequest with everything that is wrong."""
+        """Raise InvalidRequest if it breaks a rule, naming all of them."""
         broken = []
         pairs = as_list(self.pairs, name="pairs", what="PromptPair")
-        if strange := [each for each in pairs if not isinstance(each, PromptPair)]:
-            broken.append(Violation(field="pairs", description=f"must be PromptPair; got {describe(strange[0])}"))
+        if others := [pair for pair in pairs if not isinstance(pair, PromptPair)]:
+            broken.append(Violation(field="pairs", description=f"must be PromptPair; got {describe(others[0])}"))
         elif not LEAST_SAMPLES <= len(set(pairs)) <= MOST_PAIRS:
             rule = f"{LEAST_SAMPLES} to {MOST_PAIRS} different ones are needed; got {len(set(pairs))}"
             broken.append(Violation(field="pairs", description=rule))
@@ -76,23 +76,23 @@ class CacheMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingEstimate:
-    """An upper bound on what a measurement draws: pairs in its file of samples are not drawn again."""
+    """An upper bound on the work of a measurement. Pairs in its file of samples are not drawn again."""
 
     pictures: int
-    """Number of pictures, those from latents included."""
+    """Number of pictures, including those from latents."""
     seconds: float | None
-    """Seconds that the workers need for them while they do nothing else; None where none has measured its steps."""
+    """Seconds that the workers need for them if they do nothing else; None if no worker has measured its steps."""
 
 
-def estimate_drawing(wanted: CacheMeasurement, fleet: ListMembersResponse) -> DrawingEstimate:
-    """Return what a measurement draws, and how long that takes by what the workers of its model have measured."""
+def estimate_drawing(wanted: CacheMeasurement, fleet: FleetStatus) -> DrawingEstimate:
+    """Return how much a measurement draws, and how long that takes by the step times of the model's workers."""
     draws = len(set(wanted.pairs)) * wanted.draws
-    # Of each draw two pictures from noise, and one from each latent.
+    # A draw makes two pictures from noise, and one from each latent.
     pictures = draws * (2 + len(FRACTIONS))
     pictures_of_steps = draws * (2 + sum(1 - fraction for fraction in FRACTIONS))
     rates = []
     for member in fleet.members:
-        for model in member.registration.models:
+        for model in member.models:
             turns = member.load.step_times
             if wanted.model not in (None, model.name) or not turns:
                 continue
@@ -149,7 +149,7 @@ async def measure_cache(
     await _for_each(kept.missing(pairs), measure)
     samples = tuple(kept.samples)
     return MeasuredCache(
-        profile=profile_message(model_hash, samples, describe_method(method, samples)),
+        profile=measured_profile(model_hash, samples, describe_method(method, samples)),
         method=method,
         samples=samples,
         unrecorded=progress.unrecorded,
@@ -167,18 +167,18 @@ def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
 async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, draws: int) -> PairSample | None:
     """Draw and score one pair. Return None if a picture of its first prompt was not recorded."""
     drawn = await asyncio.gather(*(drawer.draw(pair, number) for number in range(draws)))
-    whole = [each for each in drawn if each is not None]
+    whole = [draw for draw in drawn if draw is not None]
     if len(whole) < draws:
         return None
-    fractions = set.intersection(*(set(each.cached) for each in whole))
+    fractions = set.intersection(*(set(draw.cached) for draw in whole))
     return PairSample(
         first=pair.first,
         second=pair.second,
         words=count_words(pair.second),
-        similarity=mean(each.similarity for each in whole),
-        uncached=mean([await scores.score(pair.second, each.uncached) for each in whole]),
+        similarity=mean(draw.similarity for draw in whole),
+        uncached=mean([await scores.score(pair.second, draw.uncached) for draw in whole]),
         cached={
-            fraction: mean([await scores.score(pair.second, each.cached[fraction]) for each in whole])
+            fraction: mean([await scores.score(pair.second, draw.cached[fraction]) for draw in whole])
             for fraction in sorted(fractions)
         },
     )
@@ -190,12 +190,12 @@ def judge_name(clip: Path | None) -> str:
 
 
 class _Progress:
-    """A counter of measured pairs, which calls `told` after each with the number done and the number of all."""
+    """A counter of measured pairs, which calls `on_pair` after each with the number done and the number of all."""
 
-    def __init__(self, kept: SampleFile, pairs: int, told: Callable[[int, int], None]) -> None:
+    def __init__(self, kept: SampleFile, pairs: int, on_pair: Callable[[int, int], None]) -> None:
         self._kept = kept
         self._pairs = pairs
-        self._told = told
+        self._on_pair = on_pair
         self._tried = 0
         self.unrecorded = 0
 
@@ -209,7 +209,7 @@ class _Progress:
                 raise Unavailable(f"{missing}: is the cache too small, or its disk full?")
         else:
             await asyncio.to_thread(self._kept.add, sample)
-        self._told(len(self._kept.samples) + self.unrecorded, self._pairs)
+        self._on_pair(len(self._kept.samples) + self.unrecorded, self._pairs)
 
 
 async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Awaitable[None]]) -> None:
@@ -229,48 +229,52 @@ async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Aw
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-ListEntries = Callable[[str, int], Awaitable[Sequence[CacheEntry]]]
-"""The newest entries of the model with this hash, at most so many."""
+ListEntries = Callable[[str, int], Awaitable[Sequence[CachedEntry]]]
+"""Lists the newest entries of a model: takes its hash and the largest number of entries."""
 
-# A recording comes after its picture, by a thread of its own.
+# The cache records a picture some time after it was drawn, in a thread of its own.
 _RECORDED_S, _POLL_S = 30.0, 0.5
 _NEWEST = 500
-# Of finished recordings that nobody has asked for yet, so many are remembered.
+# Recorded entries that are remembered until they are asked for.
 _MOST_REMEMBERED = 20_000
-# Pictures that are asked for at once: enough to fill a batch.
+# Concurrent requests: enough to fill a batch.
 _AT_ONCE = 16
 
-
-# What tells recordings of a measurement from others: prompt, seed, number of steps.
+# What identifies a recording of a measurement: prompt, seed, number of steps.
 _Drawn = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDraw:
-    """Encoded pictures of the second prompt with one seed. similarity: cosine of the prompts' embeddings.
-
-    cached: by the fraction of the steps that the first prompt's latent stands for.
-    """
+    """The encoded pictures of a pair's second prompt with one seed."""
 
     similarity: float
+    """Cosine of the prompts' embeddings."""
     uncached: bytes
+    """The picture from noise."""
     cached: Mapping[float, bytes]
+    """The pictures from the first prompt's latents, by the fraction of the steps that is skipped."""
 
 
 class RecordedEntries:
-    """Finds as which entry a picture was recorded: the same prompt may have been drawn with another number of steps."""
+    """A lookup of the cache's entries by the pictures that they were recorded from."""
 
     def __init__(self, list_entries: ListEntries) -> None:
         self._list_entries = list_entries
-        self._known: dict[_Drawn, CacheEntry] = {}
+        self._known: dict[_Drawn, CachedEntry] = {}
         self._asking = asyncio.Lock()
         self._asked_s = 0.0
         self._failure: Unavailable | None = None
 
-    async def find(self, model_hash: str, parameters: Parameters) -> CacheEntry | None:
-        """Waits for it a while; None where it was not recorded. Raises Unavailable where the cache cannot be asked.
+    async def find(self, model_hash: str, parameters: Parameters) -> CachedEntry | None:
+        """Wait for the entry of a picture, and return it; None if the picture was not recorded in time.
 
-        parameters: of the picture, complete. A call that fails is made again: a measurement takes hours.
+        Raises Unavailable if the cache does not answer. A call that fails is tried again before that, because a
+        measurement takes hours.
+
+        Args:
+            model_hash: Hash of the model.
+            parameters: The picture's complete parameters.
         """
         drawn, deadline = _drawn(parameters), time.monotonic() + _RECORDED_S
         while (found := self._known.pop(drawn, None)) is None and time.monotonic() < deadline:
@@ -280,7 +284,7 @@ class RecordedEntries:
         return found
 
     async def _refresh(self, model_hash: str) -> None:
-        """Asks, not too often: of several that wait, one does."""
+        """List the newest entries, unless another task has just done so."""
         async with self._asking:
             since_s = time.monotonic() - self._asked_s
             if since_s < _POLL_S:
@@ -295,8 +299,8 @@ class RecordedEntries:
                 self._failure = failure
                 return
             self._failure = None
-            for entry in reversed(entries):  # of those that are alike the newest is kept
-                self._known[_drawn(parameters_from(entry.parameters))] = entry
+            for entry in reversed(entries):  # the newest of equal ones is kept
+                self._known[_drawn(entry.parameters)] = entry
 
 
 def _drawn(parameters: Parameters) -> _Drawn:
@@ -304,7 +308,7 @@ def _drawn(parameters: Parameters) -> _Drawn:
 
 
 class PairDrawer:
-    """Draws pairs through a running suite, all with the same settings, so that their latents have one key."""
+    """A client of the running suite that draws pairs with equal settings, so that their latents have one key."""
 
     def __init__(
         self,
@@ -321,16 +325,21 @@ class PairDrawer:
         self._model_hash = ""
 
     async def begin(self, prompt: str) -> tuple[str, int]:
-        """Draws a picture, after which the cache records this kind of request; the model's hash, and steps."""
+        """Draw a picture, after which the cache records this kind of request. Return the model's hash and its steps."""
         picture = await self._draw(prompt, seed=0, fidelity="exact", identical_results=False)
         self._model_hash = picture.provenance.model_hash
         return self._model_hash, picture.provenance.parameters.num_inference_steps
 
     async def draw(self, pair: PromptPair, number: int) -> PairDraw | None:
-        """The pair's draw of this number, which has seeds of its own; None where the first picture is not recorded.
+        """Return a draw of a pair; None if the first picture was not recorded.
 
-        Raises Unavailable where the model is replaced meanwhile, or pictures start from no latents; and what drawing
-        raises.
+        Args:
+            pair: The prompts.
+            number: Number of the draw; each has seeds of its own.
+
+        Raises:
+            Unavailable: The model was replaced meanwhile, or pictures do not start from latents.
+            BottegaError: Drawing failed.
         """
         seed = crc32(f"{pair.first}\n{pair.second}".encode()) // 2 + 2 * number
         first, uncached = await asyncio.gather(
@@ -358,8 +367,8 @@ class PairDrawer:
             cached={fraction: picture.data for fraction, picture in drawn.items()},
         )
 
-    async def _start_from(self, entry: CacheEntry, step: int, prompt: str, seed: int) -> Picture | None:
-        """None where the latent has been evicted meanwhile."""
+    async def _start_from(self, entry: CachedEntry, step: int, prompt: str, seed: int) -> Picture | None:
+        """Draw from a latent. Return None if it has been evicted meanwhile."""
         pin = format_start(entry.entry, step)
         try:
             picture = await self._draw(prompt, seed=seed, fidelity="balanced", cache_entry=pin)

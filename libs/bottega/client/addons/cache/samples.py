@@ -1,4 +1,4 @@
-"""Pairs of prompts to measure a cache with, their samples in a file, and the thresholds that these say."""
+"""Pairs of prompts to measure a cache with, their samples in a file, and the thresholds that follow from these."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import json
 import math
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
+from bottega.client.addons.cache.types import CacheProfile
 from bottega.errors import InvalidRequest
 from bottega.latents import has_enough_words
 from bottega.latents.names import FRACTIONS
 from bottega.planning import BALANCED_ALPHA, FAST_ALPHA, LengthClass, QualitySample, SkipProfile, measured_class
 from bottega.planning.skip_profile import SHORT_WORDS
-from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
 
-# How many refinements the second prompt is away from the first: mostly one, as in a session, and seldom so many that
-# little is left in common.
+# Numbers of refinements between the two prompts: mostly one, as in a session, and seldom so many that little is left in
+# common.
 _REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
-
-EMBEDDED_MODEL = "miniature"
-"""What it is called, if not otherwise: the only one whose prompts are known here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,39 +77,49 @@ def _miniature_pair(number: int, rng: random.Random) -> PromptPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How pairs are measured. judge: who scores pictures, for people. draws: of each pair, with seeds of their own."""
+    """The way in which pairs are measured. Samples of different methods are not mixed."""
 
     model_hash: str
     num_inference_steps: int
     draws: int
+    """Draws of each pair, each with other seeds."""
     judge: str
+    """The scorer of the pictures, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSample:
-    """One pair. similarity: cosine of its prompts' embeddings. words: of the second prompt.
-
-    uncached: mean quality of the second prompt's pictures drawn from noise. cached: of those with the same seeds that
-    start from latents of the first prompt's pictures, by the fraction of the steps that is skipped.
-    """
+    """A measured pair of prompts."""
 
     first: str
     second: str
     words: int
+    """Words of the second prompt."""
     similarity: float
+    """Cosine of the prompts' embeddings."""
     uncached: float
+    """Mean quality of the second prompt's pictures that were drawn from noise."""
     cached: Mapping[float, float]
+    """Mean quality of the pictures with the same seeds that started from latents of the first prompt's pictures, by the
+    fraction of the steps that is skipped."""
 
     @property
     def pair(self) -> PromptPair:
-        """Its prompts."""
+        """The two prompts."""
         return PromptPair(first=self.first, second=self.second)
 
 
 class SampleFile:
-    """Where samples are kept as they come; without a path, in memory alone. Any thread may add to it.
+    """A file that keeps samples as they come, so that an interrupted measurement can go on. Safe for several threads.
 
-    Raises InvalidRequest where the file is of another measurement, or none, or cannot be written.
+    The first line of the file is the method, every other line a sample.
+
+    Args:
+        path: The file; None keeps samples only in memory.
+        method: The method of the measurement.
+
+    Raises:
+        InvalidRequest: The file belongs to another measurement, is no file of samples, or cannot be written.
     """
 
     def __init__(self, path: Path | None, method: Method) -> None:
@@ -130,7 +137,7 @@ class SampleFile:
             raise InvalidRequest(f"{path} can keep no samples: {error.strerror}; name another file") from None
 
     def add(self, sample: PairSample) -> None:
-        """Keeps it."""
+        """Append a sample."""
         with self._lock:
             self.samples.append(sample)
             if self._path is not None:
@@ -138,13 +145,12 @@ class SampleFile:
                     file.write(json.dumps(asdict(sample)) + "\n")
 
     def missing(self, pairs: Iterable[PromptPair]) -> list[PromptPair]:
-        """Those of the pairs that there is no sample of."""
+        """Return the pairs that have no sample."""
         known = {sample.pair for sample in self.samples}
         return [pair for pair in pairs if pair not in known]
 
 
 def _read(path: Path, method: Method) -> list[PairSample]:
-    """Raises InvalidRequest, OSError."""
     try:
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
@@ -154,17 +160,17 @@ def _read(path: Path, method: Method) -> list[PairSample]:
         samples = [_sample(line) for line in lines[1:]]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path} is no file of samples ({type(error).__name__}); name another one") from None
-    if whole != text:  # its writer was killed in the middle of a line: that pair is drawn again
+    if whole != text:  # its writer was killed within a line, so that pair is drawn again
         path.write_text(whole, encoding="utf-8")
     return samples
 
 
 def _sample(line: str) -> PairSample:
-    said = json.loads(line)
-    cached = {float(fraction): float(quality) for fraction, quality in said.pop("cached").items()}
-    if strange := cached.keys() - set(FRACTIONS):
-        raise ValueError(f"{strange} is no fraction")
-    return PairSample(**said, cached=cached)
+    values = json.loads(line)
+    cached = {float(fraction): float(quality) for fraction, quality in values.pop("cached").items()}
+    if unknown := cached.keys() - set(FRACTIONS):
+        raise ValueError(f"{unknown} is no fraction")
+    return PairSample(**values, cached=cached)
 
 
 ALPHAS: Mapping[str, float] = {"balanced": BALANCED_ALPHA, "fast": FAST_ALPHA}
@@ -204,14 +210,12 @@ def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
     return SkipProfile(classes=tuple(classes))
 
 
-def profile_message(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
-    """Return the profile of both fidelities. A class without thresholds says that nothing may be reused."""
-    profile = CacheProfile(model_hash=model_hash, about=about)
-    profile.balanced.extend(_class_messages(skip_profile(samples, BALANCED_ALPHA)))
-    profile.fast.extend(_class_messages(skip_profile(samples, FAST_ALPHA)))
-    if not profile.balanced and not profile.fast:
-        profile.balanced.add()
-    return profile
+def measured_profile(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
+    """Return the profile that the samples justify, for both fidelities."""
+    balanced, fast = skip_profile(samples, BALANCED_ALPHA), skip_profile(samples, FAST_ALPHA)
+    if not balanced.classes and not fast.classes:  # a profile without any class would only forget the earlier one
+        balanced = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={}),))
+    return CacheProfile(model_hash=model_hash, balanced=balanced, fast=fast, about=about)
 
 
 def use_of(profile: SkipProfile, samples: Sequence[PairSample]) -> Use:
@@ -245,16 +249,3 @@ def _fraction(profile: SkipProfile, sample: PairSample) -> float:
         if sample.similarity >= least and fraction in sample.cached
     )
     return max(allowed, default=0.0)
-
-
-def _class_messages(profile: SkipProfile) -> Iterator[CacheLengthClass]:
-    for each in profile.classes:
-        yield _class_message(each)
-
-
-def _class_message(length_class: LengthClass) -> CacheLengthClass:
-    bounded = math.isfinite(length_class.max_words)
-    message = CacheLengthClass(max_words=int(length_class.max_words) if bounded else 0)
-    for fraction, similarity in length_class.thresholds.items():
-        message.thresholds.add(fraction=fraction, similarity=similarity)
-    return message

@@ -14,42 +14,45 @@ import click
 from bottega import errors, rules
 from bottega.client.addons.controlnets.types import AddedControlNet, MeasuredProfile, ProfileCase, ServedControlNet
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
-from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option
+from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.control import ControlNet
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
 from bottega.errors import BottegaError, Violation
+from bottega.model_files import MINIATURE
 from bottega.planning import LEAST_SIMILARITY
 
 _HUB = "hub:"
 
 
 @click.group("controlnets", cls=ListGroup)
+@with_examples("""
+    bottega controlnets                           lists them, and the models they fit
+    bottega controlnets where edges               shows who hosts it
+    bottega controlnets add depth /srv/nets/depth has every server host it
+    bottega controlnets profile depth *.png       measures whether it may be a step late
+    bottega generate "a red star" --control edges=edges.png:0.8
+""")
 def command() -> None:
-    """Look after ControlNets: list, where, add, profile.
-
-    \b
-      bottega controlnets                               those that are served, and for which models
-      bottega controlnets where edges                   who has it, and whether it is loaded there
-      bottega controlnets add depth /srv/nets/depth     every ControlNet server hosts it from now on
-      bottega controlnets profile depth *.png           measures whether it may run one step behind
-      bottega generate "a red star" --control edges=edges.png:0.8
-    """
+    """List, add and measure ControlNets."""
 
 
 @command.command("list")
 @address_option
 @fleet_option
 def list_command(*, address: str) -> None:
-    """List the ControlNets that are served now; for a tenant, those that it may use."""
+    """List the ControlNets that you may use.
+
+    Operators see all, with their hosts; tenants see theirs.
+    """
     with connect(address) as client:
         nets = ask_as_operator(client, "controlnet", client.controlnets)
     if nets is None:
         return
     if not nets:
-        note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
+        note("No ControlNet is hosted; bottega fleet shows whether a ControlNet server has joined.")
         return
     table = PlainTable(
         "controlnet",
@@ -73,15 +76,13 @@ def list_command(*, address: str) -> None:
 @address_option
 @fleet_option
 def where(*, name: str, address: str) -> None:
-    """Say who has the ControlNet NAME, and whether it is loaded there."""
+    """Show the services that host the ControlNet NAME."""
     with connect(address) as client:
         nets = client.controlnets()
     found = [net for net in nets if net.name == name]
     if not found:
         names = ", ".join(sorted({net.name for net in nets}))
-        fail(
-            f"nobody hosts {name}", f"Hosted: {names}" if names else "No ControlNet is hosted; bottega fleet says more."
-        )
+        fail(f"no service hosts {name}", f"Hosted: {names}" if names else "No ControlNet is hosted; see bottega fleet.")
     table = PlainTable(
         "host",
         "kind",
@@ -104,20 +105,23 @@ def where(*, name: str, address: str) -> None:
 @command.command("add")
 @click.argument("name")
 @click.argument("folder", metavar="FOLDER|hub:OWNER/NAME")
-@click.option("--server", metavar="NAME", help="Only this server, as bottega fleet lists it; default: all of them.")
-@click.option("--revision", metavar="NAME", help="Revision to download from the hub; default: the newest.")
+@click.option("--server", metavar="NAME", help="Use only this server, as bottega fleet lists it; default: all.")
+@click.option("--revision", metavar="NAME", help="Branch, tag or commit to download from the hub; default: the newest.")
 @address_option
 @fleet_option
 def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:
-    """Have ControlNet servers host one more, as NAME; NAME@TENANT is for that tenant alone, who calls it NAME.
+    """Have ControlNet servers host a ControlNet as NAME.
 
-    FOLDER is in Diffusers' layout (config.json, diffusion_pytorch_model.safetensors) on the servers' machines, below
-    the root that their configuration allows; what is not absolute counts from here, else from that root.
-    hub:OWNER/NAME is downloaded to a folder of its own below that root first, from the servers' machine.
+    NAME@TENANT is only for that tenant, which asks for it as NAME.
+
+    FOLDER has Diffusers' layout (config.json, diffusion_pytorch_model.safetensors). It is on the servers' machines,
+    below the root that their configuration allows; a relative one is looked for here, then below that root.
+
+    hub:OWNER/NAME is first downloaded to a folder below that root; run this on the servers' machine.
     """
     on_hub = folder.startswith(_HUB)
     if revision is not None and not on_hub:
-        raise click.UsageError(f"--revision is of what comes from the hub: {_HUB}OWNER/NAME")
+        raise click.UsageError(f"--revision needs {_HUB}OWNER/NAME")
     with connect(address) as client:
         if on_hub:
             folder = _fetch_from_hub(folder.removeprefix(_HUB), revision, client.controlnet_root(server=server))
@@ -142,8 +146,8 @@ def _row(net: ServedControlNet) -> tuple[str, ...]:
     return (
         net.name,
         size_text(net.size_bytes),
-        ", ".join(net.models) or f"no model here ({net.base})",
-        ", ".join(net.loaded_at) or "nobody",
+        ", ".join(net.models) or f"no served model ({net.base})",
+        ", ".join(net.loaded_at) or "-",
         str(len(net.hosts)),
         str(net.popularity),
         " ".join(f"{profile.similarity:.4f}" for profile in net.profiles) or "-",
@@ -156,7 +160,7 @@ def _note_versions(nets: Sequence[ServedControlNet]) -> None:
         other = seen.setdefault((net.name, net.base), net.digest)
         if other != net.digest:
             hosts = ", ".join(host.name for host in net.hosts)
-            note(f"{net.name} is another one at {hosts} than elsewhere; a picture never mixes the two.")
+            note(f"{hosts} host another version of {net.name} than others do; a picture never mixes the two.")
 
 
 def _fail_where_refused(name: str, added: Sequence[AddedControlNet]) -> None:
@@ -168,27 +172,30 @@ def _fail_where_refused(name: str, added: Sequence[AddedControlNet]) -> None:
         fail(f"{name} is not hosted everywhere", lines, status=exit_status(failures[0][1]))
 
 
-_MINIATURE = "miniature"
-# Of the embedded model's own scenes; measured, four differ in the fourth decimal.
+# Scenes of the embedded model: measurements with four differ in the fourth decimal.
 _SCENES = 4
 
 
 @command.command("profile")
 @click.argument("name")
 @click.argument("images", nargs=-1, metavar="[IMAGE]...", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--prompt", default="", help="What is drawn with each IMAGE; default: nothing in particular.")
-@click.option("--steps", type=click.IntRange(2, 200), help="Of each picture; default: the model's. Take your fewest.")
-@click.option("--model", help="To measure with; default: the only one that is served.")
+@click.option("--prompt", default="", help="Prompt that is drawn with each IMAGE; default: an empty one.")
+@click.option(
+    "--steps",
+    type=click.IntRange(2, 200),
+    help="Steps of each picture, ideally the fewest that you use; default: the model's.",
+)
+@click.option("--model", help="Model to measure with; default: the only one that is served.")
 @address_option
 @fleet_option
 def profile(
     *, name: str, images: Sequence[Path], prompt: str, steps: int | None, model: str | None, address: str
 ) -> None:
-    """Measure how similar the residuals of the ControlNet NAME are from step to step.
+    """Measure whether the residuals of NAME may be one step late.
 
-    Draws a picture with each control IMAGE; a handful of the kind that you use is enough. The embedded model's own
-    ControlNets need none. The servers that host NAME remember the worst picture's cosine. From .99 on, requests that
-    allow approximations go on with the residuals of the step before, where they would wait for their own.
+    A picture is drawn with each control IMAGE; five of the kind that you use are enough. The embedded model's own
+    ControlNets need none. The servers that host NAME keep the cosine of adjacent steps, of the worst picture. From .99
+    on, requests that allow approximations use the residuals of the step before instead of waiting for their own.
     """
     with connect(address) as client:
         cases = [ProfileCase(prompt=prompt, image=image) for image in images] or [*_scenes(client, name, model)]
@@ -200,15 +207,15 @@ def profile(
 
 
 def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCase]:
-    """Of the embedded model, for its own ControlNets."""
+    """Yield cases of the embedded model's scenes. Raise UsageError for other models and ControlNets."""
     import random
 
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [_MINIATURE] or name not in DRAWN:
+    if served != [MINIATURE] or name not in DRAWN:
         raise click.UsageError(
-            f"give control images such as {name} is used with: bottega controlnets profile {name} IMAGE..."
+            f"give control images of the kind that {name} is used with: bottega controlnets profile {name} IMAGE..."
         )
     rng = random.Random(0)
     for scene in held_out_scenes(_SCENES, things=1):
@@ -218,12 +225,12 @@ def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCas
 def _report(name: str, measured: MeasuredProfile) -> None:
     profile, servers = measured.profile, ", ".join(measured.servers)
     steps = profile.num_inference_steps
-    say(f"{name}: {profile.similarity:.4f} from step to step, of {steps}; {servers} will remember it")
+    say(f"{name}: cosine {profile.similarity:.4f} from step to step, with {steps} steps; kept by {servers}")
     if profile.similarity >= LEAST_SIMILARITY:
-        note(f"Requests of {steps} steps and more that allow approximations (no seed, or --fidelity balanced) may use")
-        note("residuals one step old, where they would have to wait for them. Their provenance says when they did.")
+        note(f"Requests of at least {steps} steps that allow approximations (no seed, or --fidelity balanced) may use")
+        note("residuals that are one step old instead of waiting. Their provenance says if they did.")
     else:
-        note(f"Below {LEAST_SIMILARITY:g}: every step still waits for its own residuals.")
+        note(f"This is below {LEAST_SIMILARITY:g}, so every step waits for its own residuals.")
 
 
 _SHORTEST_S = 0.0005
@@ -239,21 +246,19 @@ def _rename(violation: Violation, options: GenerationOptions) -> Violation:
 
 
 def _describe(provenance: Provenance) -> Iterator[str]:
-    """Which ControlNets took part, where they ran, and what was waited for."""
     for use in provenance.controlnets:
         yield f"control {use.name}: {', '.join(_use_facts(use, provenance.worker))}"
     if provenance.controlnets and provenance.encoder_s >= _SHORTEST_S:
-        yield f"ControlNets ran beside {provenance.encoder_s:.3f} s of the model's encoder"
+        yield f"ControlNets ran during {provenance.encoder_s:.3f} s of the model's encoder"
 
 
 def _warn(provenance: Provenance) -> Iterator[str]:
-    """Say what of a control image was not looked at, and what had to be done with it first."""
     for use in provenance.controlnets:
-        whose = f"the image of control {use.name}"
+        image = f"the image of control {use.name}"
         if use.transparency_unread:
-            yield f"{whose} is transparent in parts, and the colours there were taken as if they were opaque"
+            yield f"{image} is partly transparent; its colours were used as if it were opaque"
         if use.scaled_from_16_bits:
-            yield f"{whose} has 16 bits of grey, which were scaled to 8 (Diffusers makes nearly all such levels white)"
+            yield f"{image} has 16 bits of grey, which were scaled to 8 (Diffusers makes nearly all of these white)"
 
 
 def _use_facts(use: ControlNetUse, worker: str) -> Iterator[str]:
@@ -268,31 +273,32 @@ def _use_facts(use: ControlNetUse, worker: str) -> Iterator[str]:
         yield "active in no step"
 
 
-# As the gateway names fields of a request's ControlNets.
+# The gateway's names for fields of a request's ControlNets.
 _PLACE = re.compile(r"(?:spec\.)?controlnets\[(\d+)\]\.(\w+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlArgument:
-    """One --control. scale: None where none was given."""
+    """The value of a --control option."""
 
     name: str
     file: Path
     scale: float | None
+    """None if no scale was given."""
 
 
 class ControlType(click.ParamType[ControlArgument]):
-    """Says what is wrong before anything is asked for."""
+    """A Click type for NAME=FILE[:SCALE]."""
 
     name = "control"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> ControlArgument:
         name, given, rest = value.partition("=")
         if not given or not rest:
-            self.fail(f"{value!r}: NAME=FILE or NAME=FILE:SCALE is wanted, such as edges=edges.png:0.8", param, ctx)
+            self.fail(f"{value!r}: give NAME=FILE or NAME=FILE:SCALE, such as edges=edges.png:0.8", param, ctx)
         if not rules.is_adapter_name(name):
             self.fail(
-                f"{name!r} is no name of a ControlNet: letters, digits and . _ / + - are; bottega controlnets has them",
+                f"{name!r} is no name of a ControlNet (letters, digits and . _ / + -); bottega controlnets lists them",
                 param,
                 ctx,
             )
@@ -301,17 +307,23 @@ class ControlType(click.ParamType[ControlArgument]):
         if not file.exists():
             self.fail(f"{name}: there is no file {file}", param, ctx)
         if file.is_dir():
-            self.fail(f"{name}: {file} is a folder; a control image is wanted", param, ctx)
+            self.fail(f"{name}: {file} is a folder; give an image file", param, ctx)
         number = _number(scale)
         if colon < len(rest) and number is None:
-            self.fail(f"{name}: {scale!r} is no scale; a number such as 0.8 is wanted after FILE:", param, ctx)
+            self.fail(f"{name}: {scale!r} is no scale; give a number such as 0.8 after FILE:", param, ctx)
         return ControlArgument(name=name, file=file, scale=number)
 
 
 def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: Path | None) -> list[ControlNet]:
-    """The ControlNets of a picture that was drawn before, each with the control image given now; then the others.
+    """Return the ControlNets of a request: those of an earlier picture with the images given now, then the others.
 
-    Raises click.UsageError for one whose image is not given: pictures do not carry them.
+    Args:
+        then: ControlNets of the earlier picture, without their images.
+        given: --control options.
+        like: File of the earlier picture.
+
+    Raises:
+        click.UsageError: The image of an earlier ControlNet is missing; pictures do not carry them.
     """
     left = list(given)
     nets = []
@@ -319,10 +331,10 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
         control = next((one for one in left if one.name == net.name), None)
         if control is None:
             known = net.controlnet_conditioning_scale
-            was = "" if known is None else f" (its scale was {known:g})"
+            its_scale = "" if known is None else f" (its scale was {known:g})"
             raise click.UsageError(
-                f"{like} was drawn with the ControlNet {net.name}: give its control image by"
-                f" --control {net.name}=FILE{was}."
+                f"{like} was drawn with the ControlNet {net.name}: give its control image with"
+                f" --control {net.name}=FILE{its_scale}."
             )
         left.remove(control)
         scale = net.controlnet_conditioning_scale if control.scale is None else control.scale
@@ -332,7 +344,7 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
 
 
 def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
-    """What is wrong with a request, its ControlNet named as on the command line."""
+    """Return a violation that names its ControlNet as on the command line."""
     found = _PLACE.match(violation.field)
     if not found or int(found[1]) >= len(nets):
         return violation
@@ -343,11 +355,11 @@ def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation
 
 
 def _colon_before_scale(rest: str) -> int:
-    """Where in FILE:SCALE the colon is; the length where there is no scale. A file may have colons in its name."""
+    """Return the index of the colon in FILE:SCALE; the length if there is no scale. File names may have colons."""
     at = rest.rfind(":")
     if at < 1 or Path(rest).exists():
         return len(rest)
-    # What stands behind a colon is part of a name that is not there, unless it can be meant as a number.
+    # If no such file exists, the text after the colon is a scale only if it is a number.
     return at if Path(rest[:at]).exists() or _number(rest[at + 1 :]) is not None else len(rest)
 
 
@@ -367,12 +379,12 @@ PART = GenerationPart(
             type=ControlType(),
             multiple=True,
             metavar="NAME=FILE[:SCALE]",
-            help="Follow this control image by the ControlNet NAME (bottega controlnets lists them); may be repeated.",
+            help="Follow this control image with the ControlNet NAME; repeatable. bottega controlnets lists them.",
         ),
         click.option(
             "--stale-residuals/--no-stale-residuals",
             default=None,
-            help="Go on with ControlNets' residuals of the step before (approximate). Default: by --fidelity.",
+            help="Use residuals of the step before instead of waiting (approximate). Default: by --fidelity.",
         ),
     ),
     stage="controlnets",
@@ -385,9 +397,9 @@ PART = GenerationPart(
 
 _BY_CLASS = {
     errors.ControlNetNotFound: "bottega controlnets lists what is served.",
-    errors.ControlNetUnusable: "bottega controlnets lists which model each is for; bottega models what is served.",
-    errors.ControlNetExists: "Add it under another name; bottega controlnets lists those that are taken.",
-    errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
+    errors.ControlNetUnusable: "bottega controlnets lists the models that each fits; bottega models what is served.",
+    errors.ControlNetExists: "Add it under another name; bottega controlnets lists the names in use.",
+    errors.NoControlNet: "bottega controlnets lists the hosts; bottega logs says why a server is missing.",
 }
 _BY_LIMIT = {
     "budget_bytes": "Ask for fewer ControlNets at once, or raise engine.budget_bytes of the servers that host them.",
@@ -396,9 +408,9 @@ _BY_LIMIT = {
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """None where the error is about no ControlNet."""
+    """Return what to do about an error of ControlNets; None for other errors."""
     if isinstance(error, errors.TooLarge):
         return _BY_LIMIT.get(error.metadata.get("limit", ""))
     if isinstance(error, errors.NotFinite) and error.metadata.get("controlnets"):
-        return "Try scales nearer to 0 (--control NAME=IMAGE:SCALE), or each ControlNet by itself, or none of them."
+        return "Try smaller scales (--control NAME=IMAGE:SCALE), only one of the ControlNets, or none."
     return _BY_CLASS.get(type(error))

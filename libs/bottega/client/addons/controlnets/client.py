@@ -15,8 +15,6 @@ from bottega.client.addons.controlnets.types import (
     ControlNetHost,
     MeasuredProfile,
     ProfileCase,
-    Readiness,
-    ResidualProfile,
     ServedControlNet,
 )
 from bottega.client.addons.service_calls import ServiceCalls
@@ -25,6 +23,7 @@ from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.control import ControlNet
+from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, ResidualProfile
 from bottega.client.types.messages import as_list, build_message
 from bottega.client.types.picture import Picture
 from bottega.errors import (
@@ -37,41 +36,42 @@ from bottega.errors import (
     Unavailable,
     Violation,
 )
-from bottega.v1 import controlnet_pb2, fleet_pb2, hosted_pb2
-from bottega.v1.controlnet_pb2 import AddControlNetRequest
+from bottega.v1 import controlnet_pb2, hosted_pb2
 from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
-from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
-from bottega.v1.hosted_pb2 import Hosted
 
 if TYPE_CHECKING:
     from bottega.v1.controlnet_pb2_grpc import ControlNetServiceAsyncStub
 
 
-# A server reads the headers of the weights and their hash, which of some GiB takes a while.
+# A server reads the headers of the weights and hashes them, which takes a while for some GiB.
 _ADD_S = 120.0
 _LIST_S = 5.0
-# A server writes a file.
 _SET_PROFILE_S = 30.0
 _SERVERS: ServiceCalls[ControlNetServiceAsyncStub] = ServiceCalls(
     kind=kinds.CONTROLNET, title="ControlNet server", stub=ControlNetServiceStub, unavailable=Unavailable
 )
 
 
-def controlnet_servers(fleet: ListMembersResponse, *, name: str | None = None) -> list[Registration]:
-    """All of them, or the one of that name. Raises NoControlNet without any, InvalidRequest where none has the name."""
-    servers = [member.registration for member in fleet.members if member.registration.kind == kinds.CONTROLNET]
+def controlnet_servers(fleet: FleetStatus, *, name: str | None = None) -> list[FleetMember]:
+    """Return all ControlNet servers, or the one with this name.
+
+    Raises:
+        NoControlNet: No server has joined.
+        InvalidRequest: No server has this name.
+    """
+    servers = fleet.of_kind(kinds.CONTROLNET)
     if not servers:
         raise NoControlNet("no ControlNet server has joined")
     chosen = [server for server in servers if name in (None, server.name)]
     if not chosen:
         names = ", ".join(server.name for server in servers)
-        rule = Violation(field="server", description=f"there is none of that name; joined: {names}")
+        rule = Violation(field="server", description=f"no server has this name; joined: {names}")
         raise InvalidRequest(f"{name}: {rule.description}", violations=[rule])
     return chosen
 
 
-async def add_to_server(server: Registration, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
-    """Has a server host one more; what goes wrong is part of the answer."""
+async def add_to_server(server: FleetMember, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
+    """Have a server host a ControlNet. An error is part of the answer, because other servers may succeed."""
     try:
         async with _SERVERS.open(server) as stub:
             answer = await stub.AddControlNet(request, timeout=_ADD_S)
@@ -80,35 +80,38 @@ async def add_to_server(server: Registration, request: controlnet_pb2.AddControl
     return AddedControlNet(server=server.name, size_bytes=answer.controlnet.size_bytes)
 
 
-async def import_root(servers: Sequence[Registration]) -> str:
-    """The folder below which the servers host what is added. Raises InvalidRequest where they have none in common."""
+async def import_root(servers: Sequence[FleetMember]) -> str:
+    """Return the folder below which the servers host what is added. Raise InvalidRequest if they do not share one."""
     roots = set()
     for server in servers:
         async with _SERVERS.open(server) as stub:
             roots.add((await stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_LIST_S)).root)
     if len(roots) > 1 or "" in roots:
-        why = "the servers have different roots: choose one" if len(roots) > 1 else "the configuration has no root"
+        why = "the servers have different roots: choose one server" if len(roots) > 1 else "no root is configured"
         raise InvalidRequest(f"nothing can be added: {why}", violations=[Violation(field="server", description=why)])
     return roots.pop()
 
 
 async def store_profile(
-    fleet: ListMembersResponse, name: str, profile: ResidualProfile, *, digest: str | None
+    fleet: FleetStatus, name: str, profile: ResidualProfile, *, digest: str | None
 ) -> tuple[str, ...]:
-    """Has every server that hosts the ControlNet remember its profile; returns their names.
+    """Have every server that hosts the ControlNet keep its profile, and return the names of these servers.
 
-    digest: of the version that was measured; None is whatever each of them has under that name. Raises
-    ControlNetNotFound where no server hosts it, and what a server refuses it with.
+    Args:
+        digest: Hash of the version that was measured; None for the version that each server has.
+
+    Raises:
+        ControlNetNotFound: No server hosts it.
+        BottegaError: A server refuses the profile.
     """
     hosts = [
-        (member.registration, net.digest)
-        for member in fleet.members
-        if member.registration.kind == kinds.CONTROLNET
-        for net in member.load.hosted
+        (server, net.digest)
+        for server in fleet.of_kind(kinds.CONTROLNET)
+        for net in server.load.hosted
         if net.kind == kinds.CONTROLNET and net.name == name and digest in (None, net.digest)
     ]
     if not hosts:
-        raise ControlNetNotFound(f"no ControlNet server hosts {name}: a profile is of use for servers only")
+        raise ControlNetNotFound(f"no ControlNet server hosts {name}, and only servers use profiles")
     message = build_message(
         hosted_pb2.ResidualProfile(model_hash=profile.model_hash),
         num_inference_steps=profile.num_inference_steps,
@@ -122,25 +125,31 @@ async def store_profile(
 
 
 class AsyncControlNetMethods(AsyncGatewayClient):
-    """What AsyncClient offers about ControlNets."""
+    """The methods of AsyncClient about ControlNets."""
 
     async def controlnets(self) -> tuple[ServedControlNet, ...]:
-        """The ControlNets that are served now, by name, and who has them."""
+        """Return the ControlNets that are served now, by name, with the services that host them."""
         return controlnets_of(await self.fleet())
 
     async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
-        """Has every ControlNet server host one more, or one of them by its name; says what each made of it.
+        """Have ControlNet servers host a ControlNet, and return the answer of each.
 
-        folder: in Diffusers' layout on the servers' machines, below the root that their configuration allows.
-        Raises NoControlNet where no server has joined, and InvalidRequest where none has that name.
+        Args:
+            name: Name to ask for it by.
+            folder: In Diffusers' layout, on the servers' machines, below the root that their configuration allows.
+            server: Name of the only server that should host it; None for all servers.
+
+        Raises:
+            NoControlNet: No server has joined.
+            InvalidRequest: No server has this name.
         """
         fleet = await self.fleet()
-        request = build_message(AddControlNetRequest(), name=name, folder=folder)
+        request = build_message(controlnet_pb2.AddControlNetRequest(), name=name, folder=folder)
         servers = controlnet_servers(fleet, name=server)
         return tuple(await asyncio.gather(*(add_to_server(one, request) for one in servers)))
 
     async def controlnet_root(self, *, server: str | None = None) -> str:
-        """The folder, on their machine, below which ControlNet servers host what is added; or one of them, by name."""
+        """Return the folder, on their machine, below which ControlNet servers host what is added."""
         return await import_root(controlnet_servers(await self.fleet(), name=server))
 
     async def profile_controlnet(
@@ -152,13 +161,19 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         model: str | None = None,
         on_picture: Callable[[float], None] = lambda _: None,
     ) -> MeasuredProfile:
-        """Draws a picture of each case, measures how similar the ControlNet's residuals are from step to step, and has
-        its servers remember the worst picture's.
+        """Measure how similar a ControlNet's residuals are from step to step, and have its servers keep that.
 
-        From .99 on, requests of at least so many steps that allow it (by their fidelity, or stale_residuals) go on with
-        the residuals of the step before where they would wait for a slow link.
-        num_inference_steps: of the pictures; absent is the model's default. Take the fewest that you draw with.
-        on_picture: told the similarity of each.
+        A picture is drawn of each case; the worst one counts. From a cosine of .99 on, requests of at least so many
+        steps that allow it (by fidelity or stale_residuals) use the residuals of the step before if they would have to
+        wait for a slow link.
+
+        Args:
+            name: Name of the ControlNet.
+            cases: The pictures.
+            num_inference_steps: Steps of the pictures, ideally the fewest that you draw with; None for the model's
+                default.
+            model: Name of the model; None for the only one that is served.
+            on_picture: Called with the similarity of each picture.
         """
         measured = await measure_residuals(
             self, name, cases, num_inference_steps=num_inference_steps, model=model, on_picture=on_picture
@@ -169,10 +184,16 @@ class AsyncControlNetMethods(AsyncGatewayClient):
     async def set_controlnet_profile(
         self, name: str, *, similarity: float, num_inference_steps: int, model: str | None = None
     ) -> tuple[str, ...]:
-        """Has the servers of a ControlNet remember what you know of it, whatever was measured; says who they are.
+        """Have the servers of a ControlNet keep a profile that you state, and return their names.
 
-        similarity: cosine, -1 to 1; num_inference_steps: from how many on it holds. See profile_controlnet().
-        model: absent is the only one that is served; else ModelNotFound is raised.
+        Args:
+            name: Name of the ControlNet.
+            similarity: Cosine of the residuals of adjacent steps, -1 to 1.
+            num_inference_steps: Fewest steps for which it holds; see profile_controlnet().
+            model: Name of the model; None for the only one that is served.
+
+        Raises:
+            ModelNotFound: The model is not served, or several are and none was named.
         """
         models = await self.models()
         found = [one for one in models if model in (None, one.name)]
@@ -186,7 +207,7 @@ class AsyncControlNetMethods(AsyncGatewayClient):
 
 
 class ControlNetMethods(GatewayClient):
-    """What Client offers about ControlNets."""
+    """The methods of Client about ControlNets."""
 
     controlnets = blocking(AsyncControlNetMethods.controlnets)
     add_controlnet = blocking(AsyncControlNetMethods.add_controlnet)
@@ -204,7 +225,7 @@ async def measure_residuals(
     model: str | None,
     on_picture: Callable[[float], None],
 ) -> MeasuredProfile:
-    """Draw one picture after the other, and measure how similar the residuals of its steps are.
+    """Draw the pictures one after the other, and measure how similar the residuals of their steps are.
 
     Args:
         on_picture: Called with the measurement of each picture.
@@ -243,7 +264,6 @@ async def measure_residuals(
 
 
 def _checked(cases: object) -> Iterator[ProfileCase]:
-    """Raises InvalidRequest for what is none of them."""
     for case in as_list(cases, name="cases", what="ProfileCase"):
         if not isinstance(case, ProfileCase):
             raise _broken("cases", f"must be a list of ProfileCase; got one {type(case).__name__}")
@@ -254,16 +274,9 @@ def _broken(field: str, rule: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {rule}", violations=[Violation(field=field, description=rule)])
 
 
-_READINESS = {
-    hosted_pb2.HOSTED_STATE_ON_DISK: Readiness.ON_DISK,
-    hosted_pb2.HOSTED_STATE_LOADING: Readiness.LOADING,
-    hosted_pb2.HOSTED_STATE_LOADED: Readiness.LOADED,
-}
-
-
-def controlnets_of(fleet: fleet_pb2.ListMembersResponse) -> tuple[ServedControlNet, ...]:
-    """What the members of a fleet host, by name, the most popular version first."""
-    found: dict[tuple[str, str, str], list[tuple[fleet_pb2.Member, Hosted]]] = {}
+def controlnets_of(fleet: FleetStatus) -> tuple[ServedControlNet, ...]:
+    """Return the ControlNets that the fleet hosts, by name, the most popular version first."""
+    found: dict[tuple[str, str, str], list[tuple[FleetMember, HostedItem]]] = {}
     for member in fleet.members:
         for net in (item for item in member.load.hosted if item.kind == kinds.CONTROLNET):
             found.setdefault((net.name, net.digest, net.base), []).append((member, net))
@@ -271,9 +284,9 @@ def controlnets_of(fleet: fleet_pb2.ListMembersResponse) -> tuple[ServedControlN
     return tuple(sorted(served, key=lambda net: (net.name, -net.popularity, net.digest)))
 
 
-def _served(fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.Member, Hosted]]) -> ServedControlNet:
+def _served(fleet: FleetStatus, hosted: list[tuple[FleetMember, HostedItem]]) -> ServedControlNet:
     net = hosted[0][1]
-    models = (model for member in fleet.members for model in member.registration.models)
+    models = (model for member in fleet.members for model in member.models)
     hosts = sorted((_host(member, one) for member, one in hosted), key=lambda host: (not host.server, host.name))
     return ServedControlNet(
         name=net.name,
@@ -286,56 +299,53 @@ def _served(fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.M
     )
 
 
-def _profiles(hosted: Iterable[Hosted]) -> tuple[ResidualProfile, ...]:
-    """By base model, the one that says least: what decides."""
+def _profiles(hosted: Iterable[HostedItem]) -> tuple[ResidualProfile, ...]:
+    """Return the profile of each base model with the least similarity, which decides."""
     least: dict[str, ResidualProfile] = {}
     for profile in (profile for net in hosted for profile in net.profiles):
         known = least.get(profile.model_hash)
         if known is None or profile.similarity < known.similarity:
-            least[profile.model_hash] = ResidualProfile(
-                model_hash=profile.model_hash,
-                num_inference_steps=profile.num_inference_steps,
-                similarity=profile.similarity,
-            )
+            least[profile.model_hash] = profile
     return tuple(least.values())
 
 
-def _host(member: fleet_pb2.Member, net: Hosted) -> ControlNetHost:
+def _host(member: FleetMember, net: HostedItem) -> ControlNetHost:
     return ControlNetHost(
-        name=member.registration.name,
-        address=member.registration.address,
-        server=member.registration.kind == kinds.CONTROLNET,
-        readiness=_READINESS.get(net.state, Readiness.UNKNOWN),
+        name=member.name,
+        address=member.address,
+        server=member.kind == kinds.CONTROLNET,
+        readiness=net.readiness,
         popularity=net.popularity,
         sessions=net.sessions,
     )
 
 
-# ControlNets that a line has room for.
+# Names that fit on a line.
 _MOST_NAMES = 8
 
 
-def _check_fleet(fleet: ListMembersResponse) -> Iterator[CheckResult]:
+def _check_fleet(fleet: FleetStatus) -> Iterator[CheckResult]:
     nets = controlnets_of(fleet)
-    if servers := sum(member.registration.kind == kinds.CONTROLNET for member in fleet.members):
+    if servers := len(fleet.of_kind(kinds.CONTROLNET)):
         names = sorted({net.name for net in nets})
         listed = ", ".join(names[:_MOST_NAMES]) or "no ControlNet"
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         yield ok(f"{servers} ControlNet server{'' if servers == 1 else 's'} joined, with {listed}{more}")
     for name in sorted({net.name for net in nets if not net.models}):
-        yield warn(f"no model that is served can be drawn with ControlNet {name}", f"bottega controlnets where {name}")
+        yield warn(f"no served model can be drawn with the ControlNet {name}", f"bottega controlnets where {name}")
     versions = Counter((net.name, net.base) for net in nets)
     for name in sorted({name for (name, _), count in versions.items() if count > 1}):
         yield warn(
-            f"ControlNet {name} is served in more than one version", f"Keep one: bottega controlnets where {name}"
+            f"the ControlNet {name} is served in more than one version",
+            f"Keep one of them; bottega controlnets where {name} lists them.",
         )
 
 
-def _misfits(fleet: ListMembersResponse) -> Iterator[LeftOutThing]:
-    bases = sorted({model.base for member in fleet.members for model in member.registration.models if model.base})
+def _misfits(fleet: FleetStatus) -> Iterator[LeftOutThing]:
+    bases = sorted({model.base for member in fleet.members for model in member.models if model.base})
     for net in controlnets_of(fleet):
         if not net.models:
-            reason = f"it fits no model that is served: its shapes are {net.base}, theirs {', '.join(bases)}"
+            reason = f"it fits no served model: its shapes are {net.base}, theirs {', '.join(bases)}"
             yield LeftOutThing(service=net.hosts[0].name, name=net.name, reason=reason)
 
 

@@ -1,90 +1,71 @@
-"""ControlNets of a suite as the SDK describes them: who hosts which version, and what was measured of it."""
+"""ControlNets as the SDK describes them: which services host which version, and measurements of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
+from bottega.client.types.fleet import Readiness, ResidualProfile
 from bottega.client.types.image_source import ImageSource
 from bottega.errors import BottegaError
 
 
-class Readiness(StrEnum):
-    """Where the weights of a ControlNet are, on its host."""
-
-    UNKNOWN = ""
-    ON_DISK = "on disk"
-    LOADING = "loading"
-    LOADED = "loaded"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetHost:
-    """A service that has a ControlNet. server: whether it is a ControlNet server; else a worker that has the weights
-    itself.
-
-    popularity: sessions that used it, of the newest that the host remembers. sessions: open with it now.
-    """
+    """A service that has a ControlNet."""
 
     name: str
     address: str
     server: bool
+    """Whether it is a ControlNet server; else it is a worker that has the weights itself."""
     readiness: Readiness
     popularity: int
+    """Sessions that used the ControlNet, of the newest sessions that the host remembers."""
     sessions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualProfile:
-    """How similar residuals were from step to step, with one base model, in pictures of so many steps.
-
-    similarity: cosine; from .99 on, requests that allow it may go on with the residuals of the step before.
-    """
-
-    model_hash: str
-    num_inference_steps: int
-    similarity: float
+    """Sessions that use it now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedControlNet:
-    """A ControlNet in one version. Those of one name for one base model should be one.
-
-    digest: hash of its weights and configuration, hex. base: what it was made for; models: those served now that it
-    fits. size_bytes: of its weights in memory. profiles: what was measured of it.
-    """
+    """A version of a ControlNet. All versions of one name for one base model should be the same."""
 
     name: str
     digest: str
+    """Hash of its weights and configuration, hex."""
     base: str
+    """Base model that it was made for."""
     models: tuple[str, ...]
+    """Names of the served models that it can be used with."""
     size_bytes: int
+    """Bytes of its weights in memory."""
     hosts: tuple[ControlNetHost, ...]
     profiles: tuple[ResidualProfile, ...] = ()
+    """Measurements of it, one for each base model."""
 
     @property
     def popularity(self) -> int:
-        """Over all its hosts."""
+        """The sum over its hosts."""
         return sum(host.popularity for host in self.hosts)
 
     @property
     def loaded_at(self) -> tuple[str, ...]:
-        """Hosts that have it in memory."""
+        """Names of the hosts that have it in memory."""
         return tuple(host.name for host in self.hosts if host.readiness is Readiness.LOADED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedControlNet:
-    """What a server made of a ControlNet that it was to add. error: why it did not; else size_bytes says how large."""
+    """The answer of a server that was asked to host a ControlNet."""
 
     server: str
     size_bytes: int = 0
+    """Bytes of its weights in memory; 0 after an error."""
     error: BottegaError | None = None
+    """Why the server does not host it; None if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """One picture to measure with: what to draw, and the control image."""
+    """A picture to measure with: its prompt and its control image."""
 
     prompt: str
     image: ImageSource
@@ -92,12 +73,12 @@ class ProfileCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
-    """What was measured, of the ControlNet with that hash. pictures: of each, the mean cosine of its steps.
-
-    servers: those that have noted it.
-    """
+    """The measured profile of a ControlNet."""
 
     digest: str
+    """Hash of the version that was measured, hex."""
     profile: ResidualProfile
     pictures: tuple[float, ...]
+    """Mean cosine between adjacent steps, for each picture."""
     servers: tuple[str, ...] = ()
+    """Names of the servers that keep the profile."""

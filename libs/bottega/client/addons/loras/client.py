@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,10 +19,20 @@ from bottega.client.addons.loras.stores import (
     read_lora,
     upload,
 )
+from bottega.client.addons.loras.types import (
+    LoraBoundMeasured,
+    LoraInQuarantine,
+    RestoreResult,
+    StoredLora,
+    StoreQuarantine,
+    quarantined_from,
+    stored_from,
+)
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
+from bottega.client.types.fleet import FleetMember
 from bottega.client.types.lora import Lora
 from bottega.client.types.messages import as_list, build_message, describe
 from bottega.client.types.picture import Picture
@@ -32,83 +41,86 @@ from bottega.errors import InternalError, LoraNotFound, LoraUnusable, Violation
 from bottega.planning import latest_step
 from bottega.rules import refuse
 from bottega.v1 import lora_pb2
-from bottega.v1.fleet_pb2 import Registration
-from bottega.v1.lora_pb2 import QuarantinedLora, RestoreLoraResponse, StoredLora
 
 if TYPE_CHECKING:
     from bottega.v1.lora_pb2_grpc import LoraServiceAsyncStub
 
-
 AnswerT = TypeVar("AnswerT")
 
 _PAGE_SIZE = 500
-# The first page of a quarantine has its store look over all of its files.
+# For the first page of a quarantine, a store looks at all of its files.
 _QUARANTINE_S = 120.0
-# All of a file is read and hashed.
+# A store reads and hashes the whole file.
 _RESTORE_S = 600.0
 
+LEAST_PROMPTS = 4
+"""Least number of prompts of a profile: one picture says little about the next one."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreQuarantine:
-    """What one store has in quarantine. folder: on its machine."""
-
-    store: str
-    folder: str
-    loras: tuple[QuarantinedLora, ...]
+_SEEDS = 2
 
 
 class AsyncLoraMethods(AsyncGatewayClient):
-    """What AsyncClient offers about LoRAs."""
+    """The methods of AsyncClient about LoRAs. Every method raises NoLora if no store has joined, or one is silent."""
 
     async def loras(self) -> tuple[StoredLora, ...]:
-        """The LoRAs that the suite has, by name, as the contract describes them."""
+        """Return the LoRAs of the suite by name. If several stores have a name, the first store's is returned."""
         found: dict[str, StoredLora] = {}
         for store in await self._lora_stores():
             request = lora_pb2.ListLorasRequest(page_size=_PAGE_SIZE)
             async with STORES.open(store) as stub:
                 async for page in all_pages(stub.ListLoras, request, timeout_s=CALL_S, what=f"LoRA store {store.name}"):
                     for lora in page.loras:
-                        found.setdefault(lora.name, lora)
+                        found.setdefault(lora.name, stored_from(lora))
         return tuple(found[name] for name in sorted(found))
 
     async def lora(self, name: str) -> StoredLora:
-        """One LoRA of the suite."""
+        """Return one LoRA. Raise LoraNotFound if no store has it."""
         request = build_message(lora_pb2.GetLoraRequest(), name=name)
-        return (await self._call_owner(name, lambda stub: stub.GetLora(request, timeout=CALL_S))).lora
+        return stored_from((await self._call_owner(name, lambda stub: stub.GetLora(request, timeout=CALL_S))).lora)
 
     async def add_lora(
         self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
     ) -> StoredLora:
-        """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers.
+        """Upload a LoRA.
 
-        base: the model that it was made for; absent where the store knows one alone. trigger_words: those of one that
-        is there already change, where some are given.
+        Args:
+            name: Name to ask for it by.
+            path: A safetensors file, or a folder of PEFT or Diffusers.
+            base: Name of the model that it was made for; None if the stores serve only one.
+            trigger_words: Words that call its style. If the LoRA is there already, they replace its own.
         """
         build_message(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
         files, head = await asyncio.to_thread(read_lora, path)
         store, base = await choose_store(await self._lora_stores(), name, base)
         build_message(head, name=name, base=base, trigger_words=trigger_words)
-        return await upload(store, head, files)
+        return stored_from(await upload(store, head, files))
 
     async def register_lora(
         self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
     ) -> StoredLora:
-        """Has the store take in a file or folder of its own machine, below the root that its configuration allows."""
+        """Have a store import a LoRA from its own machine.
+
+        Args:
+            name: Name to ask for it by.
+            path: A file or folder on the store's machine, below the root that its configuration allows.
+            base: As in add_lora().
+            trigger_words: As in add_lora().
+        """
         request = build_message(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
         store, base = await choose_store(await self._lora_stores(), name, base)
         build_message(request, base=base)
         async with STORES.open(store) as stub:
-            return (await stub.RegisterLora(request, timeout=IMPORT_S)).lora
+            return stored_from((await stub.RegisterLora(request, timeout=IMPORT_S)).lora)
 
     async def remove_lora(self, name: str) -> None:
-        """Forgets a LoRA. Raises LoraNotFound, LoraInUse."""
+        """Delete a LoRA. Raise LoraNotFound if no store has it, LoraInUse if a request uses it."""
         request = build_message(lora_pb2.DeleteLoraRequest(), name=name)
         await self._call_owner(name, lambda stub: stub.DeleteLora(request, timeout=CALL_S))
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
-        """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
+        """Have its store keep a LoRA in memory, or let it go. `readiness` says whether it is there yet."""
         request = build_message(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
-        return (await self._call_owner(name, lambda stub: stub.PinLora(request, timeout=CALL_S))).lora
+        return stored_from((await self._call_owner(name, lambda stub: stub.PinLora(request, timeout=CALL_S))).lora)
 
     async def profile_lora(
         self,
@@ -120,16 +132,22 @@ class AsyncLoraMethods(AsyncGatewayClient):
         model: str | None = None,
         on_prompt: Callable[[int], None] = lambda _: None,
     ) -> LoraBoundMeasured:
-        """Draws two pictures of each prompt with the LoRA and without, and has the store remember how late it may come.
+        """Measure how late a LoRA may arrive, and have its store keep that.
 
-        That is the first step after which the latents' cosine is below .99, in the worst of the pictures. Requests that
-        allow it (by their fidelity, or bounded_lora_loading) then make that many steps of this number of steps without
-        it, at most, where it is not at the worker yet; those of another number, in proportion.
-        prompts: at least four, of the kind that the LoRA is used with, its trigger words included.
-        scale: the strongest that you use it with. num_inference_steps: of the pictures; absent is the model's default.
-        on_prompt: told the step of each.
+        Two pictures of each prompt are drawn with the LoRA and without. The bound is the first step after which the
+        cosine of the latents is below .99, in the worst picture. Requests that allow it (by fidelity or
+        bounded_lora_loading) make at most so many steps without the LoRA while it is not at the worker yet; requests
+        of another number of steps, in proportion.
+
+        Args:
+            name: Name of the LoRA.
+            prompts: At least four, of the kind that the LoRA is used with, including its trigger words.
+            scale: The strongest scale that you use.
+            num_inference_steps: Steps of the pictures; None for the model's default.
+            model: Name of the model; None for the one that the LoRA was made for.
+            on_prompt: Called with the bound of each prompt.
         """
-        measured = await measure_lora(
+        measured = await _measure(
             self,
             name,
             prompts,
@@ -149,36 +167,46 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return measured
 
     async def lora_quarantines(self) -> tuple[StoreQuarantine, ...]:
-        """Files of each LoRA store that its catalogue does not list; the store looks for them first."""
+        """Have each store look for LoRA files that its catalogue does not list, and return them."""
         found = []
         for store in await self._lora_stores():
             request, what = lora_pb2.ListQuarantineRequest(page_size=_PAGE_SIZE), f"The quarantine of {store.name}"
-            loras: list[QuarantinedLora] = []
+            loras: list[LoraInQuarantine] = []
             async with STORES.open(store) as stub:
                 async for page in all_pages(stub.ListQuarantine, request, timeout_s=_QUARANTINE_S, what=what):
-                    loras += page.loras
+                    loras += map(quarantined_from, page.loras)
             found.append(StoreQuarantine(store=store.name, folder=page.folder, loras=tuple(loras)))
         return tuple(found)
 
     async def loras_in_quarantine(self) -> int:
-        """How many LoRAs are there, as far as their stores know without looking for more."""
+        """Return how many LoRAs are in quarantine, as far as the stores know without looking for more."""
         number = 0
         for store in await self._lora_stores():
             async with STORES.open(store) as stub:
                 number += (await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=CALL_S)).quarantined
         return number
 
-    async def restore_lora(self, id: str, *, name: str = "", base: str = "") -> RestoreLoraResponse:
-        """Brings a LoRA back from quarantine; the answer says what of it could not be known.
+    async def restore_lora(self, id: str, *, name: str = "", base: str = "") -> RestoreResult:
+        """Restore a LoRA from quarantine.
 
-        name, base: empty is what is known of it, else a name made of its digest, and the one base that it fits.
-        Raises LoraNotFound, LoraExists, DataLoss, BadLora, InvalidRequest.
+        Args:
+            id: Its ID in the quarantine.
+            name: Name to ask for it by; empty for its known name, else one made from its digest.
+            base: Name of the model that it was made for; empty for the known one, else the only one that it fits.
+
+        Raises:
+            LoraNotFound: Nothing in quarantine has this ID.
+            LoraExists: Another LoRA has this name.
+            DataLoss: Its files are damaged.
+            BadLora: Its files are no LoRA that can be used.
+            InvalidRequest: The name or the base is invalid.
         """
         request = build_message(lora_pb2.RestoreLoraRequest(), id=id, name=name, base=base)
-        return await self._call_quarantine(id, lambda stub: stub.RestoreLora(request, timeout=_RESTORE_S))
+        answer = await self._call_quarantine(id, lambda stub: stub.RestoreLora(request, timeout=_RESTORE_S))
+        return RestoreResult(lora=stored_from(answer.lora), unknown=tuple(answer.unknown))
 
     async def discard_lora(self, id: str) -> int:
-        """Deletes a LoRA from quarantine, for good; bytes that became free. Raises LoraNotFound."""
+        """Delete a LoRA in quarantine for good, and return the bytes that became free. Raise LoraNotFound."""
         request = build_message(lora_pb2.DiscardLoraRequest(), id=id)
         answer = await self._call_quarantine(id, lambda stub: stub.DiscardLora(request, timeout=_QUARANTINE_S))
         return answer.freed_bytes
@@ -192,13 +220,12 @@ class AsyncLoraMethods(AsyncGatewayClient):
         _, answer = await STORES.call_owner(await self._lora_stores(), call, missing=missing)
         return answer
 
-    async def _lora_stores(self) -> Sequence[Registration]:
-        """Of several LoRAs that have a name, the first store's counts."""
+    async def _lora_stores(self) -> Sequence[FleetMember]:
         return STORES.joined(await self.fleet())
 
 
 class LoraMethods(GatewayClient):
-    """What Client offers about LoRAs."""
+    """The methods of Client about LoRAs."""
 
     loras = blocking(AsyncLoraMethods.loras)
     lora = blocking(AsyncLoraMethods.lora)
@@ -213,25 +240,7 @@ class LoraMethods(GatewayClient):
     discard_lora = blocking(AsyncLoraMethods.discard_lora)
 
 
-# One picture says little of the next one: the least that a profile is made of.
-LEAST_PROMPTS = 4
-SEEDS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraBoundMeasured:
-    """How late the LoRA of that digest may come into requests of so many steps: max_step, see client.Lora.
-
-    prompts: of each, the bound that its own pictures have; max_step is the least of them.
-    """
-
-    digest: str
-    num_inference_steps: int
-    max_step: int
-    prompts: tuple[int, ...]
-
-
-async def measure_lora(
+async def _measure(
     client: AsyncGatewayClient,
     name: str,
     prompts: Sequence[str],
@@ -241,10 +250,12 @@ async def measure_lora(
     model: str | None,
     on_prompt: Callable[[int], None],
 ) -> LoraBoundMeasured:
-    """Pictures of one prompt after the other, each with two seeds. on_prompt: told the bound of each.
+    """Draw pictures of one prompt after the other, each with two seeds, and return the bound.
 
-    Raises InvalidRequest for too few prompts, LoraUnusable where the LoRA is replaced meanwhile, and what drawing
-    raises.
+    Raises:
+        InvalidRequest: There are too few prompts.
+        LoraUnusable: The LoRA was replaced meanwhile, or was not measured.
+        BottegaError: Drawing failed.
     """
     refuse(list(_check_prompts(prompts)))
     lora = Lora(name, scale, measure_similarity=True)
@@ -252,7 +263,7 @@ async def measure_lora(
     digests: set[str] = set()
     for number, prompt in enumerate(prompts):
         picture, *_ = await client.generate_many(
-            prompt, SEEDS, seed=SEEDS * number, model=model, num_inference_steps=num_inference_steps, lora=[lora]
+            prompt, _SEEDS, seed=_SEEDS * number, model=model, num_inference_steps=num_inference_steps, lora=[lora]
         )
         use = _measured_use(picture, name)
         digests.add(use.digest)
@@ -270,22 +281,22 @@ async def measure_lora(
 
 def _check_prompts(prompts: object) -> Iterator[Violation]:
     given = as_list(prompts, name="prompts", what="texts")
-    wrong = [prompt for prompt in given if not isinstance(prompt, str)]
-    if wrong:
-        yield Violation(field="prompts", description=f"must be texts; got {describe(wrong[0])}")
+    others = [prompt for prompt in given if not isinstance(prompt, str)]
+    if others:
+        yield Violation(field="prompts", description=f"must be texts; got {describe(others[0])}")
     elif len(set(given)) < LEAST_PROMPTS:
-        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
+        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little about the next"
         yield Violation(field="prompts", description=rule)
 
 
 def _measured_use(picture: Picture, name: str) -> LoraUse:
-    """Raises LoraUnusable where nothing was measured, InternalError where it is not the one that was asked for."""
+    """Return the provenance's entry of the LoRA. Raise LoraUnusable if the worker measured nothing."""
     if len(picture.provenance.loras) != 1:
         raise InternalError(f"the picture's provenance has no entry for {name} by itself")
     use = picture.provenance.loras[0]
     if not use.similarities:
         raise LoraUnusable(
-            f"worker {picture.provenance.worker} did not measure {name}: is it of an earlier version?",
+            f"worker {picture.provenance.worker} did not measure {name}: does it run an earlier version?",
             metadata={"lora": name},
         )
     return use

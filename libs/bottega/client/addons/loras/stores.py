@@ -1,4 +1,4 @@
-"""A LoRA's files on this machine, and how they are uploaded to a store."""
+"""Calls to LoRA stores: which of them has a LoRA, and the upload of files of this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, cast
 from bottega import kinds, rules
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.transport.connection import service_channels
+from bottega.client.types.fleet import FleetMember
 from bottega.client.types.messages import build_message, describe
 from bottega.errors import BadLora, LoraNotFound, NoLora, Violation
 from bottega.lora.weights_files import LoraFile, find_weights
 from bottega.rpc.channel import Target
-from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import GetLoraRequest, ListLorasRequest, StoredLora, UploadLoraHead, UploadLoraRequest
 from bottega.v1.lora_pb2_grpc import LoraServiceStub
 
@@ -32,12 +32,12 @@ STORES: ServiceCalls[LoraServiceAsyncStub] = ServiceCalls(
 
 
 def missing_lora(name: str) -> LoraNotFound:
-    """What is raised where no store has it."""
+    """Return the error of a LoRA that no store has."""
     return LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
 
 
-async def find_lora(stores: Sequence[Registration], name: str) -> tuple[Registration, StoredLora]:
-    """The store that has the LoRA, and what it says of it. Raises LoraNotFound, NoLora."""
+async def find_lora(stores: Sequence[FleetMember], name: str) -> tuple[FleetMember, StoredLora]:
+    """Return the first store that has the LoRA, and its description. Raise LoraNotFound if there is none."""
     request = build_message(GetLoraRequest(), name=name)
     store, answer = await STORES.call_owner(
         stores, lambda stub: stub.GetLora(request, timeout=CALL_S), missing=missing_lora(name)
@@ -45,15 +45,16 @@ async def find_lora(stores: Sequence[Registration], name: str) -> tuple[Registra
     return store, answer.lora
 
 
-async def choose_store(stores: Sequence[Registration], name: str, base: str | None) -> tuple[Registration, str]:
-    """Where a LoRA of that name belongs, and its base: the store that has the name, else one that knows the base.
+async def choose_store(stores: Sequence[FleetMember], name: str, base: str | None) -> tuple[FleetMember, str]:
+    """Return the store for a new LoRA and its base: the store that has the name, else one that knows the base.
 
-    base: absent where the stores know one alone; else InvalidRequest is raised.
+    Args:
+        base: None if the stores know only one; InvalidRequest is raised if they know more.
     """
     bases = {store.name: await _bases(store) for store in stores}
-    known = sorted({each for of_store in bases.values() for each in of_store})
+    known = sorted(set().union(*bases.values()))
     if base is None and len(known) != 1:
-        rule = f"say which one: {', '.join(known) or 'the store has none'}"
+        rule = f"name one of: {', '.join(known) or 'the store knows none'}"
         rules.refuse([Violation(field="base", description=rule)])
     base = known[0] if base is None else base
     if len(stores) > 1:
@@ -62,32 +63,30 @@ async def choose_store(stores: Sequence[Registration], name: str, base: str | No
     return next((store for store in stores if base in bases[store.name]), stores[0]), base
 
 
-async def _bases(store: Registration) -> Sequence[str]:
+async def _bases(store: FleetMember) -> Sequence[str]:
     async with STORES.open(store) as stub:
         return (await stub.ListLoras(ListLorasRequest(page_size=1), timeout=CALL_S)).bases
 
 
-# An import reads all of a file, which of some GiB takes a while.
+# An import reads the whole file, which takes a while for some GiB.
 IMPORT_S = 600.0
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLoraFile:
-    """A LoRA's file on this machine, or one of its files.
-
-    adapter_config: what PEFT wrote beside it; empty where it did not. component: of the base model, all of the file is
-    for that one; empty where that is not known.
-    """
+    """A file of a LoRA on this machine."""
 
     path: Path
     size_bytes: int
     adapter_config: bytes = b""
+    """The configuration that PEFT wrote beside it; empty if there is none."""
     component: str = ""
+    """The component of the base model that the whole file is for; empty if that is not known."""
 
 
 def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
-    """The files of a LoRA, and what a store is told of them. Raises InvalidRequest for what cannot be read."""
+    """Return the files of a LoRA and the head of their upload. Raise InvalidRequest if they cannot be read."""
     if not isinstance(path, str | os.PathLike):
         _refuse_path(f"must be the path of a file or a folder; got {describe(path)}")
     place = Path(cast("str | os.PathLike[str]", path))
@@ -96,11 +95,11 @@ def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
         return files, _head(files, _sha256(files))
 
 
-async def upload(store: Registration, head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> StoredLora:
-    """Sends the files, and returns what the store made of them.
+async def upload(store: FleetMember, head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> StoredLora:
+    """Send the files to a store, and return the LoRA that it made of them.
 
-    The call is gRPC's blocking one, in its own threads: that of asyncio loses what a server says that refuses before
-    it has read everything.
+    This uses gRPC's blocking call, which runs in threads of its own: the one of asyncio loses the answer of a server
+    that refuses an upload before it has read everything.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -140,11 +139,11 @@ def _refuse_path(rule: str) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raises InvalidRequest where the block cannot read it."""
+    """Raise InvalidRequest if the `with` block cannot read the path."""
     try:
         yield
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "that is no path"
+        why = error.strerror if isinstance(error, OSError) else "it is no valid path"
         _refuse_path(f"{getattr(error, 'filename', None) or path} cannot be read: {why}")
 
 
@@ -165,7 +164,6 @@ def _messages(head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> Iterator[
 
 
 def _sha256(files: Sequence[LocalLoraFile]) -> str:
-    """Of all their bytes, one file after the other."""
     hashed = hashlib.sha256()
     for chunk in _chunks(files):
         hashed.update(chunk)
@@ -173,7 +171,7 @@ def _sha256(files: Sequence[LocalLoraFile]) -> str:
 
 
 def _chunks(files: Sequence[LocalLoraFile]) -> Iterator[bytes]:
-    for each in files:
-        with each.path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+    for file in files:
+        with file.path.open("rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
                 yield chunk

@@ -1,7 +1,7 @@
-"""What a block profile means: what of a model's blocks is worth keeping, and how much a template takes.
+"""The meaning of a block profile: which of a model's blocks are worth keeping, and how much a template takes.
 
-A template has a forward of each step and each half of guidance. Of one of them a block's recording takes as many bytes
-as the profile says, and spares computing what is not masked.
+A template has one forward pass for each step and each half of guidance. The profile says how many bytes a block's
+recording of one forward pass takes. An edit that has it computes only the masked part of the block.
 """
 
 from __future__ import annotations
@@ -11,74 +11,83 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from bottega.client.addons.templates.types import BlockProfile, ProfiledBlock
 from bottega.planning.template_blocks import BlockValue, choose
-from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 HALVES = 2
-"""Of guidance: a prompt's and that of no prompt, or of the negative one."""
+"""Halves of guidance: with the prompt, and without it or with the negative one."""
 
 MASK_SHARE = 0.2
-"""Of the image, for which savings are told: between the means of InstGenIE's traces, .11 to .35."""
+"""Share of the image for which savings are stated: between the means of InstGenIE's traces, .11 to .35."""
 
 _SIBLING = re.compile(r"\.transformer_blocks\.\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """Blocks of one part of the model, such as those of a transformer: all of one forward of one row.
-
-    name: path of the part. blocks: in it; kept: of them, by the budget. size_bytes: recorded. full_s: to compute
-    whole, masked_s: to compute the masked part of a mask of about MASK_SHARE alone.
-    """
+    """The blocks of one part of the model, such as those of a transformer, in one forward pass of one row."""
 
     name: str
+    """Path of the part."""
     blocks: int
+    """Number of blocks."""
     kept: int
+    """Number of blocks that the budget keeps."""
     size_bytes: int
+    """Bytes of the recording."""
     full_s: float
+    """Seconds to compute the part whole."""
     masked_s: float
+    """Seconds to compute only a mask of about MASK_SHARE."""
 
     @property
     def saved_s(self) -> float:
-        """Seconds that its recording saves a forward; below 0 it costs some."""
+        """Seconds that the recording saves in a forward pass; below 0 it costs time."""
         return self.full_s - self.masked_s
 
     @property
     def saved_s_per_mib(self) -> float:
-        """What a MiB of its recording saves."""
+        """Seconds that a MiB of the recording saves."""
         return self.saved_s / max(self.size_bytes / 2**20, 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWorth:
-    """What a profile says of templates of so many steps under a budget.
-
-    share: of the tokens that were computed, nearest to MASK_SHARE. groups: those first that save most for each byte.
-    forward_s, masked_s: of one row, in full, and with every block's recording. template_bytes: of all blocks.
-    kept_bytes: of those that the budget keeps. kept_share: of the seconds that all blocks save.
-    """
+    """The sizes and savings of templates with a number of steps, under a budget."""
 
     share: float
+    """Measured share of the tokens nearest to MASK_SHARE."""
     groups: tuple[BlockGroup, ...]
+    """Groups of blocks; those that save most for their bytes come first."""
     forward_s: float
+    """Seconds of a whole forward pass of one row."""
     masked_s: float
+    """Seconds of a forward pass with the recordings of all blocks."""
     template_bytes: int
+    """Bytes of a template with all blocks."""
     kept_bytes: int
+    """Bytes of a template with the blocks that the budget keeps."""
     kept_share: float
+    """Share of the seconds that all blocks save, which the kept blocks save."""
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """Number of all blocks."""
         return sum(group.blocks for group in self.groups)
 
     @property
     def kept(self) -> int:
-        """How many the budget keeps."""
+        """Number of blocks that the budget keeps."""
         return sum(group.kept for group in self.groups)
 
 
 def worth(profile: BlockProfile, *, steps: int, budget_bytes: int) -> BlockWorth:
-    """budget_bytes: of one template; 0 is without bound."""
+    """Return what templates of a model take and save.
+
+    Args:
+        steps: Denoising steps of a template.
+        budget_bytes: Bytes that one template may take; 0 for no limit.
+    """
     column = nearest_share(profile)
     forwards = HALVES * steps
     kept = _kept(profile.blocks, column, budget_bytes // forwards if budget_bytes else None)
@@ -96,17 +105,17 @@ def worth(profile: BlockProfile, *, steps: int, budget_bytes: int) -> BlockWorth
 
 
 def nearest_share(profile: BlockProfile, share: float = MASK_SHARE) -> int:
-    """Place of the share that was measured nearest to this one; 0 where none was."""
-    return min(range(len(profile.shares)), key=lambda place: abs(profile.shares[place] - share), default=0)
+    """Return the index of the measured share nearest to this one; 0 if no share was measured."""
+    return min(range(len(profile.shares)), key=lambda index: abs(profile.shares[index] - share), default=0)
 
 
-def masked_s(block: BlockCost, column: int) -> float:
-    """Seconds of a row at that place's share; of one that was not measured, those of the whole row."""
+def masked_s(block: ProfiledBlock, column: int) -> float:
+    """Return the seconds of a row at the share with this index; those of the whole row if it was not measured."""
     return block.masked_s[column] if column < len(block.masked_s) else block.full_s
 
 
-def _kept(blocks: Sequence[BlockCost], column: int, budget_bytes: int | None) -> Set[str]:
-    """As engines choose them: all, where all have room. budget_bytes: of one forward; None is without bound."""
+def _kept(blocks: Sequence[ProfiledBlock], column: int, budget_bytes: int | None) -> Set[str]:
+    """Return the names of the blocks that an engine keeps within a budget for one forward pass; None is no limit."""
     if budget_bytes is None or sum(block.size_bytes for block in blocks) <= budget_bytes:
         return {block.name for block in blocks}
     values = [
@@ -115,23 +124,23 @@ def _kept(blocks: Sequence[BlockCost], column: int, budget_bytes: int | None) ->
     return choose(values, budget_bytes)
 
 
-def _groups(blocks: Sequence[BlockCost], column: int, kept: Set[str]) -> tuple[BlockGroup, ...]:
-    siblings: defaultdict[str, list[BlockCost]] = defaultdict(list)
+def _groups(blocks: Sequence[ProfiledBlock], column: int, kept: Set[str]) -> tuple[BlockGroup, ...]:
+    siblings: defaultdict[str, list[ProfiledBlock]] = defaultdict(list)
     for block in blocks:
         siblings[_SIBLING.sub("", block.name)].append(block)
     groups = [
         BlockGroup(
             name=name,
-            blocks=len(those),
-            kept=sum(block.name in kept for block in those),
-            size_bytes=sum(block.size_bytes for block in those),
-            full_s=sum(block.full_s for block in those),
-            masked_s=sum(masked_s(block, column) for block in those),
+            blocks=len(members),
+            kept=sum(block.name in kept for block in members),
+            size_bytes=sum(block.size_bytes for block in members),
+            full_s=sum(block.full_s for block in members),
+            masked_s=sum(masked_s(block, column) for block in members),
         )
-        for name, those in siblings.items()
+        for name, members in siblings.items()
     ]
     return tuple(sorted(groups, key=lambda group: group.saved_s_per_mib, reverse=True))
 
 
-def _saved_s(block: BlockCost, column: int) -> float:
+def _saved_s(block: ProfiledBlock, column: int) -> float:
     return block.full_s - masked_s(block, column)

@@ -9,33 +9,37 @@ import click
 
 from bottega import kinds
 from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, worth
+from bottega.client.addons.templates.types import BlockProfile
 from bottega.client.cli.options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import ServedModel
-from bottega.v1.activations_pb2 import BlockProfile
 
 _STEPS = 50
 _MOST_ROWS = 20
-# Of down_blocks.1 and mid_block, which need not be said.
+# The suffix of down_blocks.1 and mid_block, which a reader does not need.
 _SUFFIX = re.compile(r"_blocks?\b")
 _HOW_TO_READ = (
-    "A line is a part of the model, x10 of ten blocks. Size: what is recorded of it in a forward of one row. In full, "
-    "masked: milliseconds to compute it. ms/MiB: what a MiB of recording saves; a negative one costs more than it "
-    "saves. What saves most for its bytes is kept first."
+    "Each row is a part of the model; x10 means ten blocks. Size is its recording for one forward pass of one row. In "
+    "full and masked are the milliseconds to compute it. ms/MiB is the time that a MiB of recording saves; a negative "
+    "one costs time. Parts that save most for their bytes are kept first."
 )
 _PIXELS = click.IntRange(min=8)
 
 
 @click.command("profile")
-@click.option("--model", help="To measure; default: the only one that is served.")
-@click.option("--worker", metavar="NAME", help="That measures; default: one that draws nothing now.")
-@click.option("--width", type=_PIXELS, help="Of the picture, in pixels; default: the model's own.")
-@click.option("--height", type=_PIXELS, help="Its height; default: the model's own.")
-@click.option("--steps", type=click.IntRange(1, 1000), help="Of the template that is told of; default: the model's.")
-@click.option("--budget-mib", type=click.IntRange(min=1), help="Of one template; default: the least that there is.")
-@click.option("--all", "every", is_flag=True, help=f"Every part of the model, not {_MOST_ROWS} of them.")
-@click.option("--kept", is_flag=True, help="Measure nothing; show what stores keep.")
+@click.option("--model", help="Model to measure; default: the only one that is served.")
+@click.option("--worker", metavar="NAME", help="Worker that measures; default: one that draws nothing now.")
+@click.option("--width", type=_PIXELS, help="Width of the picture in pixels; default: the model's own.")
+@click.option("--height", type=_PIXELS, help="Height of the picture in pixels; default: the model's own.")
+@click.option("--steps", type=click.IntRange(1, 1000), help="Steps of a template; default: the model's.")
+@click.option(
+    "--budget-mib",
+    type=click.IntRange(min=1),
+    help="MiB that one template may take; default: the smallest budget in the fleet.",
+)
+@click.option("--all", "every", is_flag=True, help=f"Show every part of the model, not only {_MOST_ROWS}.")
+@click.option("--kept", is_flag=True, help="Measure nothing; show the profiles that stores keep.")
 @timeout_option
 @address_option
 @fleet_option
@@ -52,15 +56,15 @@ def command(
     timeout_s: float,
     address: str,
 ) -> None:
-    """Measure what each block of a model takes, and have the stores keep that.
+    """Measure which blocks of a model are worth keeping.
 
-    A template of every block of a large model takes many GiB. Within what a store and the worker that records have room
-    for, the blocks are kept that save most time for each byte, and which those are depends on model and device. A
-    worker that draws nothing runs the model, which takes seconds, or minutes without a GPU. Measure again after a
-    change of devices; --kept shows what was measured.
+    A template with every block of a large model takes many GiB. If a store or a worker has less room, it keeps the
+    blocks that save most time for their bytes; which these are depends on the model and the device. An idle worker
+    measures it, which takes seconds, or minutes without a GPU, and the stores keep the result. Measure again when
+    devices change; --kept shows earlier results.
     """
     with connect(address) as client:
-        served = {each.model_hash: each for each in client.models()}
+        served = {one.model_hash: one for one in client.models()}
         budget_bytes = budget_mib << 20 if budget_mib is not None else _budget(client)
         if kept:
             profiles = _profiles_of(client, model, served)
@@ -80,12 +84,16 @@ def command(
             every,
         )
     if not kept:
-        whose = ", ".join(measured.stores)
-        note(f"Kept by {whose}." if whose else "Nobody keeps it: no activation store has joined (bottega fleet).")
+        stores = ", ".join(measured.stores)
+        note(f"Kept by {stores}." if stores else "No store keeps it: no activation store has joined (bottega fleet).")
 
 
 def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every: bool) -> None:
-    """Prints it: what is worth most first, then what that comes to. budget_bytes: of one template; 0 is none."""
+    """Print a profile: its blocks, those worth most first, then the sums.
+
+    Args:
+        budget_bytes: Bytes that one template may take; 0 for no limit.
+    """
     found = worth(profile, steps=steps, budget_bytes=budget_bytes)
     rows = found.groups if every else found.groups[:_MOST_ROWS]
     table = PlainTable(
@@ -95,7 +103,7 @@ def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every:
         table.add_row(*_row(group))
     print_table(table)
     if len(rows) < len(found.groups):
-        say(f"{len(found.groups) - len(rows)} more parts that save less: --all")
+        say(f"{len(found.groups) - len(rows)} more parts save less; --all shows them.")
     facts = PlainTable("", "")
     for label, text in _facts(found, profile, steps, budget_bytes):
         facts.add_row(label, text)
@@ -116,10 +124,10 @@ def _row(group: BlockGroup) -> tuple[str, ...]:
 
 
 def _facts(found: BlockWorth, profile: BlockProfile, steps: int, budget_bytes: int) -> Iterator[tuple[str, str]]:
-    yield "a forward of one row", _milliseconds(found.forward_s)
-    masked = f"{_milliseconds(found.masked_s)}, where {share_text(found.share)} of the image is computed"
-    yield "with all recordings", f"{masked}, and nothing has to be loaded"
-    whole = f"{size_text(found.template_bytes)} if every block is kept, of both halves of guidance"
+    yield "forward pass of a row", _milliseconds(found.forward_s)
+    masked = f"{_milliseconds(found.masked_s)} if {share_text(found.share)} of the image is computed"
+    yield "with all recordings", f"{masked} and nothing has to be loaded"
+    whole = f"{size_text(found.template_bytes)} with every block, for both halves of guidance"
     yield f"a template, {steps} steps", whole
     yield "the budget", _kept(found, budget_bytes)
     yield "how to read it", _HOW_TO_READ
@@ -129,31 +137,34 @@ def _facts(found: BlockWorth, profile: BlockProfile, steps: int, budget_bytes: i
 
 def _kept(found: BlockWorth, budget_bytes: int) -> str:
     if not budget_bytes:
-        return "none for a template (template_mib): every block is kept, while the store has room"
+        return "none for a template (template_mib), so every block is kept while the store has room"
     kept = f"{found.kept} of {found.blocks} blocks, {size_text(found.kept_bytes)}"
-    return f"{size_text(budget_bytes)} for a template keeps {kept}: {share_text(found.kept_share)} of what all save"
+    return (
+        f"{size_text(budget_bytes)} for a template keeps {kept}: {share_text(found.kept_share)} of the possible savings"
+    )
 
 
 def _budget(client: Client) -> int:
-    """Of one template: what every store, and every worker that records, has room for; 0 without a store, or bound."""
+    """Return the bytes of a template that every store and worker has room for; 0 without a store, or without limits."""
     holders = client.templates().holders
-    if not any(each.kind == kinds.ACTIVATIONS for each in holders):
+    if not any(holder.kind == kinds.ACTIVATIONS for holder in holders):
         return 0
-    bounded = [each for each in holders if each.template_budget_bytes]
-    least = min(bounded, key=lambda each: each.template_budget_bytes, default=None)
+    bounded = [holder for holder in holders if holder.template_budget_bytes]
+    least = min(bounded, key=lambda holder: holder.template_budget_bytes, default=None)
     if least is None:
         return 0
     if least.kind == kinds.WORKER:
         room = size_text(least.template_budget_bytes)
-        note(f"{least.name} has room for {room} of recordings (engine.activations_mib), which bounds its templates.")
+        note(f"{least.name} has {room} for recordings (engine.activations_mib), which limits its templates.")
     return least.template_budget_bytes
 
 
 def _profiles_of(client: Client, model: str | None, served: Mapping[str, ServedModel]) -> list[BlockProfile]:
-    found = [each for each in client.block_profiles() if model in (None, _name(each, served), each.model_hash)]
+    profiles = client.block_profiles()
+    found = [profile for profile in profiles if model in (None, _name(profile, served), profile.model_hash)]
     if not found:
-        whose = f"of {model} " if model else ""
-        fail(f"no store keeps a profile {whose}yet", "bottega templates profile measures one.")
+        of_model = f"of {model} " if model else ""
+        fail(f"no store keeps a profile {of_model}yet", "bottega templates profile measures one.")
     return found
 
 
@@ -167,5 +178,5 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """So many count, and no exponent is written."""
+    """Return a number with three significant digits and no exponent."""
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}" if abs(number) >= 1e-3 else "0"

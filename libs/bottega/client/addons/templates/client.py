@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega import kinds
@@ -19,103 +19,90 @@ from bottega.client.addons.templates.overview import (
     STORES,
     WORKER_S,
     WORKERS,
-    TemplateOverview,
     check_templates,
     look_over,
-    stores_of,
-    workers_of,
+    ready_workers,
+)
+from bottega.client.addons.templates.types import (
+    BlockProfile,
+    DroppedTemplates,
+    MeasuredBlocks,
+    TemplateOverview,
+    WarmedTemplates,
+    profile_from,
+    profile_to_wire,
 )
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
+from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, ModelNotFound, NoWorker, Unavailable
 from bottega.v1 import activations_pb2 as pb
-from bottega.v1.activations_pb2 import BlockProfile, ProfileBlocksRequest
-from bottega.v1.fleet_pb2 import ListMembersResponse, Member, Registration
 
 if TYPE_CHECKING:
     from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
 
-
 StubT = TypeVar("StubT")
 AnswerT = TypeVar("AnswerT")
 
-
 PROFILE_S = 600.0
-"""That a measurement may take: it is some hundred forwards, which are slow without a GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredBlocks:
-    """A profile, the worker that has measured it, the model's name, and the stores that keep it from now on."""
-
-    profile: BlockProfile
-    worker: str
-    model: str
-    stores: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedTemplates:
-    """What is gone. stored: templates of stores. copies: of templates, in the memories of workers."""
-
-    stored: int
-    copies: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmedTemplates:
-    """What is in memory. templates: of which all is, or on its way. loading_bytes: that are on their way."""
-
-    templates: int
-    loading_bytes: int
+"""Seconds that a measurement may take by default: it makes some hundred forward passes."""
 
 
 class AsyncTemplateMethods(AsyncGatewayClient):
-    """What AsyncClient offers about templates of edits.
+    """The methods of AsyncClient about templates of edits.
 
-    What needs a store raises NoActivationStore without one that answers. id: of templates, 32 hexadecimal digits, or
-    the first 8 or more of them, for all that begin so.
+    Methods that need a store raise NoActivationStore if none has joined, or one does not answer. The argument `id` is
+    the ID of a template, 32 hexadecimal digits, or its first 8 or more digits, which mean all templates that begin so.
     """
 
     async def templates(self) -> TemplateOverview:
-        """Which there are, and where: in stores and in workers. Without a store, what workers have.
+        """Return the templates of all stores and workers, and how much room these have.
 
-        One that does not answer is named in the answer. Raises NoWorker, NoActivationStore where nobody answers.
+        Services that do not answer are listed as silent. Raises NoWorker or NoActivationStore if none answers.
         """
         return await look_over(await self.fleet())
 
     async def drop_templates(self, id: str = "") -> DroppedTemplates:
-        """Has every store and every worker forget templates; an empty id drops all. What an edit uses now stays.
+        """Delete templates in every store and every worker, except those that an edit uses now.
 
-        All are asked, even if one fails: then its error is raised, and the others have forgotten theirs. Raises
-        NoWorker, NoActivationStore, InvalidRequest.
+        All services are asked, even if one fails: then its error is raised, and the others have deleted theirs.
+
+        Args:
+            id: As above; empty for all templates.
+
+        Raises:
+            NoWorker: No service that could have templates has joined.
+            InvalidRequest: The ID is invalid.
         """
         request = build_message(pb.DropStoredTemplateRequest(), id=id)
-        of_workers = pb.DropTemplateRequest(id=id)
+        worker_request = pb.DropTemplateRequest(id=id)
         fleet = await self.fleet()
-        stores, workers = stores_of(fleet), workers_of(fleet)
+        stores, workers = fleet.of_kind(kinds.ACTIVATIONS), ready_workers(fleet)
         if not (stores or workers):
-            raise NoWorker("no worker has joined, and no activation store")
-        # Stores first: a worker that asks for one again in between does not find it any more.
+            raise NoWorker("no worker and no activation store has joined")
+        # Stores first, so that a worker cannot fetch a dropped template again.
         stored = await _of_all(STORES, stores, lambda stub: stub.DropStoredTemplate(request, timeout=STORE_S))
-        copies = await _of_all(WORKERS, workers, lambda stub: stub.DropTemplate(of_workers, timeout=WORKER_S))
+        copies = await _of_all(WORKERS, workers, lambda stub: stub.DropTemplate(worker_request, timeout=WORKER_S))
         return DroppedTemplates(
             stored=sum(answer.dropped for answer in _answered(stored)),
             copies=sum(answer.dropped for answer in _answered(copies)),
         )
 
     async def pin_templates(self, id: str, pinned: bool = True) -> int:
-        """Keeps templates from being evicted, or lets them go again; for how many that was done."""
+        """Keep templates from being evicted, or allow it again. Return how many templates that were."""
         request = build_message(pb.PinTemplateRequest(), id=id, pinned=pinned)
         answers = await self._ask(lambda stub: stub.PinTemplate(request, timeout=STORE_S))
         return sum(answer.templates for answer in answers)
 
     async def warm_templates(self, id: str = "") -> WarmedTemplates:
-        """Has stores bring templates from their disks into memory, as far as there is room; it does not wait for them.
+        """Have stores load templates from disk into memory as far as there is room, without waiting for them.
 
-        An empty id is all, those used last first. Asked again, it says what is still on its way.
+        A further call returns what is still being loaded.
+
+        Args:
+            id: As above; empty for all templates, the most recently used first.
         """
         request = build_message(pb.WarmTemplateRequest(), id=id)
         answers = await self._ask(lambda stub: stub.WarmTemplate(request, timeout=STORE_S))
@@ -125,20 +112,24 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         )
 
     async def block_profiles(self) -> tuple[BlockProfile, ...]:
-        """What the blocks of models take, as it was measured; of several stores, the first one's count."""
+        """Return the measured costs of the models' blocks. If stores differ, the first one's are returned."""
         found: dict[tuple[str, str, int, int], BlockProfile] = {}
         request = pb.ListBlockProfilesRequest()
         for answer in await self._ask(lambda stub: stub.ListBlockProfiles(request, timeout=STORE_S)):
-            for profile in answer.profiles:
+            for profile in map(profile_from, answer.profiles):
                 found.setdefault((profile.model_hash, profile.dtype, profile.width, profile.height), profile)
         return tuple(found[key] for key in sorted(found))
 
     async def set_block_profile(self, profile: BlockProfile) -> tuple[str, ...]:
-        """Has every store keep a profile instead of that of the same model, element type and size; their names.
+        """Replace the profile of the same model, element type and size in every store. Return the stores' names.
 
-        One without blocks forgets it. Raises InvalidRequest, StorageUnavailable.
+        A profile without blocks deletes it.
+
+        Raises:
+            InvalidRequest: The profile breaks a rule.
+            StorageUnavailable: A store cannot write it.
         """
-        request = pb.SetBlockProfileRequest(profile=profile)
+        request = pb.SetBlockProfileRequest(profile=profile_to_wire(profile))
         stores = await self._stores()
         _answered(await _of_all(STORES, stores, lambda stub: stub.SetBlockProfile(request, timeout=STORE_S)))
         return tuple(store.name for store in stores)
@@ -152,55 +143,47 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         height: int = 0,
         timeout_s: float = PROFILE_S,
     ) -> MeasuredBlocks:
-        """Has a worker measure what each block of its model takes, and every store keep that.
+        """Have a worker measure the costs of its model's blocks, and every store keep them.
 
-        Stores keep of templates that are too large for their budget the blocks that save most time for each byte; which
-        those are is measured. Without a store in the fleet it is measured all the same, and nobody keeps it.
-        model: absent is the only one that is served. worker: that measures; absent is one that draws nothing now.
-        width, height: of the picture, in pixels; 0 is the model's own. timeout_s: of the measurement.
-        Raises ModelNotFound, NoWorker, and what set_block_profile raises.
+        If a template exceeds its budget, stores keep the blocks that save most time for their bytes; the profile says
+        which these are. Without a store in the fleet the profile is measured and returned, but nobody keeps it.
+
+        Args:
+            model: Name of the model; None for the only one that is served.
+            worker: Name of the worker that measures; None for one that draws nothing now.
+            width: Width of the picture in pixels; 0 for the model's own.
+            height: Height of the picture in pixels; 0 for the model's own.
+            timeout_s: Seconds that the measurement may take.
+
+        Raises:
+            ModelNotFound: The model is not served, or several are and none was named.
+            NoWorker: No worker can measure it now.
+            Unavailable: The worker's model has no blocks that can be measured.
         """
         fleet = await self.fleet()
-        measured = await measure_blocks(
-            fleet, model=model, worker=worker, width=width, height=height, timeout_s=timeout_s
-        )
-        if not stores_of(fleet):
+        request = build_message(pb.ProfileBlocksRequest(), width=width, height=height)
+        chosen = _choose_worker(fleet, model, worker)
+        async with WORKERS.open(chosen) as stub:
+            answer = await stub.ProfileBlocks(request, timeout=timeout_s)
+        profile = profile_from(answer.profile)
+        if not profile.blocks:
+            raise Unavailable(f"worker {chosen.name} can measure no blocks of its model")
+        name = next((served.name for served in chosen.models if served.model_hash == profile.model_hash), "")
+        measured = MeasuredBlocks(profile=profile, worker=chosen.name, model=name or profile.model_hash)
+        if not fleet.of_kind(kinds.ACTIVATIONS):
             return measured
-        return replace(measured, stores=await self.set_block_profile(measured.profile))
+        return replace(measured, stores=await self.set_block_profile(profile))
 
     async def _ask(self, call: Callable[[ActivationServiceAsyncStub], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
-        """Of every store; raises the first error once all have been asked."""
+        """Return the answers of every store. Raise the first error once all have been asked."""
         return _answered(await _of_all(STORES, await self._stores(), call))
 
-    async def _stores(self) -> Sequence[Registration]:
+    async def _stores(self) -> Sequence[FleetMember]:
         return STORES.joined(await self.fleet())
 
 
-async def _of_all(
-    calls: ServiceCalls[StubT], services: Sequence[Registration], call: Callable[[StubT], Awaitable[AnswerT]]
-) -> Sequence[AnswerT | BottegaError]:
-    """What each of them answers, all asked at once, or why it does not."""
-
-    async def one(service: Registration) -> AnswerT | BottegaError:
-        try:
-            async with calls.open(service) as stub:
-                return await call(stub)
-        except BottegaError as error:
-            return error
-
-    return await asyncio.gather(*map(one, services))
-
-
-def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
-    """Raises the first error among them."""
-    for answer in answers:
-        if isinstance(answer, BottegaError):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BottegaError)]
-
-
 class TemplateMethods(GatewayClient):
-    """What Client offers about templates of edits."""
+    """The methods of Client about templates of edits."""
 
     templates = blocking(AsyncTemplateMethods.templates)
     drop_templates = blocking(AsyncTemplateMethods.drop_templates)
@@ -211,48 +194,54 @@ class TemplateMethods(GatewayClient):
     profile_blocks = blocking(AsyncTemplateMethods.profile_blocks)
 
 
-async def measure_blocks(
-    fleet: ListMembersResponse, *, model: str | None, worker: str | None, width: int, height: int, timeout_s: float
-) -> MeasuredBlocks:
-    """Waits for the worker's measurement, at most timeout_s; no store is told.
+async def _of_all(
+    calls: ServiceCalls[StubT], services: Sequence[FleetMember], call: Callable[[StubT], Awaitable[AnswerT]]
+) -> Sequence[AnswerT | BottegaError]:
+    """Ask all services at once. Return the answer of each, or its error."""
 
-    model, worker: None leaves the choice. width, height: in pixels; 0 is the model's own.
-    Raises ModelNotFound, NoWorker without one that may measure it, and Unavailable where that has no blocks to measure.
-    """
-    request = build_message(ProfileBlocksRequest(), width=width, height=height)
-    chosen = _choose_worker(fleet, model, worker)
-    async with WORKERS.open(chosen) as stub:
-        answer = await stub.ProfileBlocks(request, timeout=timeout_s)
-    if not answer.profile.blocks:
-        raise Unavailable(f"worker {chosen.name} can measure no blocks of its model")
-    name = next((each.name for each in chosen.models if each.model_hash == answer.profile.model_hash), "")
-    return MeasuredBlocks(profile=answer.profile, worker=chosen.name, model=name or answer.profile.model_hash)
+    async def one(service: FleetMember) -> AnswerT | BottegaError:
+        try:
+            async with calls.open(service) as stub:
+                return await call(stub)
+        except BottegaError as error:
+            return error
+
+    return await asyncio.gather(*map(one, services))
 
 
-def _choose_worker(fleet: ListMembersResponse, model: str | None, worker: str | None) -> Registration:
-    """Raises NoWorker where none is idle: what runs beside a measurement would be measured with it."""
-    joined = [each for each in fleet.members if each.registration.kind == kinds.WORKER]
-    workers = [each for each in joined if each.registration.models]  # others are starting
-    served = sorted({each.name for one in workers for each in one.registration.models})
+def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
+    """Return the answers. Raise the first error among them."""
+    for answer in answers:
+        if isinstance(answer, BottegaError):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BottegaError)]
+
+
+def _choose_worker(fleet: FleetStatus, model: str | None, worker: str | None) -> FleetMember:
+    """Return the worker that measures. Raise NoWorker if all of them draw, which would distort a measurement."""
+    workers = ready_workers(fleet)
+    served = sorted({served.name for one in workers for served in one.models})
     if not workers:
         raise NoWorker("no worker has joined")
     if model is not None and model not in served:
         raise ModelNotFound(f"no such model: {model}", metadata={"served": ", ".join(served)})
     if model is None and worker is None and len(served) > 1:
-        raise ModelNotFound(f"several models are served, say which: {', '.join(served)}")
-    named = [each for each in workers if worker in (None, each.registration.name) and _serves(each, model)]
+        raise ModelNotFound(f"several models are served, name one: {', '.join(served)}")
+    named = [one for one in workers if worker in (None, one.name) and _serves(one, model)]
     if not named:
-        whose = f"no worker {worker} has joined" if model is None else f"worker {worker} does not serve {model}"
-        raise NoWorker(whose)
-    idle = [each for each in named if not each.load.running and not each.load.draining]
+        reason = f"no worker {worker} has joined" if model is None else f"worker {worker} does not serve {model}"
+        raise NoWorker(reason)
+    idle = [one for one in named if not one.load.running and not one.load.draining]
     if not idle and worker is None:
-        whose = "every worker" if len(named) > 1 else f"worker {named[0].registration.name}"
-        raise NoWorker(f"{whose} draws now, and would measure that as well", metadata={"service": kinds.ACTIVATIONS})
-    return (idle or named)[0].registration
+        busy = "every worker" if len(named) > 1 else f"worker {named[0].name}"
+        raise NoWorker(
+            f"{busy} draws now, which would distort the measurement", metadata={"service": kinds.ACTIVATIONS}
+        )
+    return (idle or named)[0]
 
 
-def _serves(member: Member, model: str | None) -> bool:
-    return model is None or any(each.name == model for each in member.registration.models)
+def _serves(worker: FleetMember, model: str | None) -> bool:
+    return model is None or any(served.name == model for served in worker.models)
 
 
 ADD_ON = ClientAddOn(

@@ -1,0 +1,174 @@
+"""Approximate caches as the SDK describes them: their contents, figures and profiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from bottega.client.types.provenance import Parameters, parameters_from
+from bottega.client.types.values import moment_from, value_from
+from bottega.errors import InternalError
+from bottega.latents.names import FRACTIONS
+from bottega.planning import LengthClass, SkipProfile
+from bottega.v1 import cache_pb2
+
+_NOTHING = SkipProfile(classes=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """The contents of a cache for one model."""
+
+    model_hash: str
+    """Hash of the model, hex."""
+    entries: int
+    """Pictures that were recorded."""
+    latents: int
+    """Latents; an entry has several, and loses them one by one."""
+    keys: int
+    """Kinds of requests: entries of different keys never serve the same request."""
+    has_profile: bool
+    """Whether the model has a profile, without which nothing is reused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """The contents of one cache, and how well it has served since its start."""
+
+    cache: str
+    """Its name in the fleet."""
+    models: tuple[CachedModel, ...]
+    size_bytes: int
+    """Bytes of all latents, and of the small pictures of their entries."""
+    budget_bytes: int
+    """Bytes that these may take."""
+    lookups: Mapping[str, int]
+    """Lookups by outcome, such as hit and miss."""
+    steps_skipped: int
+    """Denoising steps that its latents have saved."""
+    evictions: int
+    """Evicted latents."""
+    holes: int
+    """Hits that had to start from a smaller step, because the latent of the best step was evicted."""
+    dropped: Mapping[str, int]
+    """Pictures that were not recorded, by reason."""
+    predictor_on: bool
+    """Whether the match predictor is in use."""
+    trouble: str
+    """Why nothing can be recorded now; empty if all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedEntry:
+    """A picture whose latents a cache has recorded."""
+
+    entry: str
+    """Its ID: 32 hex digits."""
+    parameters: Parameters
+    """What was drawn."""
+    model_hash: str
+    """Hash of the model, hex."""
+    key: str
+    """Hash of what a request must have in common with it to start from it."""
+    steps: tuple[int, ...]
+    """The numbers of steps after which its latents are."""
+    size_bytes: int
+    """Bytes of its latents and its picture."""
+    recorded: datetime
+    hits: int
+    """How often a picture started from it."""
+    picture: bytes = field(default=b"", repr=False)
+    """A small PNG of it; empty in lists, and if the cache has lost it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheProfile:
+    """The thresholds of a model: from which similarity of two prompts a cached latent may replace steps.
+
+    A profile without classes forgets that of its model. A class without thresholds forbids reuse.
+    """
+
+    model_hash: str
+    """Hash of the model's weights and configuration, hex."""
+    balanced: SkipProfile = _NOTHING
+    """Thresholds for requests with fidelity="balanced"."""
+    fast: SkipProfile = _NOTHING
+    """Thresholds for requests with fidelity="fast"."""
+    about: str = ""
+    """How it was measured, for people; at most 1,000 characters."""
+
+
+def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheStats:
+    """Return the figures that the wire describes."""
+    return CacheStats(
+        cache=cache,
+        models=tuple(value_from(model, CachedModel) for model in message.models),
+        size_bytes=message.bytes,
+        budget_bytes=message.budget_bytes,
+        lookups=dict(message.lookups),
+        steps_skipped=message.steps_skipped,
+        evictions=message.evictions,
+        holes=message.holes,
+        dropped=dict(message.dropped),
+        predictor_on=message.predictor_on,
+        trouble=message.trouble,
+    )
+
+
+def entry_from(message: cache_pb2.CacheEntry, *, picture: bytes = b"") -> CachedEntry:
+    """Return the entry that the wire describes."""
+    return CachedEntry(
+        entry=message.entry,
+        parameters=parameters_from(message.parameters),
+        model_hash=message.model_hash,
+        key=message.key,
+        steps=tuple(message.steps),
+        size_bytes=message.bytes,
+        recorded=moment_from(message.recorded_s),
+        hits=message.hits,
+        picture=picture,
+    )
+
+
+def profile_from(message: cache_pb2.CacheProfile) -> CacheProfile:
+    """Return the profile that the wire describes. Raise InternalError if it breaks a rule of profiles."""
+    try:
+        return CacheProfile(
+            model_hash=message.model_hash,
+            balanced=SkipProfile(classes=tuple(map(_class_from, message.balanced))),
+            fast=SkipProfile(classes=tuple(map(_class_from, message.fast))),
+            about=message.about,
+        )
+    except ValueError as error:
+        raise InternalError(f"the profile of {message.model_hash} cannot be used: {error}") from None
+
+
+def profile_to_wire(profile: CacheProfile) -> cache_pb2.CacheProfile:
+    """Return the contract's message of a profile."""
+    return cache_pb2.CacheProfile(
+        model_hash=profile.model_hash,
+        balanced=_class_messages(profile.balanced),
+        fast=_class_messages(profile.fast),
+        about=profile.about,
+    )
+
+
+def _class_from(message: cache_pb2.CacheLengthClass) -> LengthClass:
+    thresholds = {_nearest_fraction(each.fraction): each.similarity for each in message.thresholds}
+    return LengthClass(max_words=message.max_words or math.inf, thresholds=thresholds)
+
+
+def _nearest_fraction(fraction: float) -> float:
+    """Return the fraction of the steps that a 64-bit number stands for; itself if it stands for none."""
+    return next((known for known in FRACTIONS if math.isclose(known, fraction, abs_tol=1e-6)), fraction)
+
+
+def _class_messages(profile: SkipProfile) -> Iterator[cache_pb2.CacheLengthClass]:
+    for length_class in profile.classes:
+        bounded = math.isfinite(length_class.max_words)
+        message = cache_pb2.CacheLengthClass(max_words=int(length_class.max_words) if bounded else 0)
+        for fraction, similarity in length_class.thresholds.items():
+            message.thresholds.add(fraction=fraction, similarity=similarity)
+        yield message
