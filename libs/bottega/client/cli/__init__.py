@@ -91,7 +91,7 @@ def _plain_usage() -> Iterator[None]:
 )
 @with_examples("""
     bottega up
-    bottega generate "a big red star on the left on a blue background" -o star.png
+    bottega generate "a big red star on a blue background" -o star.png
 """)
 def main() -> None:
     """Draw pictures from words, with services that run on your own machines.

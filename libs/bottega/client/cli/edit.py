@@ -159,7 +159,7 @@ def _text(shape: MaskShape) -> str:
 @with_examples("""
     bottega edit star.png --mask mask.png "a big green star" -o green.png
     bottega edit star.png --box 4,12,34,40 "a big green star"
-    bottega edit photo.jpg --ellipse 90,40,30,30 --padding-mask-crop 64 "a balloon"
+    bottega edit in.jpg --ellipse 90,40,30,30 --padding-mask-crop 64 "a balloon"
     bottega edit star.png --mask mask.png --like green.png --steps 50
 """)
 def command(

@@ -21,7 +21,13 @@ _SAMPLING = (
     click.option(
         "--seed", type=click.IntRange(min=0), help="Seed of the first picture; the same seed draws the same picture."
     ),
-    click.option("--steps", "--num-inference-steps", "num_inference_steps", type=int, help="Denoising steps."),
+    click.option(
+        "--steps",
+        "--num-inference-steps",
+        "num_inference_steps",
+        type=int,
+        help="Denoising steps; default: the model's.",
+    ),
     click.option("--negative-prompt", metavar="TEXT", help="Prompt of what not to draw."),
     click.option(
         "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."

@@ -46,10 +46,11 @@ _COLOURS = ("#4a90d9", "#3a9d5d", "#e08a2e", "#8a63c9", "#c9506b", "#2aa1a8", "#
 @click.option("--svg", is_flag=True, help="Also draw the time line, as an .svg file beside the other one.")
 @address_option
 def command(*, job_id: str, output: Path | None, svg: bool, address: str) -> None:
-    """Show where the time of a job went, in all services: queue, steps, loads, waits, ControlNet calls.
+    """Show where the time of a job went, in all services.
 
-    Open the file at https://ui.perfetto.dev or in chrome://tracing; this command sends nothing there. --svg draws a
-    picture that every browser shows, also offline. A gateway keeps the traces of the jobs that ended last.
+    The file has queue, steps, loads, waits and ControlNet calls. Open it at https://ui.perfetto.dev or in
+    chrome://tracing; this command sends nothing there. --svg draws a picture that every browser shows, also offline. A
+    gateway keeps the traces of the jobs that ended last.
     """
     if svg and output is not None and output.suffix.lower() == ".svg":
         viewer = output.with_suffix(".json")

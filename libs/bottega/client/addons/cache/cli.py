@@ -54,7 +54,7 @@ class _CacheGroup(ListGroup):
 @with_examples("""
     bottega cache                    shows what it has, and its hit rate
     bottega cache inspect ENTRY      shows one entry, and writes its picture
-    bottega cache warm prompts.txt   draws each line, for later prompts to start from
+    bottega cache warm prompts.txt   draws each line, to fill the cache
     bottega cache profile            measures which similarity is enough
     bottega cache profiles           shows what was measured
     bottega cache clear              deletes all entries

@@ -29,10 +29,10 @@ _HUB = "hub:"
 
 @click.group("controlnets", cls=ListGroup)
 @with_examples("""
-    bottega controlnets                           lists them, and the models they fit
+    bottega controlnets                           lists them with their models
     bottega controlnets where edges               shows who hosts it
     bottega controlnets add depth /srv/nets/depth has every server host it
-    bottega controlnets profile depth *.png       measures whether it may be a step late
+    bottega controlnets profile depth *.png       measures if it may be late
     bottega generate "a red star" --control edges=edges.png:0.8
 """)
 def command() -> None:

@@ -33,11 +33,11 @@ _LOAD_S, _POLL_S = 15.0, 0.05
 @click.group("loras", cls=ListGroup)
 @with_examples("""
     bottega loras                      lists them, and the models they fit
-    bottega loras add outline FILE     uploads a file or folder of kohya, Diffusers or PEFT
+    bottega loras add outline FILE     uploads one of kohya, Diffusers or PEFT
     bottega loras show outline         shows all about one
     bottega loras pin outline          keeps it in the store's memory
     bottega loras profile outline      measures how late it may arrive
-    bottega loras quarantine           lists files that the catalogue does not know
+    bottega loras quarantine           lists files that are in no catalogue
     bottega loras rebuild              restores them; `discard` deletes them
     bottega generate "a red star" --lora outline:0.8
 """)

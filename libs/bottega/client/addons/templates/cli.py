@@ -44,11 +44,11 @@ _LISTS = "bottega templates lists what there is."
 
 @click.group("templates", cls=ListGroup)
 @with_examples("""
-    bottega templates                  lists recorded images, and the room they take
+    bottega templates                  lists recorded images and their sizes
     bottega templates pin 3f0a91c25e   keeps one; unpin lets it go
     bottega templates warm 3f0a91c25e  loads one from disk into memory
-    bottega templates drop 3f0a91c25e  deletes one; its next edit records it again
-    bottega templates profile          measures which blocks are worth their bytes
+    bottega templates drop 3f0a91c25e  deletes one; the next edit records it
+    bottega templates profile          measures which blocks are worth keeping
     bottega edit star.png --mask mask.png "a green star" --masked-blocks
 """)
 def command() -> None:

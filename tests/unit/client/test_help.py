@@ -1,0 +1,34 @@
+"""The help of every command, as a newcomer reads it on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bottega.client.cli import main
+
+COLUMNS = 80
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(commands(main)), ids=" ".join)
+def test_the_help_of_a_command_fits_the_terminal_and_cuts_no_summary(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(main, [*path, "--help"], terminal_width=COLUMNS, prog_name="bottega")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert [line for line in lines if len(line) > COLUMNS] == []
+    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+    without_help = [line for line in lines if line.startswith("  -") and not line.split("  ")[-1].strip()]
+    assert without_help == []
