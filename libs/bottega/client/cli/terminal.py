@@ -199,6 +199,16 @@ def print_table(table: PlainTable) -> None:
     console.print(table)
 
 
+def print_facts(facts: Iterable[tuple[str, str]], *, caption: str = "") -> None:
+    """Print labels and texts as a table without a head."""
+    table = PlainTable("", "")
+    for label, text in facts:
+        table.add_row(label, text)
+    if caption:
+        table.add_caption(caption)
+    print_table(table)
+
+
 def duration_text(seconds: float) -> str:
     """Return a rough duration, such as 40 s, 12 min or 3.5 h."""
     if seconds < 100:

@@ -102,16 +102,7 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
-        """Draw one picture.
-
-        Args:
-            prompt: The prompt.
-            timeout_s: As in stream().
-            deadline_s: As in stream().
-            request_id: As in stream().
-            priority: As in stream().
-            **options: GenerationOptions lists them.
-        """
+        """Draw one picture. GenerationOptions lists the options; stream() documents the other arguments."""
         several: object = prompt
         if isinstance(several, list | tuple):
             refuse([Violation(field="prompt", description="must be a text; generate_many() draws several prompts")])
@@ -139,14 +130,7 @@ class AsyncGatewayClient:
     ) -> tuple[Picture, ...]:
         """Draw 1 to 8 pictures together. Picture i is drawn like a single one with seed + i.
 
-        Args:
-            prompt: The prompt of all pictures, or a list with one for each.
-            num_images: Number of pictures of a single prompt; of a list there are as many as it has.
-            timeout_s: As in stream().
-            deadline_s: As in stream().
-            request_id: As in stream().
-            priority: As in stream().
-            **options: GenerationOptions lists them.
+        GenerationOptions lists the options; stream() documents the other arguments.
         """
         stream = self.stream(
             prompt,
@@ -183,11 +167,7 @@ class AsyncGatewayClient:
             mask: An image of any size, white where the other one is redrawn; or a Box, an Ellipse or a list of them, in
                 pixels of the image. None is refused, because without a mask the whole image would be redrawn.
             prompt: Describes the whole resulting picture.
-            timeout_s: As in stream().
-            deadline_s: As in stream().
-            request_id: As in stream().
-            priority: As in stream().
-            **options: EditOptions lists them.
+            **options: EditOptions lists them; stream() documents the other arguments.
         """
         given: dict[str, object] = {"image": image, "mask_image": mask}
         refuse([Violation(field=name, description="must be given") for name, value in given.items() if value is None])
@@ -275,12 +255,9 @@ class AsyncGatewayClient:
         """Start a job that outlives this connection: `job.result()` returns its pictures, now or much later.
 
         Args:
-            prompt: As in stream().
-            num_images: As in stream().
             deadline_s: As in stream(); the default is no deadline.
             request_id: As in stream(). Without it the SDK makes an ID for this call's own retries.
-            priority: As in stream().
-            **options: GenerationOptions lists them.
+            **options: GenerationOptions lists them; stream() documents the other arguments.
         """
         deadline = CallDeadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)

@@ -109,7 +109,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerationTrial:
-    """One way to compute the same faster, as a worker's self-check found it on its device."""
+    """A way to compute the same faster, as a worker's self-check found it on its device."""
 
     name: str
     kept: bool

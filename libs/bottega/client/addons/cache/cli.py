@@ -19,6 +19,7 @@ from bottega.client.cli.terminal import (
     fail,
     moment_text,
     note,
+    print_facts,
     print_table,
     say,
     short_hash,
@@ -132,11 +133,7 @@ def _show(cache: CacheStats, names: Mapping[str, str]) -> None:
         print_table(table)
     else:
         note("It is empty. Pictures are recorded from the second request with the same settings on.")
-    facts = PlainTable("", "")
-    for label, text in _stats_facts(cache):
-        facts.add_row(label, text)
-    facts.add_caption("Counts since its start.")
-    print_table(facts)
+    print_facts(_stats_facts(cache), caption="Counts since its start.")
     if any(not model.has_profile for model in cache.models):
         _note_missing_profile()
 
@@ -184,10 +181,7 @@ def inspect(*, entry: str, output: Path | None, address: str) -> None:
         raise click.UsageError(f"the picture is PNG: name the file {target.with_suffix('.png')}")
     with connect(address) as client:
         found = client.cache_entry(name)
-    table = PlainTable("", "")
-    for label, text in _entry_facts(found):
-        table.add_row(label, text)
-    print_table(table)
+    print_facts(_entry_facts(found))
     if not found.picture:
         say("The cache has lost its picture.")
         return

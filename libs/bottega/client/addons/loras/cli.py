@@ -18,7 +18,17 @@ from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.escaping import escaped
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
-from bottega.client.cli.terminal import PlainTable, fail, moment_text, note, print_table, say, short_hash, size_text
+from bottega.client.cli.terminal import (
+    PlainTable,
+    fail,
+    moment_text,
+    note,
+    print_facts,
+    print_table,
+    say,
+    short_hash,
+    size_text,
+)
 from bottega.client.sdk.clients import Client
 from bottega.client.types.fleet import Readiness
 from bottega.client.types.lora import Lora
@@ -78,10 +88,7 @@ def show(*, name: str, address: str) -> None:
     """Show all about the LoRA NAME."""
     with connect(address) as client:
         lora = client.lora(name)
-    table = PlainTable("", "")
-    for label, text in _facts(lora):
-        table.add_row(label, text)
-    print_table(table)
+    print_facts(_facts(lora))
 
 
 @command.command("add")
@@ -188,9 +195,7 @@ def _trigger_words(client: Client, name: str) -> list[str] | None:
 def _register_at_store(
     client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
 ) -> StoredLora:
-    """Have the store import a LoRA from its machine. The error says first that the path is not here, as it is most
-    often wrong.
-    """
+    """Have the store import a LoRA from its machine. An error says first that the path is missing here."""
     from bottega.client.cli.error_help import exit_status
 
     try:

@@ -11,7 +11,17 @@ from bottega import kinds
 from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, worth
 from bottega.client.addons.templates.types import BlockProfile
 from bottega.client.cli.options import address_option, connect, fleet_option, timeout_option
-from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
+from bottega.client.cli.terminal import (
+    PlainTable,
+    fail,
+    note,
+    print_facts,
+    print_table,
+    say,
+    share_text,
+    short_hash,
+    size_text,
+)
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import ServedModel
 
@@ -104,11 +114,8 @@ def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every:
     print_table(table)
     if len(rows) < len(found.groups):
         say(f"{len(found.groups) - len(rows)} more parts save less; --all shows them.")
-    facts = PlainTable("", "")
-    for label, text in _facts(found, profile, steps, budget_bytes):
-        facts.add_row(label, text)
     say(f"{name}, {profile.width}x{profile.height}, {profile.dtype}:")
-    print_table(facts)
+    print_facts(_facts(found, profile, steps, budget_bytes))
 
 
 def _row(group: BlockGroup) -> tuple[str, ...]:
