@@ -86,7 +86,10 @@ def _freeze_one(scene: Scene, rng: random.Random) -> None:
 def _rogues(scene: Scene, *, crowd: int = 0, silent: int = 0) -> Iterator[Counter[str]]:
     """In the block they join; without a crowd, under the names of the workers that are here. What came of it."""
     said: Counter[str] = Counter()
-    here = [] if crowd else [member.registration for member in scene.members()]
+    here = [
+        fleet_pb2.Registration(kind=member.kind, name=member.name, address=member.address, version=member.version)
+        for member in ([] if crowd else scene.members())
+    ]
     logging.getLogger("bottega.rpc.fleet_membership").setLevel(
         logging.ERROR
     )  # that each of them is refused is what is wanted

@@ -218,7 +218,7 @@ def test_a_picture_of_another_size_than_its_source_is_said_to_be(gateway: Script
         (("a star", "--alpha", "--ellipse", "0,0,4,4"), "--alpha and --box or --ellipse are two masks"),
         (("a star", "--box", "0,0,4"), "'0,0,4': give X,Y,WIDTH,HEIGHT in whole pixels"),
         (("a star", "--ellipse", "0,0,4,4.5"), "give X,Y,WIDTH,HEIGHT"),
-        (("a star", "--box", "64,0,4,4"), "--box 64,0,4,4: the box 64,0,4,4 lies outside of the image, which is 64x64"),
+        (("a star", "--box", "64,0,4,4"), "--box 64,0,4,4: the box 64,0,4,4 is outside the image, which is 64x64"),
         (("a star", "--box", "0,0,4,0"), "the box 0,0,4,0 is empty"),
         (("a star", "--box", "\x1b[2J,0,0,0"), "'\\x1b[2J,0,0,0'"),
         (("a star", "--mask", "mask.png", "--image", "star.png"), "No such option"),

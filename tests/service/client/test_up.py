@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from bottega import kinds
-from bottega.client import Client, FleetMember
+from bottega.client import Client, FleetMember, Readiness
 from bottega.client.cli import main
 from bottega.client.instance import StateFolder
 from bottega.errors import BottegaError
@@ -36,7 +36,6 @@ from bottega.transport import (
     read_number,
 )
 from bottega.v1 import link_pb2, link_pb2_grpc
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
 from tests.support.running_up import BOTTEGA, START_S, Up, running_up
@@ -102,7 +101,7 @@ def test_what_a_job_names_is_loaded_before_it_runs(client: Client) -> None:
     client.generate("a red star", num_inference_steps=2, seed=1)
 
     def loaded() -> set[str]:
-        return {item.name for item in member_of(client, KIND).load.hosted if item.state == HOSTED_STATE_LOADED}
+        return {item.name for item in member_of(client, KIND).load.hosted if item.readiness is Readiness.LOADED}
 
     wait_until(lambda: loaded() == {"red"}, "what the job named", within_s=10.0)
 
@@ -133,7 +132,7 @@ class _Answers(LinkClientHandler):
 
 def test_it_answers_over_a_link(client: Client) -> None:
     def offered(link_id: str) -> Future[ServiceOffer]:
-        with grpc.insecure_channel(member_of(client, KIND).registration.address) as channel:
+        with grpc.insecure_channel(member_of(client, KIND).address) as channel:
             request = link_pb2.OpenLinkRequest(kind=KIND, worker="w", link_id=link_id)
             opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10)
         found: Future[ServiceOffer] = Future()
@@ -198,14 +197,14 @@ def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(c
     client.generate("a big red star", lora=[(style, 0.7)], seed=3, num_inference_steps=50)
     told = [(client.lora(style).digest, 0.7)]
     wait_until(lambda: _in_weights(client) == told, "the set to be told")
-    assert 0 < member_of(client, kinds.WORKER).load.switch_times[0].seconds < 1.0
+    assert 0 < member_of(client, kinds.WORKER).load.switch_times[kinds.LORAS] < 1.0
     client.generate("a big red star", seed=3, num_inference_steps=6)
     wait_until(lambda: _in_weights(client) == [], "the weights to be told as untouched")
 
 
 def _in_weights(client: Client) -> list[tuple[str, float]]:
     hosted = member_of(client, kinds.WORKER).load.hosted
-    return [(lora.digest, lora.scale) for lora in hosted if lora.state == HOSTED_STATE_APPLIED]
+    return [(lora.digest, lora.scale) for lora in hosted if lora.readiness is Readiness.APPLIED]
 
 
 def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:

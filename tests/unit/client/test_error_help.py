@@ -83,11 +83,11 @@ def test_what_a_lora_store_says_is_not_taken_for_the_gateways(error: BottegaErro
 
 
 @pytest.mark.parametrize(
-    ("field", "what"), [("spec.width", "cannot be drawn"), ("page_token", "the request is invalid")]
+    ("field", "what"), [("spec.width", "this cannot be drawn"), ("page_token", "the request is invalid")]
 )
 def test_what_breaks_a_rule_is_named_as_people_call_it(field: str, what: str) -> None:
     error = InvalidRequest("broken", violations=[Violation(field=field, description="must be another one")])
-    assert explain(error, "127.0.0.1:1") == (f"this {what}", f"{field.removeprefix('spec.')}: must be another one")
+    assert explain(error, "127.0.0.1:1") == (what, f"{field.removeprefix('spec.')}: must be another one")
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_an_image_is_sent_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (Box(20, 0, 4, 4), "the box 20,0,4,4 lies outside of the image, which is 20x12"),
-        (Ellipse(0, -4, 4, 4), "the ellipse 0,-4,4,4 lies outside of the image, which is 20x12"),
+        (Box(20, 0, 4, 4), "the box 20,0,4,4 is outside the image, which is 20x12"),
+        (Ellipse(0, -4, 4, 4), "the ellipse 0,-4,4,4 is outside the image, which is 20x12"),
         (Box(0, 0, 0, 4), "the box 0,0,0,4 is empty: its width and height must be 1 or more"),
         (Box(0, 0, 1 << 40, 4), "must have whole numbers of pixels, at most 16384"),
         (Box(0.5, 0, 4, 4), "must have whole numbers of pixels"),  # type: ignore[arg-type]

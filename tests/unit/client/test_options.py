@@ -328,7 +328,10 @@ def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"prompt": "a star", "sampler": 99}', "sampler: this version does not know 99, only euler, euler_ancestral"),
+        (
+            '{"prompt": "a star", "sampler": 99}',
+            "sampler: 99 is unknown to this version, which has euler, euler_ancestral",
+        ),
         ('{"prompt": "a star", "sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
         ('{"format": 2147483647}', "format: 2147483647"),
         ('{"num_inference_steps": 100000}', "num_inference_steps must be 1 to 200; got 100000"),

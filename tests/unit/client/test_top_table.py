@@ -87,7 +87,7 @@ def rates_of(*reports: tuple[float, Member]) -> Rates | None:
     rates = FleetRates()
     for now, report in reports:
         rates.add(fleet_from(ListMembersResponse(members=[report])), now=now)
-    return rates.of(reports[-1][1])
+    return rates.of(member_from(reports[-1][1]))
 
 
 def test_rates_are_what_was_counted_between_two_reports_over_their_time() -> None:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import psutil
 
 from bottega.client.addons.addon import LeftOutThing, left_out_of
 from bottega.client.cli.escaping import escaped, escaped_lines
@@ -21,17 +22,17 @@ from bottega.client.cli.log_format import pretty
 from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import Styled, fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
-from bottega.client.suite.plan import SuitePlan
+from bottega.client.sdk.clients import Client
+from bottega.client.suite.background import DidNotStart, end_orphans, start_in_background
+from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite
 from bottega.client.suite.service_log import ServiceLog
+from bottega.client.suite.service_process import DoesNotStart
 from bottega.client.suite.supervisor import Supervisor
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
 from bottega.state_folder import state_folder
-
-if TYPE_CHECKING:
-    from bottega.client.suite.plan import SuiteOptions
 
 
 class _WithServicesOptions(click.Command):
@@ -106,9 +107,6 @@ def command(
     The ControlNets and LoRAs in the model's folders `controlnets` and `loras` are served; those of the embedded model
     are edges and layout, and striped, checked and dusk. bottega loras add adds more.
     """
-    from bottega.client.suite.plan import SuiteOptions
-    from bottega.client.suite.service_process import DoesNotStart
-
     _check_model(model, model_name)
     options = SuiteOptions(
         model=model, model_name=model_name, device=device, dtype=dtype, threads=threads, port=port, services=services
@@ -154,10 +152,6 @@ def _check_model(model: str, name: str) -> None:
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
-    from bottega.client.cli.up import run_suite
-    from bottega.client.suite.background import end_orphans
-    from bottega.client.suite.plan import plan_suite
-
     with state.hold():
         for name in end_orphans(state.read()):
             note(f"Ended {name}, which a killed suite had left running.")
@@ -172,11 +166,6 @@ def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: boo
 
 
 def _detached(options: SuiteOptions, state: StateFolder) -> None:
-    from bottega.client.addons.addon import left_out_of
-    from bottega.client.cli.up import note_left_out, say_ready
-    from bottega.client.sdk.clients import Client
-    from bottega.client.suite.background import DidNotStart, start_in_background
-
     began_s = time.monotonic()
     try:
         record = start_in_background(options, state, lambda progress: say(f"  {escaped(progress)}"))
@@ -193,8 +182,6 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
     """End the command, because other processes hold the lock. Any process that can open the file may do so."""
-    import psutil
-
     record = state.read()
     for pid in holders:
         try:

@@ -6,6 +6,7 @@ what only the gateway's scheduler needs is left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,6 +74,8 @@ class HostedItem:
     """Its uses, of the newest uses that the service remembers."""
     sessions: int
     """Sessions that use it now."""
+    scale: float = 0.0
+    """Strength of a LoRA that is applied."""
     profiles: tuple[ResidualProfile, ...] = ()
     """Measurements of a ControlNet, one for each base model."""
 
@@ -175,6 +178,10 @@ class ServiceLoad:
     memory_bytes: int = 0
     """Resident memory of the service and its child processes."""
     hosted: tuple[HostedItem, ...] = field(default=(), metadata={"convert": lambda items: tuple(map(_hosted, items))})
+    switch_times: Mapping[str, float] = field(
+        default_factory=dict, metadata={"convert": lambda times: {time.kind: time.seconds for time in times}}
+    )
+    """Seconds that it takes to apply other items of a kind, such as other LoRAs in the weights; empty if unknown."""
     accelerations: tuple[AccelerationTrial, ...] = field(default=(), metadata={"kind": AccelerationTrial})
     """Findings of the self-check at a worker's start."""
     activity: ServiceActivity = field(default_factory=ServiceActivity, metadata={"kind": ServiceActivity})
@@ -280,5 +287,6 @@ def _hosted(item: hosted_pb2.Hosted) -> HostedItem:
         readiness=_readiness(item.state),
         popularity=item.popularity,
         sessions=item.sessions,
+        scale=item.scale,
         profiles=tuple(value_from(profile, ResidualProfile) for profile in item.profiles),
     )

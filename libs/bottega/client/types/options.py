@@ -224,7 +224,7 @@ def _name_of(argument: str, number: int) -> str:
     for name, known in _NAMED[argument].items():
         if known == number:
             return str(name)
-    raise InvalidRequest(f"{argument}: this version does not know {number}, only {', '.join(_NAMED[argument])}")
+    raise InvalidRequest(f"{argument}: {number} is unknown to this version, which has {', '.join(_NAMED[argument])}")
 
 
 def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,9 +171,10 @@ def test_what_was_recorded_with_other_steps_is_not_taken_for_what_this_measureme
     """With the same prompts and seeds: latents of another number of steps are never started from."""
     earlier = ScriptedSuite()
     _measure(earlier, pairs=miniature_pairs(20))
-    for entry in earlier.entries:
-        entry.parameters.num_inference_steps = 3 * STEPS
-    suite = ScriptedSuite(entries=earlier.entries)
+    others = [
+        replace(entry, parameters=replace(entry.parameters, num_inference_steps=3 * STEPS)) for entry in earlier.entries
+    ]
+    suite = ScriptedSuite(entries=others)
 
     _measure(suite, pairs=miniature_pairs(20))
 

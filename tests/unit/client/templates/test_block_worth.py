@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bottega.client.addons.templates.block_worth import HALVES, worth
@@ -52,9 +54,8 @@ def test_a_budget_keeps_what_saves_most_and_says_how_much_that_is() -> None:
 
 
 def test_a_profile_without_shares_saves_nothing() -> None:
-    profile = _profile()
-    del profile.shares[:]
-    for block in profile.blocks:
-        del block.masked_s[:]
+    measured = profile_from(_profile())
+    blocks = tuple(replace(block, masked_s=()) for block in measured.blocks)
+    profile = replace(measured, shares=(), blocks=blocks)
     found = worth(profile, steps=STEPS, budget_bytes=MIB)
     assert (found.kept, found.kept_bytes, found.masked_s) == (0, 0, profile.forward_s)
