@@ -78,7 +78,7 @@ async def test_the_cache_keeps_what_was_measured_and_it_is_said_what_it_means(
     rows = [line.split() for line in result.stdout.splitlines() if "up to 15" in line]
     assert rows[0][-5:] == ["0.000", "0.000", "-", "-", "-"]
     assert "balanced: 100% of these pairs start from a latent, which saves 20% of all steps" in result.stdout
-    assert "mean quality 1.000, from noise 1.000" in result.stdout
+    assert "mean quality is 1.000, from noise 1.000" in result.stdout
     assert f"{PAIRS} pairs of prompts, 2 seeds each, 30 steps; quality by the oracle" in result.stderr
 
 

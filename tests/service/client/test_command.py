@@ -245,7 +245,7 @@ def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
     result = run("generate", "a star", "-o", "star.gif", address=address)
-    assert "star.gif: pictures are .png, .jpg, .jpeg, .webp; name it star.gif.png, say." in result.stderr
+    assert "star.gif: pictures are .png, .jpg, .jpeg, .webp; name it star.gif.png, for example." in result.stderr
     assert not list(own_folder.glob("star*"))
     gateway.scripts = [[completed()]]
     assert run("generate", "a star", "-o", "star", address=address).exit_code == 0
@@ -256,7 +256,7 @@ def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
     done = completed()
     done.completed.provenance.truncations.add(field="prompt", text="and so on")
     gateway.scripts = [[done]]
-    assert "without effect: and so on" in run("generate", "a star", address=address).stderr
+    assert "this part was ignored: and so on" in run("generate", "a star", address=address).stderr
 
 
 @pytest.mark.parametrize(

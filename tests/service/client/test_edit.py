@@ -142,7 +142,7 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     assert "resized" not in result.stderr
     said = run("edit", "star.png", "a star", "--mask", "mask.png", address=address).stdout
     unread = "its transparency was ignored (--alpha redraws transparent parts)"
-    assert f"redrawn, drawn: 40x30 pixels at 4,8, resized from 32x16, made grey first, {unread}\n" in said
+    assert f"drew 40x30 pixels at 4,8, resized from 32x16, converted to grey, {unread}\n" in said
     assert "transparent" not in result.stdout
 
 

@@ -173,7 +173,7 @@ def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
 def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, arguments: list[str], field: str) -> None:
     result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"error: this cannot be asked\n  {field}: must be " in result.stderr
+    assert f"error: the request is invalid\n  {field}: must be " in result.stderr
 
 
 def test_a_path_that_is_no_unicode_is_not_on_this_machine_nor_to_be_asked_for(address: str) -> None:

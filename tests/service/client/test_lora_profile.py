@@ -35,7 +35,7 @@ async def test_it_draws_every_prompt_with_two_seeds_and_the_store_remembers_the_
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     result = await run_at(house.gateway, *PROFILE, "ink", *prompts, "--steps", 20, "--steps", 10, "--scale", 0.5)
     assert result.exit_code == 0, result.output
-    assert result.stdout == "ink: may be late until step 2 of 20\nink: may be late until step 2 of 10\n"
+    assert result.stdout == "ink may be late until step 2 of 20\nink may be late until step 2 of 10\n"
     assert [(each.spec.prompt, each.spec.num_inference_steps) for each in worker.requests] == [
         (prompt, steps) for steps in (20, 10) for prompt in PROMPTS
     ]

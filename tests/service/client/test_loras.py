@@ -101,7 +101,7 @@ async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
 async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
-    assert re.fullmatch(r"pastel is there for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
+    assert re.fullmatch(r"pastel is ready for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
     assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
         ["ink", "miniature"],
         ["pastel", "miniature"],
@@ -231,6 +231,6 @@ async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
     single = await _run(house, "add", "one", folder / "unet", "--base", "miniature")
     assert "one is ready for miniature: 1 module of rank 2, " in single.stdout
     added = await _run(house, "add", "two", folder, "--base", "miniature")
-    assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
+    assert re.fullmatch(r"two is ready for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
     lora = await client.lora("two")
     assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)

@@ -154,7 +154,7 @@ async def _runs(client: AsyncClient) -> bool:
 async def test_dropping_asks_which_and_whether(gateway: Running) -> None:
     worker = await joined(gateway, "w1", template(STAR))
     for said in ((), (STAR, "--all")):
-        assert "say which" in (await _run(gateway, "drop", *said)).stderr
+        assert "name one or more IDs" in (await _run(gateway, "drop", *said)).stderr
     assert (await _run(gateway, "drop", "--all")).exit_code == 1
     assert list(worker.held) == [STAR]
 

@@ -25,10 +25,10 @@ from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.events import Completed, Progress
 from bottega.client.types.jobs import Priority
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import MaskUse, Parameters, Provenance
 from bottega.errors import InvalidRequest, Violation
-from bottega.model_files import MINIATURE
 
 # Stages by their names in the contract, in the order of a request's life. Those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
@@ -239,7 +239,7 @@ def note_approximate(provenance: Provenance) -> None:
 
 def note_unknown_to_embedded_model(parameters: Parameters) -> None:
     """Print a hint if the embedded model drew words or a size that it was not trained for."""
-    if parameters.model != MINIATURE:
+    if parameters.model != EMBEDDED_MODEL:
         return
     from bottega.miniature.scenes import SIDE, unknown_words
 

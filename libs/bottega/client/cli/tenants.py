@@ -5,27 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from bottega.client.cli.options import ListGroup, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
-from bottega.rpc.security.tenant_file import (
-    MAX_TENANTS,
-    NAME_RULE,
-    Tenant,
-    change_tenants,
-    is_tenant_name,
-    read_tenants,
-)
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import operator_folder
 
+if TYPE_CHECKING:
+    from bottega.rpc.security.tenant_file import Tenant
+
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-_Tenants = tuple[Tenant, ...]
+_Tenants = tuple["Tenant", ...]
 
 
 def _file_option(command: CommandT) -> CommandT:
@@ -71,6 +65,8 @@ def add(*, name: str, weight: float, file: Path) -> None:
 
     The key is printed only now; the file keeps a hash of it.
     """
+    from bottega.rpc.security.api_keys import new_key
+    from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
 
     if not is_tenant_name(name):
         fail("this cannot be the name of a tenant", f"A name has {NAME_RULE}.", status=2)
@@ -91,6 +87,7 @@ def add(*, name: str, weight: float, file: Path) -> None:
 @_file_option
 def list_tenants(*, file: Path) -> None:
     """List tenants, the public parts of their keys, quotas and grants."""
+    from bottega.rpc.security.tenant_file import read_tenants
 
     tenants = read_tenants(file)
     if not tenants:
@@ -115,6 +112,8 @@ def list_tenants(*, file: Path) -> None:
 @_file_option
 def rotate(*, name: str, keep_old: bool, file: Path) -> None:
     """Replace a tenant's keys by a new one, and print it."""
+    from bottega.rpc.security.api_keys import new_key
+    from bottega.rpc.security.tenant_file import change_tenants
 
     key, parts = new_key()
     change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
@@ -131,6 +130,7 @@ def change_weight(*, name: str, weight: float, file: Path) -> None:
 
     It counts while several tenants' jobs wait: a weight of 3 gets three times as much as 1.
     """
+    from bottega.rpc.security.tenant_file import change_tenants
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
     say(f"{name} weighs {weight:g}")
@@ -152,6 +152,7 @@ def _quota(name: str, help_text: str) -> Callable[[CommandT], CommandT]:
 @_file_option
 def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
     """Change a tenant's quotas. Others stay as they are."""
+    from bottega.rpc.security.tenant_file import change_tenants
 
     given = {quota: most for quota, most in quotas.items() if most is not None}
     if not given:
@@ -192,6 +193,7 @@ def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) ->
     It cannot see what it may not use. Kinds that are not given stay as they are. A LoRA or ControlNet NAME@shop belongs
     to the tenant shop alone, which asks for it as NAME.
     """
+    from bottega.rpc.security.tenant_file import change_tenants
 
     given = {kind: names for kind, names in grants.items() if names is not None}
     if not given:
@@ -215,6 +217,7 @@ def disable(*, name: str, undo: bool, file: Path) -> None:
 
     Calls that are being served go on.
     """
+    from bottega.rpc.security.tenant_file import change_tenants
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
     say(f"{name} {'enabled' if undo else 'disabled'}")

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import psutil
 
 from bottega.client.addons.addon import LeftOutThing, left_out_of
 from bottega.client.cli.escaping import escaped, escaped_lines
@@ -23,16 +22,17 @@ from bottega.client.cli.options import state_option
 from bottega.client.cli.terminal import Styled, fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
 from bottega.client.sdk.clients import Client
-from bottega.client.suite.background import DidNotStart, end_orphans, start_in_background
 from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite
 from bottega.client.suite.service_log import ServiceLog
 from bottega.client.suite.service_process import DoesNotStart
-from bottega.client.suite.supervisor import Supervisor
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
 from bottega.state_folder import state_folder
+
+if TYPE_CHECKING:
+    from bottega.client.suite.supervisor import Supervisor
 
 
 class _WithServicesOptions(click.Command):
@@ -152,6 +152,8 @@ def _check_model(model: str, name: str) -> None:
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
+    from bottega.client.suite.background import end_orphans
+
     with state.hold():
         for name in end_orphans(state.read()):
             note(f"Ended {name}, which a killed suite had left running.")
@@ -166,6 +168,8 @@ def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: boo
 
 
 def _detached(options: SuiteOptions, state: StateFolder) -> None:
+    from bottega.client.suite.background import DidNotStart, start_in_background
+
     began_s = time.monotonic()
     try:
         record = start_in_background(options, state, lambda progress: say(f"  {escaped(progress)}"))
@@ -182,6 +186,8 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
     """End the command, because other processes hold the lock. Any process that can open the file may do so."""
+    import psutil
+
     record = state.read()
     for pid in holders:
         try:
@@ -218,6 +224,8 @@ FIRST_PROMPT = "a big red star on the left on a blue background"
 
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
     """Run a suite until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raise DoesNotStart if it fails."""
+    from bottega.client.suite.supervisor import Supervisor
+
     with closing(ServiceLog(state.logs, "suite")) as log:
         address, fleet_address = plan.settings.address, plan.settings.fleet_address
         listener = TerminalListener(log, quiet=in_background)

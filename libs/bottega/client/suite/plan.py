@@ -15,9 +15,9 @@ import yaml
 
 from bottega.client.instance import StateFolder
 from bottega.client.transport.address import DEFAULT_PORT
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError, Code, ConfigError
 from bottega.manifest import ServiceSpec, SuiteSettings, missing_packages, options_of, read_services
-from bottega.model_files import MINIATURE, folder_of, name_of
 
 # Seconds of the services' drain. Their own default is longer: here a person waits after Ctrl-C.
 _DRAIN_GRACE_S = 5.0
@@ -33,7 +33,7 @@ class PortTaken(BottegaError):
 class SuiteOptions:
     """The options of a suite."""
 
-    model: str = MINIATURE
+    model: str = EMBEDDED_MODEL
     """`miniature`, or a folder in Diffusers' layout."""
     model_name: str = ""
     """The name that requests give for it; if empty, see `bottega.model_files.name_of`."""
@@ -96,9 +96,12 @@ def _check_packages(services: list[ServiceSpec]) -> None:
 
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
+    # Imported here: it takes 0.2 s, for which every command would wait.
+    from bottega.model_files import folder_of, name_of
+
     address, metrics_address, fleet_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
     folder = folder_of(options.model).resolve()
-    model = options.model if options.model == MINIATURE else str(folder)
+    model = options.model if options.model == EMBEDDED_MODEL else str(folder)
     return SuiteSettings(
         address=address,
         metrics_address=metrics_address,

@@ -48,9 +48,9 @@ from bottega.client.cli.terminal import (
 )
 from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, NotFinite
-from bottega.model_files import MINIATURE
 from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
 
 _MODEL = "the model"
@@ -136,7 +136,7 @@ def _announce(wanted: CacheMeasurement, client: Client) -> None:
 def _miniature_pairs(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
     """Return pairs of the embedded model's grammar. Raise UsageError if another model is measured."""
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [MINIATURE]:
+    if served != [EMBEDDED_MODEL]:
         options = "--prompts FILE" if clip else "--prompts FILE --clip FOLDER"
         raise click.UsageError(f"only the embedded model needs no prompts: bottega cache profile {options}")
     return miniature_pairs(most)

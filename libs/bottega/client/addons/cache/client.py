@@ -29,8 +29,8 @@ from bottega.client.sdk.sync import GatewayClient
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
-from bottega.model_files import MINIATURE
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2_grpc import CacheServiceStub
 
@@ -201,7 +201,7 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
 
 def _how_to_measure(model: str) -> str:
     """Return the whole command. Only the embedded model has prompts and a scorer of its own."""
-    if model == MINIATURE:
+    if model == EMBEDDED_MODEL:
         return f"bottega cache profile --model {model} measures which similarity is enough."
     return (
         f"bottega cache profile --model {model} --prompts FILE --clip FOLDER measures which similarity is enough: FILE "

@@ -18,10 +18,10 @@ from bottega.client.cli.options import ListGroup, address_option, connect, fleet
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.client.types.control import ControlNet
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
 from bottega.errors import BottegaError, Violation
-from bottega.model_files import MINIATURE
 from bottega.planning import LEAST_SIMILARITY
 
 _HUB = "hub:"
@@ -213,7 +213,7 @@ def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCas
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [MINIATURE] or name not in DRAWN:
+    if served != [EMBEDDED_MODEL] or name not in DRAWN:
         raise click.UsageError(
             f"give control images of the kind that {name} is used with: bottega controlnets profile {name} IMAGE..."
         )
