@@ -32,9 +32,9 @@ def config_text(service: ServiceSpec) -> str:
     defaults = parse(load_object(service.config), {}, source="defaults")
     unit = f"bottega-{service.kind}{'@miniature' if service.count else ''}"
     head = (
-        f"The {service.title}. Every key is here with its default: to set one, take away the # before it, then "
-        f"`bottega config check` this file and `systemctl restart {unit}`. A key that is unknown, or a value that "
-        "cannot be, keeps the service from starting and is named."
+        f"Configuration of the {service.title}. Every key is listed with its default. To set a key, remove the # "
+        f"before it, check this file with `bottega config check` and run `systemctl restart {unit}`. With an unknown "
+        "key or an invalid value the service does not start, and the error names the key."
     )
     return "".join(f"{line}\n" for line in [*_comment(head, ""), "", *_keys(defaults, service.example)])
 

@@ -1,35 +1,43 @@
 #!/usr/bin/env bash
-# Installs Bottega's services on this machine for systemd, upgrades them, goes back, and removes them. See --help.
+# Installs, upgrades, rolls back and removes Bottega's systemd services on this machine. See --help.
 #
-# Each release is a virtual environment of its own below /opt/bottega/releases, with the units that belong to it;
-# /opt/bottega/current is a link to one of them. A release is complete and has been tried before the link moves, and what
-# runs stays in the release in which it began until it is restarted. Configurations and state belong to no release.
+# Each release is a virtual environment below /opt/bottega/releases, with its units. /opt/bottega/current links to one of
+# them. The link moves only to a complete release that has been started once. A running service stays in its release until
+# it is restarted. Configurations and state are outside of releases.
 set -euo pipefail
-# Services are users of their own and read releases and configurations, whatever root's files are otherwise.
+# Services run as other users and must be able to read releases and configurations, whatever root's umask is.
 umask 022
 
 usage() {
 	cat <<'TEXT'
 Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
 
-  install            this checkout's release; run again, it upgrades, or finds that nothing is to be done
-  rollback           the release before the current one; again, the one after it
-  status             which releases there are, and which one is current
-  uninstall          units, releases and links; configurations and state stay, without --purge
+  install            install or upgrade to this checkout's release
+  rollback           switch to the previous release; repeated, switch back again
+  status             list the releases, and the options of the current one
+  uninstall          remove units, releases and links; configurations and state
+                     are kept unless --purge is given
 
-  --services LIST    what this machine runs, by commas: activations,cache,controlnet,gateway,loras,worker (all)
-  --kernels          Triton kernels too, for a machine with a CUDA device; --no-kernels takes them out again
-  --with PACKAGE     one that is installed too, as pip takes it: a requirement, a folder, a wheel; may be repeated
-  --without PACKAGE  takes out what --with has put in, as status lists it
-  --python PATH      the Python 3.11 to 3.13 that releases are made with (python3.11, else python3)
-  --root FOLDER      installs below it instead of /, and asks no running systemd for anything
-  --no-restart       leaves services that run in the release that they run in
-  --keep N           releases that stay (3), and each that a process still runs in
-  --purge            of uninstall: removes /etc/bottega, and all jobs, pictures, LoRAs and records, too
+  --services LIST    services of this machine, separated by commas (all):
+                     activations,cache,controlnet,gateway,loras,worker
+  --kernels          install the Triton kernels, for a machine with a CUDA
+                     device; --no-kernels removes them again
+  --with PACKAGE     install another package (a requirement of pip, a folder or a
+                     wheel); may be repeated
+  --without PACKAGE  remove a package that --with installed, as status lists it
+  --python PATH      Python 3.11 to 3.13 for the release (default: python3.11,
+                     else python3)
+  --root FOLDER      install below FOLDER instead of / and do not call systemd
+  --no-restart       do not restart services: they stay in their release
+  --keep N           number of releases to keep (default: 3); releases with
+                     running processes are always kept
+  --purge            with uninstall: also remove /etc/bottega and all jobs,
+                     pictures, LoRAs and records
 
-What these four said counts for later releases, too, until they say something else; status lists it.
+--services, --kernels, --with and --without are remembered for later releases.
 
-pip's own settings apply, as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where there is no GPU.
+pip's own settings apply, for example on a machine without a GPU
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 TEXT
 }
 
@@ -38,10 +46,10 @@ fail() {
 	exit "${2:-1}"
 }
 
-# pip takes paths from where it is called, and the next upgrade may be called from elsewhere.
+# pip resolves paths against the working folder, and the next upgrade may be run from another one.
 absolute() {
 	case $1 in
-	-*) fail "--with $1: options of pip's are settings of pip's own" 2 ;;
+	-*) fail "--with $1: not a package; set options of pip in its environment variables" 2 ;;
 	*/* | *.whl) realpath -es "$1" 2>/dev/null || echo "$1" ;;
 	*) echo "$1" ;;
 	esac
@@ -71,17 +79,17 @@ while [ $# -gt 0 ]; do
 	--no-restart) restart= ;;
 	--purge) purge=yes ;;
 	-h | --help) usage && exit 0 ;;
-	*) fail "there is no option $1; see --help" 2 ;;
+	*) fail "unknown option $1; see --help" 2 ;;
 	esac
 	shift
 done
-[[ $keep =~ ^[1-9][0-9]*$ ]] || fail "--keep is $keep; a number of releases, at least 1" 2
+[[ $keep =~ ^[1-9][0-9]*$ ]] || fail "--keep $keep: must be a number of at least 1" 2
 case $command in
-install) mkdir -p "$root" 2>/dev/null || fail "the folder $root cannot be made" 2 ;;
+install) mkdir -p "$root" 2>/dev/null || fail "cannot create the folder $root" 2 ;;
 rollback | status | uninstall) [ -d "$root" ] || fail "there is no folder $root" 2 ;;
 -h | --help) usage && exit 0 ;;
 "") usage >&2 && exit 2 ;;
-*) fail "there is no command $command; see --help" 2 ;;
+*) fail "unknown command $command; see --help" 2 ;;
 esac
 root=$(cd "$root" && pwd)
 root=${root%/}
@@ -96,21 +104,21 @@ sysusers=$root/usr/lib/sysusers.d
 bin=$root/usr/local/bin
 state=$root/var/lib
 
-# Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs. The variable
-# is for tests, which have a systemctl of their own.
+# With --root, only systemd's files are written and systemctl is not called. The variable is for tests, which provide a
+# systemctl of their own.
 offline() { [ -z "${BOTTEGA_TEST_SYSTEMD:-}" ] && { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }; }
 has_sysusers() { command -v systemd-sysusers >/dev/null; }
 has_releases() { [ -n "$(ls "$releases" 2>/dev/null)" ]; }
 link_of() { [ -L "$home/$1" ] && basename "$(readlink "$home/$1")" || true; }
 
-# A link that is one or the other at every moment.
+# Replaces a link in one step, so that it always leads to a release.
 point() {
 	ln -sfn "releases/$2" "$home/.$1.new"
 	mv -T "$home/.$1.new" "$home/$1"
 }
 
-# What was chosen for the current release counts where nothing else is said now. It lies in the release, so that the way
-# back leads to what was chosen before, too.
+# Options that are not given are taken from the current release. They are stored in the release, so that a rollback brings
+# back its options too.
 read_choices() {
 	local file=$home/current/share/choices name value package known kept=()
 	[ -e "$file" ] || file=/dev/null
@@ -123,11 +131,11 @@ read_choices() {
 	done <"$file"
 	services=${services:-all} kernels=${kernels:-no}
 	[[ $services =~ ^(all|(${all_services//,/|})(,(${all_services//,/|}))*)$ ]] ||
-		fail "--services is $services; all, or some of $all_services" 2
-	# Of the release before, too: an install that moved the link and then failed is run again as it was.
+		fail "--services $services: must be all, or some of $all_services" 2
+	# The previous release counts too: an install that failed after moving the link can be repeated with the same options.
 	known=$(printf 'with %s\n' "${kept[@]}"; cat "$home/previous/share/choices" 2>/dev/null || true)
 	for package in "${without[@]}"; do
-		grep -qxF -- "with $package" <<<"$known" || fail "--without $package: --with has not put that in" 2
+		grep -qxF -- "with $package" <<<"$known" || fail "--without $package: was not installed with --with" 2
 	done
 	mapfile -t with < <(printf '%s\n' "${kept[@]}" "${with[@]}" |
 		grep -vxFf <(printf '%s\n' "${without[@]}") | awk '!seen[$0]++')
@@ -138,13 +146,13 @@ choices() {
 	[ ${#with[@]} = 0 ] || printf 'with %s\n' "${with[@]}"
 }
 
-# Of all files there but those that builds leave behind.
+# Checksums of all files, without the remains of builds.
 sums_of() {
 	find "$@" -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -path '*/build/*' -not -path '*/.git/*' \
 		-not -name '*_pb2*' -print0 | LC_ALL=C sort -z | xargs -0r sha256sum
 }
 
-# Of packages that lie on this machine; the others are what their requirement says.
+# Checksums of packages that are files or folders of this machine. Other packages are identified by their requirement.
 sums_of_packages() {
 	local package
 	for package in "${with[@]}"; do
@@ -156,7 +164,7 @@ sums_of_packages() {
 	done
 }
 
-# The same sources are the same release, whatever they are called.
+# The name depends on the sources only: the same sources are the same release.
 release_name() {
 	local sum
 	sum=$(cd "$source_folder" && {
@@ -171,12 +179,12 @@ release_name() {
 find_python() {
 	python=${python:-$(command -v python3.11 || command -v python3 || true)}
 	[ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
-		fail "Python 3.11 to 3.13 with venv is needed (Debian: apt install python3-venv); say where it is with --python PATH" 2
+		fail "Python 3.11 to 3.13 with venv is needed (Debian: apt install python3-venv); name it with --python PATH" 2
 	check_python_is_for_all
 }
 
-# A release starts the interpreter that its environment was made with, and so does every service, as a user of its own.
-# Whoever is not root installs for themselves alone, and below a root folder services may all be of one user.
+# Every service starts the interpreter that its environment was made with, as a user of its own. Installations by other
+# users than root are not checked, and below --root a failed check is only noted: there all services may have one user.
 check_python_is_for_all() {
 	local program what
 	[ "$(id -u)" = 0 ] || return 0
@@ -191,12 +199,12 @@ check_python_is_for_all() {
 		    sys.exit(1)
 		sys.exit(done.returncode != 0)
 	PYTHON
-	what="other users cannot execute $program, and units are such users"
+	what="services run as other users, and these cannot execute $program"
 	offline && [ -n "$root" ] && echo "note: $what" && return
-	fail "$what: name a Python outside of homes with --python PATH" 2
+	fail "$what: name a Python outside of home folders with --python PATH" 2
 }
 
-# A release is made at its final place, as scripts in it name that; without the mark it is no release.
+# A release is built at its final path because its scripts contain that path. The file .complete marks a finished one.
 build() {
 	local release=$releases/$1 made packages
 	[ -e "$release/.complete" ] && return
@@ -204,28 +212,28 @@ build() {
 	rm -rf "$release"
 	made=$(mktemp -d)
 	trap 'rm -rf "$made" "$release"' EXIT
-	# pip builds where the sources lie: not in somebody's checkout, which may have remains of other builds.
+	# pip builds in the source folder, so it gets a copy: the checkout may contain remains of other builds.
 	(cd "$source_folder" && tar -c --exclude=__pycache__ --exclude='*.egg-info' --exclude=build --exclude='*_pb2*' protos libs services kernels) |
 		tar -x -C "$made"
-	echo "making release $1 (torch, where it is needed, is a large download)"
+	echo "building release $1 (if torch is needed, it is a large download)"
 	"$python" -m venv "$release"
-	# Where libs stand without an extra, too, pip knows them by their name, as in --with 'bottega-libs[otel]'.
+	# libs is listed without an extra too, so that pip finds it by name, as in --with 'bottega-libs[otel]'.
 	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/libs/weights" "$made/services[${services/#all/$all_services},sandbox]")
 	[ "$kernels" = no ] || packages+=("$made/kernels")
 	"$release/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source_folder/constraints.txt" \
 		"${packages[@]}" "${with[@]}" ||
-		fail "pip could not install the release; what runs was not touched"
+		fail "pip could not install the release; nothing was changed"
 	mkdir -p "$release/share"
 	cp -R "$source_folder/deploy/systemd" "$source_folder/deploy/sysusers" "$source_folder/deploy/config" \
 		"$source_folder/deploy/run" "$release/share/"
 	choices >"$release/share/choices"
-	"$release/bin/bottega" --version >/dev/null || fail "the release does not start; what runs was not touched"
+	"$release/bin/bottega" --version >/dev/null || fail "the release does not start; nothing was changed"
 	touch "$release/.complete"
 	trap - EXIT
 	rm -rf "$made"
 }
 
-# New ones are written; what somebody has changed is theirs.
+# Writes missing configurations. Existing files are never overwritten.
 write_configurations() {
 	local file
 	while IFS= read -r file; do
@@ -233,8 +241,8 @@ write_configurations() {
 	done < <(cd "$1/share/config" && find . -name '*.yaml' -printf '%P\n')
 }
 
-# What the new release cannot read would keep services from starting, one after the other. Those of services that are
-# none of Bottega's are not its matter.
+# An invalid configuration would keep its service from starting, so all are checked before the switch. Files of other
+# services in that folder are skipped.
 check_configurations() {
 	local files
 	mapfile -d '' files < <(cd "$1/share/config" && find . -name '*.yaml' -printf '%h\n' | sort -u | while IFS= read -r folder; do
@@ -245,12 +253,12 @@ check_configurations() {
 		[ "$(dirname "$file")" != "$etc/." ] || [ -e "$1/share/config/$(basename "$file")" ] || continue
 		ours+=("$file")
 	done
-	# Services that run have their ports, and not all that have a configuration are for this machine.
+	# Ports are not checked: running services use theirs, and not every configuration is for this machine.
 	BOTTEGA_CHECK_PORTS=no "$1/bin/bottega" config check "${ours[@]}" >/dev/null ||
-		fail "configurations that this release cannot use (above): mend them, and run it again; nothing was switched"
+		fail "this release cannot use the configurations named above: correct them and try again; nothing was changed"
 }
 
-# Instances of a template are of its unit, which ends in @.service.
+# The pattern of the instances of a template unit, whose name ends in @.service.
 instances_of() { echo "${1/%@.service/@*.service}"; }
 
 stop_units() {
@@ -259,12 +267,12 @@ stop_units() {
 	list=$(systemctl list-units --full --plain --no-legend "$@" | awk '{ print $1 }')
 	for unit in $list; do
 		systemctl stop "$unit"
-		# A failed one would still be listed, and be restarted, when its file is gone.
+		# A failed unit would still be listed, and restarted, after its file is removed.
 		systemctl reset-failed "$unit" 2>/dev/null || true
 	done
 }
 
-# Units that the release $1 brought along and $2 does not have. What else is in that folder is others'.
+# Removes the units that release $1 has and $2 has not. Other units in that folder are left alone.
 remove_dropped_units() {
 	local unit
 	for unit in $(ls "$releases/$1/share/systemd"); do
@@ -274,13 +282,13 @@ remove_dropped_units() {
 	done
 }
 
-# With the links by which it and its instances were enabled.
+# Removes a unit and the links that enabled it and its instances.
 remove_unit() {
 	rm -f "$units/$1"
 	find "$units" -mindepth 2 -type l -name "$(instances_of "$1")" -delete
 }
 
-# Units that releases brought along.
+# Removes the units of all releases.
 remove_units() {
 	local unit
 	[ -d "$units" ] || return 0
@@ -291,10 +299,10 @@ remove_units() {
 	find "$units" -depth -type d -name '*bottega*' -empty -delete
 }
 
-# Before configurations are checked, which is also whether the units' groups may read what these name.
+# Runs before configurations are checked, because the check includes whether the units' groups may read the files named.
 make_groups() {
 	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
-	# Below a root folder, as in a container, services may all be of one user, who needs no group for links or tenants.
+	# Below --root, as in a container, all services may have one user, who needs no group for links or tenants.
 	! has_sysusers || systemd-sysusers ${root:+--root="$root"} bottega.conf
 }
 
@@ -305,15 +313,15 @@ write_units() {
 	ln -sfn "$home/current/bin/bottega" "$bin/bottega"
 }
 
-# What runs, starts, or has failed in the release before, which the next one may mend. The gateway last: its jobs are on
-# its disk, and workers finish what they draw before they end.
+# Services that run, start, or have failed (the new release may fix that). The gateway comes last: its jobs are on its
+# disk, and workers finish their current job before they end.
 services_to_restart() {
 	systemctl list-units --full --plain --no-legend --state=active,activating,reloading,failed 'bottega-*.service' |
 		awk '$1 == "bottega-gateway.service" { gateway = $1; next } { print $1 } END { if (gateway) print gateway }'
 }
 
-# An upgrade ends at the first service that ran and does not start again: the others go on as they are. The way back
-# leaves none out.
+# An upgrade stops at the first service that ran before and does not start again: those not restarted yet keep running
+# in the old release. A rollback restarts all.
 restart_services() {
 	offline && return
 	systemctl daemon-reload
@@ -323,15 +331,15 @@ restart_services() {
 	for unit in $list; do
 		echo "restarting $unit"
 		systemctl is-active --quiet "$unit" && ran=yes || ran=
-		# One that failed often is refused for a while where its unit has a limit of starts.
+		# systemd refuses to start a unit that failed too often, unless its state is reset.
 		systemctl reset-failed "$unit" 2>/dev/null || true
 		systemctl restart "$unit" && continue
 		failed="$failed $unit"
-		echo "$unit does not start; why: systemctl status $unit; journalctl -u $unit" >&2
+		echo "$unit does not start; see systemctl status $unit and journalctl -u $unit" >&2
 		if [ "$command" = install ] && [ -n "$ran" ]; then break; fi
 	done
-	[ "$command" = rollback ] || way_back="; back: deploy/install.sh rollback"
-	[ -z "$failed" ] || fail "release $(link_of current) is current, but did not start:$failed$way_back"
+	[ "$command" = rollback ] || way_back="; to go back: deploy/install.sh rollback"
+	[ -z "$failed" ] || fail "release $(link_of current) is current, but these services do not start:$failed$way_back"
 }
 
 switch_to() {
@@ -344,25 +352,25 @@ switch_to() {
 		point current "$1"
 	fi
 	restart_services
-	echo "release $1 is current${from:+; before: $from}"
+	echo "release $1 is current${from:+; the previous one was $from}"
 }
 
-# Of processes that were started from a release, or have a file of it mapped, as its Python or a library. The pattern
-# comes by stdin, so that grep does not find itself.
+# Lists the processes that were started from a release or have one of its files mapped, such as a library. The pattern is
+# passed on stdin, so that grep does not find itself.
 processes_of() {
 	local path
 	path=$(cd "$releases/$1" && pwd -P)/
 	grep -lsF -f - /proc/[0-9]*/{cmdline,maps} <<<"$path" | cut -d/ -f3 | sort -nu | xargs || true
 }
 
-# A service imports and starts processes of its release for as long as it runs.
+# A running service keeps importing modules and starting processes from its release, so that release must stay.
 remove_old() {
 	local release running
 	for release in $(ls -1t "$releases" | tail -n "+$((keep + 1))"); do
 		case $release in "$(link_of current)" | "$(link_of previous)") continue ;; esac
 		running=$(processes_of "$release")
 		if [ -n "$running" ]; then
-			echo "release $release stays for what still runs in it (process ${running// /, })"
+			echo "release $release is kept: processes still run in it (${running// /, })"
 			continue
 		fi
 		echo "removing release $release"
@@ -370,24 +378,25 @@ remove_old() {
 	done
 }
 
-# The folder itself is what is locked: a file in it might be a link, and opening that to write would empty what it names.
+# The lock is on the folder itself: a lock file could be a link, and opening it for writing would empty its target.
 lock() {
 	install -d -m 755 "$home" "$releases"
 	exec 9<"$home"
-	flock -n 9 || fail "another install.sh runs here"
+	flock -n 9 || fail "another install.sh is running"
 }
 
 say_what_is_next() {
 	if offline; then
 		cat <<-TEXT
-			No systemd was asked to start anything. By hand, each in a terminal of its own; "Without systemd" in deploy/README.md has all:
+			systemd was not called. Start the services by hand, each in a terminal of its own (all of them: see "Without systemd"
+			in deploy/README.md):
 			  BOTTEGA_STATE=$state/bottega-gateway $home/run bottega.gateway --config $etc/gateway.yaml
 			  BOTTEGA_STATE=$state/bottega-worker/miniature $home/run bottega.worker --config $etc/workers/miniature.yaml
 			  $bin/bottega doctor
 		TEXT
 	else
 		cat <<-'TEXT'
-			Next, on a machine with a gateway and a worker of the embedded model:
+			Next steps on a machine with a gateway and a worker of the embedded model:
 			  systemctl enable --now bottega.target bottega-gateway bottega-worker@miniature
 			  bottega doctor
 		TEXT
@@ -399,7 +408,7 @@ remains() { ls -d "$etc" "$state"/bottega-* "$state"/private/bottega-* 2>/dev/nu
 case $command in
 install)
 	has_sysusers || [ -n "$root" ] ||
-		fail "systemd-sysusers is needed, which makes the group of the links (Debian: apt install systemd); without systemd: --root FOLDER" 2
+		fail "systemd-sysusers is needed to create the group for links (Debian: apt install systemd); without systemd, use --root FOLDER" 2
 	read_choices
 	lock
 	release=$(release_name)
@@ -416,7 +425,7 @@ rollback)
 	has_releases || fail "nothing is installed below ${root:-/}"
 	lock
 	before=$(link_of previous)
-	[ -n "$before" ] && [ -e "$releases/$before/.complete" ] || fail "there is no release to go back to"
+	[ -n "$before" ] && [ -e "$releases/$before/.complete" ] || fail "there is no previous release"
 	make_groups "$releases/$before"
 	check_configurations "$releases/$before"
 	switch_to "$before"
@@ -426,13 +435,13 @@ status)
 	for release in $(ls -1 "$releases"); do
 		mark=
 		[ "$release" = "$(link_of current)" ] && mark=" (current)"
-		[ "$release" = "$(link_of previous)" ] && mark=" (before it)"
-		[ -e "$releases/$release/.complete" ] || mark=" (not complete)"
+		[ "$release" = "$(link_of previous)" ] && mark=" (previous)"
+		[ -e "$releases/$release/.complete" ] || mark=" (incomplete)"
 		echo "$release$mark"
 	done
 	read_choices
 	choices
-	echo "this checkout, with these choices, is $(release_name)"
+	echo "this checkout with these options is release $(release_name)"
 	;;
 uninstall)
 	has_releases || [ -e "$home" ] || [ -n "$(remains)" ] || fail "nothing is installed below ${root:-/}"
@@ -445,7 +454,7 @@ uninstall)
 	if [ -n "$purge" ]; then
 		rm -rf "$etc" "$state"/bottega-* "$state"/private/bottega-* "$root"/var/cache/bottega-* "$root"/var/cache/private/bottega-*
 	elif [ -n "$(remains)" ]; then
-		echo "configurations and state are still there; --purge removes them:" $(remains)
+		echo "configurations and state are kept (uninstall --purge removes them):" $(remains)
 	fi
 	offline || systemctl daemon-reload
 	;;

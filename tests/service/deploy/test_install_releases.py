@@ -68,7 +68,7 @@ def test_a_release_stays_while_a_process_runs_in_it(
         for line in ("the second", "the third"):
             machine.change_checkout(line)
             said = machine.install("--keep", "1")
-        assert f"release {first} stays for what still runs in it (process {pid})\n" in said
+        assert f"release {first} is kept: processes still run in it ({pid})\n" in said
         assert first in machine.releases
         assert len(machine.releases) == 3
     said = machine.install("--keep", "1")

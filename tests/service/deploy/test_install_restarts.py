@@ -60,7 +60,7 @@ def test_the_way_back_goes_on_behind_a_service_that_does_not_start(machine: Stub
     assert machine.asked("restart") == ["bottega-worker@a.service", "bottega-worker@b.service", GATEWAY]
     assert "journalctl -u bottega-worker@a.service" in done.stdout
     assert "systemctl status bottega-worker@a.service" in done.stdout
-    assert "did not start: bottega-worker@a.service\n" in done.stdout
+    assert "these services do not start: bottega-worker@a.service\n" in done.stdout
     assert "install.sh rollback" not in done.stdout, "it would lead to the release that is left"
 
 

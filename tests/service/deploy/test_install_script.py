@@ -122,10 +122,10 @@ def bare(tmp_path: Path) -> Iterator[Machine]:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["instal"], "no command instal"),
-        (["install", "--services", "gateway,clock"], "--services is gateway,clock"),
-        (["install", "--keep", "0"], "--keep is 0"),
-        (["install", "--fast"], "no option --fast"),
+        (["instal"], "unknown command instal"),
+        (["install", "--services", "gateway,clock"], "--services gateway,clock: must be all"),
+        (["install", "--keep", "0"], "--keep 0: must be"),
+        (["install", "--fast"], "unknown option --fast"),
         (["rollback"], "there is no folder"),
         (["status"], "there is no folder"),
         (["uninstall"], "there is no folder"),
@@ -231,7 +231,7 @@ async def test_releases_come_and_go_and_a_job_stays(machine: Machine) -> None:
     assert (done.returncode, machine.current) == (0, first), done.stdout
     status = (await install("status")).stdout
     assert f"{first} (current)" in status
-    assert f"{second} (before it)" in status
+    assert f"{second} (previous)" in status
     async with running_gateway(machine, "first again") as images:
         await completed(images, job_id)
     await worker.leave()
