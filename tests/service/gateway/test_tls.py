@@ -176,8 +176,8 @@ async def test_doctor_says_for_how_long_certificates_are_good(
         said = [(check.level, check.what) for check in found][:3]
         assert said == [
             (Level.OK, f"the gateway at {house.address} serves"),
-            (Level.OK, "the gateway's certificate, of gateway/main, expires in 40 days"),
-            (Level.WARN, "this client's certificate, of operator/anna, expires in 5 days"),
+            (Level.OK, "the gateway's certificate, for gateway/main, expires in 40 days"),
+            (Level.WARN, "this client's certificate, for operator/anna, expires in 5 days"),
         ]
 
 
