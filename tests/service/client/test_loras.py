@@ -210,7 +210,7 @@ async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path
         added = await run_at(gateway, "loras", "add", "ink", there.name, "--base", "miniature")
         assert (added.exit_code, await _names(store)) == (0, ["ink"])
         absent = await run_at(gateway, "loras", "add", "ink", "typo", "--base", "miniature")
-        assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
+        assert (absent.exit_code, "either: is no file or folder" in absent.stderr) == (2, True)
 
 
 async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, client: AsyncClient, tmp_path: Path) -> None:
