@@ -351,6 +351,7 @@ def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> 
     fleet = run("fleet", "--once", address=address)
     assert fleet.exit_code == 0
     assert "4 waiting in the queue" in fleet.stdout
+    assert "acceleration" not in run("fleet", "-v", address=address).stdout, "no worker has tried one"
     top = run("top", "--once", address=address)
     assert top.exit_code == 0
     assert "4 waiting in the queue, the longest for 0.0 s" in top.stdout

@@ -210,7 +210,7 @@ def _in_weights(client: Client) -> list[tuple[str, float]]:
 def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     checked = bottega(up, "doctor")
     assert f"the gateway at {up.record().address} serves" in checked
-    assert "1 joined, for miniature" in checked
+    assert "1 worker joined, for miniature" in checked
     assert "1 ControlNet server joined, with edges, layout" in checked
     assert "1 LoRA store joined" in checked
     assert "approximate cache cache joined, with" in checked

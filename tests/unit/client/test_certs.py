@@ -38,6 +38,7 @@ def test_a_newcomer_gets_files_that_a_service_can_use(folder: Path) -> None:
     assert "the authority" in shown
     assert "gateway/main" in shown
     assert "in 90 days" in shown
+    assert _run(folder).output == shown, "without a command"
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
 
 

@@ -87,7 +87,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
             text = progress_text(start.stage, start.done_bytes, start.total_bytes)
             yield warn(f"{worker.name} starts: {text}", "Requests for its model wait until it is ready.")
     if ready:
-        yield ok(f"{len(ready)} joined, for {', '.join(models)}")
+        yield ok(f"{len(ready)} worker{'' if len(ready) == 1 else 's'} joined, for {', '.join(models)}")
     elif not workers:
         yield fail(
             "no worker has joined",

@@ -49,7 +49,11 @@ def _days_option(default: int) -> Callable[[CommandT], CommandT]:
     )
 
 
-@click.group("certs", cls=ListGroup)
+class _CertsGroup(ListGroup):
+    default_command = "show"
+
+
+@click.group("certs", cls=_CertsGroup)
 @with_examples("""
     bottega certs init    makes an authority; keep its key offline
     bottega certs issue gateway/main worker/gpu-1 operator/anna

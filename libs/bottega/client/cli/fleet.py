@@ -39,7 +39,8 @@ def command(address: str, once: bool, verbose: bool) -> None:
         if verbose:
             fleet = client.fleet()
             print_table(fleet_table(fleet, starts=True))
-            print_table(accelerations_table(fleet))
+            if any(member.load.accelerations for member in fleet.members):
+                print_table(accelerations_table(fleet))
             return
         if once or not console.is_terminal:
             print_table(fleet_table(client.fleet()))

@@ -133,7 +133,7 @@ def _show(cache: CacheStats, names: Mapping[str, str]) -> None:
         print_table(table)
     else:
         note("It is empty. Pictures are recorded from the second request with the same settings on.")
-    print_facts(_stats_facts(cache), caption="Counts since its start.")
+    print_facts(_stats_facts(cache), caption="Counts since the start of the cache.")
     if any(not model.has_profile for model in cache.models):
         _note_missing_profile()
 
@@ -175,7 +175,7 @@ def inspect(*, entry: str, output: Path | None, address: str) -> None:
     """
     name = entry.partition("@")[0]
     if ENTRY_PATTERN.fullmatch(name) is None:
-        raise click.UsageError(f"{entry!r} is no entry: give 32 hex digits, with @STEP or without")
+        raise click.UsageError(f"{entry!r} is not the ID of an entry, which has 32 hex digits")
     target = output or Path(f"{name}.png")
     if target.suffix.lower() != ".png":
         raise click.UsageError(f"the picture is PNG: name the file {target.with_suffix('.png')}")
@@ -244,7 +244,7 @@ def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -
     for profile in profiles:
         for row in _rows(profile):
             table.add_row(titles[profile.model_hash], *row)
-    table.add_caption("Columns: the share of the steps that is skipped from this similarity on; - is never.")
+    table.add_caption("Columns: share of skipped steps. Values: the least similarity for it (-: never).")
     print_table(table)
     for profile in profiles:
         if profile.about:
