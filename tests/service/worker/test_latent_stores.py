@@ -209,7 +209,7 @@ def test_a_cache_is_told_of_hits_that_nobody_waits_for_any_more() -> None:
 
 
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_stores, "_MOST_QUESTIONS", 2)
+    monkeypatch.setattr(latent_stores, "_MAX_QUESTIONS", 2)
     with linked() as (stores, _):
         first, second, third = (ask(stores) for _ in range(3))
         assert third.result(0).header.outcome == CACHE_OUTCOME_UNAVAILABLE
