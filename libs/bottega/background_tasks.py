@@ -1,4 +1,4 @@
-"""Tasks that run beside the code that starts them: logged when they fail, bounded, and ended with their owner."""
+"""Background tasks: they are limited in number, log their failures, and end with their owner."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """name: of what they do, for the log. max_tasks: that run at once; None is without a bound.
+    """A set of tasks that run beside the code that starts them.
 
-    Its owner ends it with `join`, which waits for all of them, or with `cancel`. A task is cancelled only after it has
-    begun, so that it gives back what it was handed and says in its own words why it ends; so is one that is started
-    while `cancel` waits.
+    The owner ends them with `join`, which waits for all of them, or with `cancel`. A task is cancelled only after it
+    has begun, so that it can release what it was given. A task that is started while `cancel` waits is cancelled as
+    well.
+
+    Args:
+        name: What the tasks do, for the log.
+        max_tasks: Tasks that may run at once; None is without a limit.
     """
 
     def __init__(self, name: str, *, max_tasks: int | None = None) -> None:
@@ -35,21 +39,24 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        """Runs it. What it raises is logged. Raises QueueFull where as many run as may."""
+        """Start a task and log its failure, if it fails. Raises QueueFull if too many tasks run."""
         task = self._run(work)
         task.add_done_callback(self._log_failure)
         return task
 
     async def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """What `work` returns or raises. It is cancelled with its caller. Raises QueueFull where as many run as may."""
+        """Return or raise what `work` does. It is cancelled with its caller. Raises QueueFull if too many tasks run."""
         return await self._run(work)
 
     async def run_shielded(
         self, work: Coroutine[Any, Any, ResultT], *, on_abandoned: Callable[[ResultT], None] | None = None
     ) -> ResultT:
-        """What `work` returns or raises. A caller that is cancelled meanwhile leaves it to run to its end.
+        """Return or raise what `work` does. It runs to its end even if the caller is cancelled.
 
-        on_abandoned: is given what it returns in that case. Raises QueueFull where as many run as may.
+        Raises QueueFull if too many tasks run.
+
+        Args:
+            on_abandoned: Called with the result if the caller was cancelled.
         """
         task = self._run(work)
         try:
@@ -60,19 +67,19 @@ class BackgroundTasks:
             raise
 
     async def join(self, timeout_s: float | None = None) -> None:
-        """Returns when all have ended, those that start meanwhile too, or the time is over."""
+        """Wait until all tasks have ended, including those started meanwhile, or until the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while others := self._others():
                     await asyncio.wait(others)
 
     def cancel_soon(self) -> None:
-        """Cancels all, and does not wait until they have ended."""
+        """Cancel all tasks without waiting for their end."""
         for task in self._others():
             _cancel_when_begun(task)
 
     async def cancel(self) -> None:
-        """Cancels all, those that start meanwhile too, and returns when they have ended."""
+        """Cancel all tasks, including those started meanwhile, and wait until they have ended."""
         self._cancelling = True
         try:
             self.cancel_soon()
@@ -81,13 +88,13 @@ class BackgroundTasks:
             self._cancelling = False
 
     def _others(self) -> set[asyncio.Task[Any]]:
-        """All but the one that asks, which cannot wait for itself."""
+        """Return all tasks except the current one, which cannot wait for itself."""
         return self._tasks - {asyncio.current_task()}
 
     def _run(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         if self._max_tasks is not None and len(self._tasks) >= self._max_tasks:
             work.close()
-            raise QueueFull(f"{self._name}: {self._max_tasks} run already, as many as may at once")
+            raise QueueFull(f"{self._name}: {self._max_tasks} run already, which is the limit")
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,7 +110,7 @@ class BackgroundTasks:
 
 @contextlib.asynccontextmanager
 async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Runs `work` beside the block, and ends it with the block."""
+    """Run `work` beside the block, and cancel it at the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -113,16 +120,16 @@ async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
 
 def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
-    """At once, unless it is still to begin: cancelled before that, no line of its work would run, nor any `finally`."""
+    """Cancel a task, but let it begin first: otherwise not a line of its work would run, nor any `finally`."""
     work = task.get_coro()
     if isinstance(work, Coroutine) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-        task.get_loop().call_soon(task.cancel)  # its first step was scheduled before this
+        task.get_loop().call_soon(task.cancel)  # its first step is scheduled already, so it runs before this
     else:
         task.cancel()
 
 
 async def run_until_first_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Runs all of them at once until the first ends, and then cancels the others. Raises what that one raised."""
+    """Run all of them until the first ends, then cancel the others. Raises what the first raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

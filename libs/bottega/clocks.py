@@ -1,6 +1,4 @@
-"""The two clocks of a service as one value that tests can turn, and clocks to judge others by: one that nobody can set,
-and one that stands still while this process does.
-"""
+"""Clocks: those of a service, which tests can fake; one that nobody can set; one that stops with the process."""
 
 from __future__ import annotations
 
@@ -9,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# A look that comes so many times later than it was to says that this process was stopped, and not just busy.
+# A read that comes this many intervals late means that the process was stopped, and not just busy.
 _LATE = 2.0
-
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the name of the machine's last start, since which the monotonic clock counts; empty if it has none."""
+    """Return the id of the machine's boot, from which the monotonic clock counts; empty if it is unknown."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -26,29 +22,32 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """monotonic: for spans and deadlines, in seconds. wall: Unix time in seconds, for people. boot: see boot_id."""
+    """The clocks of a service."""
 
     monotonic: Callable[[], float] = time.monotonic
+    """Seconds, for durations and deadlines."""
     wall: Callable[[], float] = time.time
+    """Unix time in seconds, for people."""
     boot: Callable[[], str] = boot_id
+    """Returns the id of the machine's boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMark:
-    """What a later process needs to go on with a steady clock."""
+    """A stored state of a steady clock, with which a later process continues it."""
 
     boot: str
-    """Start of the machine, see boot_id."""
+    """Id of the machine's boot."""
     ahead_s: float
-    """By how much the steady clock is ahead of the monotonic one, in seconds."""
+    """Seconds by which the steady clock is ahead of the monotonic one."""
     steady: float
-    """What the steady clock said when the mark was made, in seconds."""
+    """The steady clock's time when the mark was made, in seconds."""
 
 
 class SteadyClock:
-    """Unix time that goes on evenly, whatever the machine's clock is set to meanwhile: for how old something is.
+    """A clock of Unix time that never jumps, whatever the machine's clock is set to. It measures ages.
 
-    It begins at what the clock on the wall says, or goes on where an earlier process was (`resume`).
+    It starts at the wall clock's time, or continues the clock of an earlier process (`resume`).
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -56,22 +55,22 @@ class SteadyClock:
         self._ahead_s = clock.wall() - clock.monotonic()
 
     def __call__(self) -> float:
-        """The time now. It never goes back."""
+        """Return the time now, which never goes back."""
         return self._clock.monotonic() + self._ahead_s
 
     def go_on_from(self, steady: float) -> None:
-        """Go on from a moment of an earlier process, as if nothing had passed since, unless it is later already."""
+        """Continue from a time of an earlier process, unless this clock is already ahead of it."""
         self._ahead_s = max(self._ahead_s, steady - self._clock.monotonic())
 
     def mark(self) -> ClockMark:
-        """Return what a later process needs to go on."""
+        """Return the state with which a later process continues."""
         return ClockMark(boot=self._clock.boot(), ahead_s=self._ahead_s, steady=self())
 
     def resume(self, mark: ClockMark) -> None:
-        """Go on from what an earlier process has left.
+        """Continue the clock of an earlier process.
 
-        The monotonic clock says what has passed since. It begins anew with the machine: then nothing has passed,
-        because the machine's clock may have been set to anything meanwhile.
+        The monotonic clock says how much time has passed since the mark. After a reboot it says nothing, and the wall
+        clock may have been set: then no time counts as passed.
         """
         if mark.boot and mark.boot == self._clock.boot():
             self._ahead_s = max(mark.ahead_s, mark.steady - self._clock.monotonic())
@@ -80,12 +79,13 @@ class SteadyClock:
 
 
 class AwakeClock:
-    """Seconds in which this process was awake: a clock by which to decide that a peer has been silent for too long.
+    """A clock of the seconds in which this process was awake. It decides whether a peer was silent for too long.
 
-    While the process itself is stopped (SIGSTOP, a suspended machine, a blocked event loop) it cannot receive what
-    peers send, so such a time counts as one interval. One reader at a time.
+    While the process is stopped (SIGSTOP, a suspended machine, a blocked event loop) it cannot receive what peers send,
+    so such a period counts as one interval. It has one reader.
 
-    every_s: the longest interval between two reads; a small part of the silence that is measured by it.
+    Args:
+        every_s: Longest interval between two reads; a small part of the silence to be measured.
     """
 
     def __init__(self, every_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -95,7 +95,7 @@ class AwakeClock:
         self._seconds = 0.0
 
     def __call__(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         now = self._monotonic()
         passed_s, self._read_at = now - self._read_at, now
         self._seconds += passed_s if passed_s <= _LATE * self.every_s else self.every_s

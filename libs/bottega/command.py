@@ -1,4 +1,4 @@
-"""The script `bottega`: says what is missing where the command itself cannot be imported."""
+"""The script `bottega`. It says which package is missing if the command cannot be imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or end with a sentence where the SDK was installed without it."""
+    """Run the command, or exit with a message if the SDK was installed without it."""
     try:
         from bottega.client.cli import main as command
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What a configuration may call a device. It imports no torch: whether such a device is there, the engine finds out."""
+"""Device names in configurations. Imports no torch: the engine finds out whether the device exists."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 _SERVED = re.compile(r"auto|cpu|cuda(:\d+)?")
-# Known to torch, so that people try them; nothing here has run on one.
+# Devices that torch knows, so that people try them. The suite was never run on one.
 _OTHERS = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs", "hip": "AMD's GPUs by that name"}
 
 
 def check_device_name(name: str) -> str:
-    """The name. Raises ValueError, a sentence, for what nothing here computes on."""
+    """Return the name. Raise ValueError with a sentence if the suite cannot compute on such a device."""
     if _SERVED.fullmatch(name):
         return name
     kind = name.partition(":")[0]

@@ -1,9 +1,9 @@
-"""Fair order of tenants' work: each tenant gets its share by weight, however much the others ask for.
+"""Fair order of tenants' work: each tenant gets its share by weight, however much the others request.
 
-Start-time fair queueing: a piece of work is tagged with the virtual time at which its tenant's earlier work would be
-done, and the least tag is served first. A tenant that asks for little waits for at most one piece of each other tenant.
-A tenant that was idle gets at most `credit` for that. Source: Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM
-1996.
+It is start-time fair queueing. A piece of work is tagged with the virtual time at which its tenant's earlier work would
+be done, and the lowest tag is served first. A tenant that requests little waits for at most one piece of each other
+tenant. A tenant that was idle gets at most `credit` for it. Source: Goyal, Vin and Cheng, "Start-time Fair Queuing",
+SIGCOMM 1996.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FairOrder:
     With one tenant they are in the order of arrival. It keeps a number for each tenant with work.
 
     Attributes:
-        credit: How much a tenant that used less than its share may catch up, as cost over weight. A new tenant gets all
-            of it.
+        credit: How much a tenant that used less than its share may catch up, as cost over weight. A new tenant gets the
+            whole credit.
     """
 
     def __init__(self, *, credit: float = 0.0) -> None:
@@ -38,19 +38,18 @@ class FairOrder:
         """Charge a tenant for work that begins, or correct what it was charged for work that has ended.
 
         Args:
-            tenant: Whose work it is.
-            cost: In any unit, the same for all; below 0 where work took less than it was charged.
-            weight: Of the tenant, above 0.
+            cost: Cost in any unit, the same for all. Negative to correct a charge that was too high.
+            weight: The tenant's weight, above 0.
         """
         self._done_at[tenant] = self.next_tag(tenant) + cost / weight
 
     def next_tag(self, tenant: str) -> float:
         """Return the tag of the tenant's next piece of work."""
-        least = max(self._now - self.credit, 0.0)  # nobody was behind before the first work
+        least = max(self._now - self.credit, 0.0)  # nobody was behind before the first piece of work
         return max(least, self._done_at.get(tenant, least))
 
     def begin_alone(self, tenant: str) -> None:
-        """Note that a tenant has work while no other has any: it is behind nobody."""
+        """Record that a tenant has work while no other has any, so that it gets no credit."""
         self._done_at[tenant] = max(self._now, self._done_at.get(tenant, self._now))
 
     def served(self, tag: float) -> None:
@@ -67,10 +66,13 @@ class FairOrder:
 
 
 def fair_room(*, free: float, held: int, share: float) -> float:
-    """Return how many more places a peer or tenant may take that holds `held`, while `free` are free; 0 or less: none.
+    """Return how many more places a peer or tenant with `held` places may take while `free` are free; 0 or less: none.
 
-    share: in (0, 1]; the part of all places that one may have when it is the only one. The room of each falls with
-    what is free, so that the last one still finds some; 1 lets each have all.
+    The more places are taken, the fewer each may have, so that a newcomer finds some.
+
+    Args:
+        share: Part of all places that one may have if it is the only one, in (0, 1]. With 1 each may have all.
+
     Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
     """
     return share * free - (1 - share) * held

@@ -1,7 +1,6 @@
-"""Kinds of services, as they join the fleet: the names of those that several packages refer to.
+"""Kinds of services: the names that several packages refer to.
 
-A kind needs no entry here: it is what services of that kind say when they join. What a service hosts for jobs has the
-kind of the services that it comes from.
+A service states its kind when it joins the fleet; a kind needs no entry here.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ LORAS = "loras"
 CACHE = "cache"
 ACTIVATIONS = "activations"
 
-# It names processes, folders, systemd units and a label of the metrics.
+# A kind also names processes, folders, systemd units and a label of metrics.
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 def is_kind(text: str) -> bool:
-    """Whether it can be the name of a kind."""
+    """Return whether the text can be the name of a kind."""
     return _KIND.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""Which edits may take what others have recorded, and what their parameters say of it afterwards."""
+"""Whether an edit may reuse recordings, and what its parameters say afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Generati
 
 
 def may_mask_blocks(spec: GenerationSpec) -> bool:
-    """Return whether blocks of a complete spec may be computed for the masked part alone."""
+    """Return whether the edit of a complete spec may compute blocks for the masked part only."""
     if not spec.HasField("keep_unmasked"):  # which every edit has
         return False
     techniques = spec.techniques
@@ -17,15 +17,15 @@ def may_mask_blocks(spec: GenerationSpec) -> bool:
 
 
 def taken_from(decision: EditDecision) -> str:
-    """Return what an edit took from others, as MaskUse.recording names it; empty where it took nothing."""
+    """Return the recording or the kept latents that an edit used, as in MaskUse.recording; empty for none."""
     return decision.recording or decision.kept_latents
 
 
 def pin_edit(spec: GenerationSpec, recording: str) -> None:
-    """Write into the parameters of an edit what it took from others, so that they are true or refused.
+    """Write into the parameters of an edit what it reused, so that repeating it is exact or refused.
 
-    An edit that took nothing is exact, and asked for again it must not find what has been recorded since. One that took
-    something is refused when it is asked for again. A spec whose edit could not take anything stays as it is.
+    An edit that reused nothing is exact; a repetition must not use what was recorded since. A repetition of an edit
+    that reused a recording is refused. A spec whose edit cannot reuse anything stays as it is.
 
     Args:
         recording: See `taken_from`.

@@ -1,6 +1,7 @@
-"""Rules of the contract that the gateway checks for callers, and the worker for itself: ranges and lengths of a spec.
+"""Rules of the contract that the gateway and the worker check: ranges and lengths in a spec.
 
-Rules that depend on the model, on an image or on defaults are the gateway's own (gateway/api).
+Rules that depend on the model, an image or defaults are in the gateway (gateway/api). A `check_...` function yields a
+Violation for each broken rule.
 """
 
 from __future__ import annotations
@@ -26,40 +27,40 @@ from bottega.v1.generation_pb2 import (
 from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
 
 MAX_ADAPTERS = 8
-# Of one ControlNet, one for each base model.
+# Profiles of one ControlNet, one per base model.
 MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
-# In a ControlNet's folder, with those in it; a hub's repository of one has some tens.
+# Files below a ControlNet's folder; a repository of a hub has some tens.
 MAX_CONTROLNET_FILES = 10_000
 MAX_SIDE = 1 << 14
-# A day: no engine takes so long to start, and one that was stopped meanwhile says no more.
+# A day: no engine takes so long to start.
 MAX_START_S = 86_400.0
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
-# Of what is kept of one image: 90 steps of SDXL's at 1024x1024, in float16.
+# Latents kept of one image: 90 steps of SDXL at 1024x1024 in float16.
 MAX_KEPT_LATENTS_BYTES = 12 << 20
-# Jobs or adapters of one answer.
+# Jobs or adapters in one answer.
 MAX_PAGE = 100
 
 MAX_LEFT_OUT = 64
-"""Things that a service may say it does not host."""
+"""Longest list of things that a service reports as not hosted."""
 MAX_REASON_CHARACTERS = 512
-"""Of a reason that a service reports to the fleet, for a person."""
+"""Length of a reason that a service reports to the fleet, for people."""
 
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
 
-# Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
+# The name of a LoRA or a ControlNet. It may have slashes, like names of hubs; it never becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
 MAX_ADAPTER_CHARACTERS = 200
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first; @TENANT behind a tenant's own"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDING = re.compile("[0-9a-f]{32}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
-# Of a mask; that of a boolean which is false says nothing.
+# Fields that only count with a mask.
 _OF_MASKS = ("mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -77,7 +78,7 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Lowest and highest value of every number of a spec whose range has both ends."""
-# Every value of an enum that the contract knows, made once: asking the enum takes longer than the other rules.
+# All known values of the enums. Asking the enum each time would take longer than the other rules.
 _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
     {
         "sampler": frozenset(Sampler.values()),
@@ -88,18 +89,18 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
 
 
 def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Yield a violation for each text that is too long: a tokenizer reads all of it, however little counts."""
+    """Check that no text is too long: a tokenizer reads all of it, even though few tokens count."""
     texts = {name: getattr(spec, name) for name in _TEXTS}
     texts |= {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts[:MAX_IMAGES])}
     for name, text in texts.items():
-        # The characters first: a text of some MiB need not be encoded to be too long.
+        # Count the characters first, so that a text of some MiB is not encoded.
         size = len(text) if len(text) > MAX_PROMPT_BYTES else len(text.encode())
         if size > MAX_PROMPT_BYTES:
             yield Violation(field=f"spec.{name}", description=f"is over {MAX_PROMPT_BYTES} bytes of UTF-8")
 
 
 def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:
-    """Yield what is wrong with the several prompts of a spec, and what cannot be used beside them."""
+    """Check the list of prompts, and that no field beside it excludes several prompts."""
     if not spec.prompts:
         return
     if len(spec.prompts) > MAX_IMAGES:
@@ -127,13 +128,13 @@ def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_model_name(spec: GenerationSpec) -> Iterator[Violation]:
-    """Whether the name of the model is too long to be one. Who serves it is not looked at."""
+    """Check the length of the model's name, not whether it is served."""
     if len(spec.model) > MAX_MODEL_CHARACTERS:
         yield Violation(field="spec.model", description=f"must be at most {MAX_MODEL_CHARACTERS} characters")
 
 
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
-    """Which of the numbers and names that are there have a value that the contract does not know."""
+    """Check the numbers and enum values that are set."""
     # Written so that NaN breaks the rules.
     for name, (low, high) in RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
@@ -146,25 +147,24 @@ def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def takes_karras_sigmas(sampler: Sampler.ValueType) -> bool:
-    """Return whether a sampler has a choice of Karras' sigmas."""
+    """Return whether a sampler can use Karras sigmas."""
     return sampler in _KARRAS_SAMPLERS
 
 
 def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[Violation]:
-    """Yield a violation if Karras' sigmas are asked of a sampler without them.
+    """Check that Karras sigmas are only requested of a sampler that can use them.
 
-    Silent where `check_ranges` has something to say about the spec's sampler.
+    Yields nothing if `check_ranges` finds the spec's sampler unknown.
 
     Args:
-        spec: What a caller asks for.
-        sampler: The spec's, or its model's default.
+        sampler: The spec's sampler, or the model's default.
     """
     if spec.use_karras_sigmas and spec.sampler in _ENUMS["sampler"] and not takes_karras_sigmas(sampler):
         yield Violation(field="spec.use_karras_sigmas", description="only with the samplers EULER and DPMPP_2M")
 
 
 def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
-    """What is wrong with the switches for single techniques, each by itself."""
+    """Check the switches for single techniques, each by itself."""
     if spec.techniques.HasField("cache_entry"):
         try:
             parse_start(spec.techniques.cache_entry)
@@ -177,17 +177,17 @@ def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
-    """What contradicts the mask of a spec, or needs one; ranges and the images themselves aside."""
-    said = {field.name for field, _ in spec.ListFields()}
-    masked = "mask_image" in said
-    if masked and "image" not in said:
-        yield Violation(field="spec.mask_image", description="needs image, which it says what to redraw of")
+    """Check that fields fit the mask of a spec, or its absence. Ranges and images are not checked."""
+    present = {field.name for field, _ in spec.ListFields()}
+    masked = "mask_image" in present
+    if masked and "image" not in present:
+        yield Violation(field="spec.mask_image", description="needs image, of which it selects what to redraw")
     for name in _OF_MASKS:
-        if name in said and not masked:
+        if name in present and not masked:
             yield Violation(field=f"spec.{name}", description="needs mask_image")
     if spec.techniques.HasField("recording") and not masked:
         yield Violation(field="spec.techniques.recording", description="needs mask_image")
-    if "mask_feather" in said and "keep_unmasked" in said and not spec.keep_unmasked:
+    if "mask_feather" in present and "keep_unmasked" in present and not spec.keep_unmasked:
         rule = "must be absent with keep_unmasked false: there are no pixels of the image to fade into"
         yield Violation(field="spec.mask_feather", description=rule)
     if masked and spec.keep_for_editing:
@@ -196,9 +196,9 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
-    """Diffusers starts image-to-image at a later step, and refuses when no step would be left.
+    """Check that image-to-image, which starts at a later step, has steps left; Diffusers refuses it otherwise.
 
-    Silent where `check_ranges` has something to say about one of the two.
+    Yields nothing if `check_ranges` refuses one of the two values.
     """
     sensible = 0 < strength <= 1 and 0 < steps <= MAX_STEPS
     if sensible and steps_to_run(steps, strength) < 1:
@@ -210,11 +210,11 @@ def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
     """Return a service's report of things that it does not host, within the bounds of the contract.
 
     Args:
-        kind: Of the things, as in Hosted.
-        reasons: By name.
+        kind: Kind of the things, as in Hosted.
+        reasons: Reasons by name.
 
     Returns:
-        At most MAX_LEFT_OUT; where there are more, the last one counts the others.
+        At most MAX_LEFT_OUT items. If there are more things, the last item counts the others.
     """
     items = [
         LeftOut(kind=kind, name=_shortened(name, MAX_ADAPTER_CHARACTERS), reason=_shortened(reason))
@@ -228,12 +228,15 @@ def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether a LoRA or a ControlNet may be called so. NAME is for all tenants, NAME@TENANT that tenant's alone."""
+    """Return whether a LoRA or ControlNet may have that name.
+
+    NAME is for all tenants; NAME@TENANT belongs to that tenant.
+    """
     return len(name) <= MAX_ADAPTER_CHARACTERS and _ADAPTER_NAME.fullmatch(name) is not None
 
 
 def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
-    """What is wrong with the ControlNets of a spec, their images aside."""
+    """Check the ControlNets of a spec, but not their images."""
     if len(spec.controlnets) > MAX_ADAPTERS:
         yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
@@ -241,7 +244,7 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
-    """What is wrong with the LoRAs of a spec, whatever the number of its steps."""
+    """Check the LoRAs of a spec, except for rules that depend on the number of steps."""
     if len(spec.loras) > MAX_ADAPTERS:
         yield Violation(field="spec.loras", description=f"at most {MAX_ADAPTERS}")
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
@@ -250,25 +253,25 @@ def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
             spec.loras[0].HasField("from_step"),
             spec.loras[0].from_step,
         ):
-            rule = "must be that of the first LoRA: all go in at one step"
+            rule = "must be that of the first LoRA: all are applied at one step"
             yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
         if lora.measure_similarity and spec.controlnets:
-            rule = "cannot be measured beside ControlNets: take them away"
+            rule = "cannot be measured with ControlNets: remove them"
             yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
 
 
 def check_lora_steps(
     spec: GenerationSpec, steps: int, strength: float | None, *, waits: str = ""
 ) -> Iterator[Violation]:
-    """Yield which LoRAs of a spec would go in after its last step, or too late for the caller or to be measured.
+    """Check that no LoRA is applied after the last step, nor too late for the caller or for a measurement.
 
-    Silent where other rules have something to say about a step, or about the strength, which is of image-to-image.
+    Yields nothing if other rules refuse the step or the strength.
 
     Args:
-        spec: As the caller sent it, or completed.
-        steps: Denoising steps, those that image-to-image leaves out included.
-        strength: Of image-to-image; None without an image.
-        waits: By which words of the caller no step is made without LoRAs, see `waits_for_loras`; empty is none.
+        spec: The spec as the caller sent it, or completed.
+        steps: Denoising steps, including those that image-to-image skips.
+        strength: Strength of image-to-image; None without an image.
+        waits: Result of `waits_for_loras`.
     """
     sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
     first = steps - steps_to_run(steps, strength) if sensible else MAX_STEPS
@@ -277,10 +280,10 @@ def check_lora_steps(
         if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:
             yield Violation(field=f"{path}.from_step", description=f"must be below the number of steps, {steps}")
         elif lora.measure_similarity and first < lora.from_step <= MAX_STEPS:
-            rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn before it is in"
+            rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn without it"
             yield Violation(field=f"{path}.from_step", description=rule)
         elif waits and first < lora.from_step <= MAX_STEPS:
-            rule = f"must be at most {first}, the first step, with {waits}: no step is made without the LoRA then"
+            rule = f"must be at most {first}, the first step, with {waits}: no step may run without the LoRA"
             yield Violation(field=f"{path}.from_step", description=rule)
         if lora.HasField("max_step") and 0 < steps < lora.max_step <= MAX_STEPS:
             yield Violation(field=f"{path}.max_step", description=f"must be at most the number of steps, {steps}")
@@ -292,7 +295,7 @@ def waits_for_loras(spec: GenerationSpec) -> str:
     A default fidelity of EXACT, which a seed brings, does not forbid them: the fields of a single LoRA override it.
 
     Args:
-        spec: As the caller sent it.
+        spec: The spec as the caller sent it.
     """
     if spec.techniques.HasField("bounded_lora_loading"):
         return "" if spec.techniques.bounded_lora_loading else "techniques.bounded_lora_loading false"
@@ -302,9 +305,9 @@ def waits_for_loras(spec: GenerationSpec) -> str:
 
 
 def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
-    """Yield which LoRAs of a caller's spec may come late by one of its words, and may not by another.
+    """Check that a caller does not both allow and forbid late LoRAs.
 
-    Where the step is pinned, nothing depends on when the LoRA comes; see `check_lora_steps`.
+    If `from_step` is set, nothing depends on when the LoRA arrives; see `check_lora_steps`.
     """
     why = waits_for_loras(spec)
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS] if why else ()):
@@ -314,17 +317,17 @@ def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def is_digest(text: str) -> bool:
-    """Whether it has the form of a SHA-256, hex."""
+    """Return whether the text has the form of a SHA-256 in hexadecimal."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def is_cosine(number: float) -> bool:
-    """Whether it may be the cosine of two vectors; NaN may not."""
+    """Return whether a number can be the cosine of two vectors; NaN cannot."""
     return -1 <= number <= 1
 
 
 def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
-    """What is wrong with a ControlNet's profile."""
+    """Check a ControlNet's profile."""
     if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
         yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
     if not 1 <= profile.num_inference_steps <= MAX_STEPS:
@@ -334,7 +337,7 @@ def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
 
 
 def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = InvalidRequest) -> None:
-    """Raises InvalidRequest, or a kind of it, with all of them, if there are any."""
+    """Raise InvalidRequest, or a subclass of it, if there are violations."""
     if violations:
         first = f"{violations[0].field}: {violations[0].description}"
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""

@@ -1,6 +1,6 @@
-"""Headers of untrusted safetensors files: nothing is mapped before all of the header has been checked.
+"""Reads and checks headers of untrusted safetensors files, before anything is mapped.
 
-Knows the format (https://huggingface.co/docs/safetensors, "Format"), not what the tensors are for.
+It knows the format (https://huggingface.co/docs/safetensors, "Format"), not what the tensors are for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import MappingProxyType
 from typing import BinaryIO, NoReturn
 
 LENGTH_BYTES = 8
-"""Of the length of a header, with which a file begins."""
-# Trainers write their whole configuration into the metadata, word counts included: some MiB at most.
+"""Size of the length field with which a file begins."""
+# Trainers write their whole configuration, with word counts, into the metadata: some MiB at most.
 MAX_HEADER_BYTES = 8 << 20
 # A LoRA of SDXL with convolutions and both text encoders has about 3,300 tensors; the largest base models some 2,000.
 MAX_TENSORS = 16_384
 MAX_RANK = 8
 MAX_NAME_BYTES = 512
-# Far above any file, far below where products of extents get slow.
+# Far above the size of any file, and far below the size where products of extents become slow.
 _MAX_FILE_BYTES = 1 << 44
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
@@ -44,40 +44,44 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
         "U64": 8,
     }
 )
-"""Bytes of one element, by the format's own names."""
+"""Bytes of one element, by the format's names of element types."""
 
 
 class HeaderError(ValueError):
-    """A file that is no acceptable safetensors file; its text says which rule it breaks."""
+    """The error for a file that is not an acceptable safetensors file. Its text names the broken rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor. begin, end: bytes behind the header, the end exclusive."""
+    """One tensor of a file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
+    """Offset of the first byte after the header."""
     end: int
+    """Offset of the end, exclusive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says of itself. size_bytes: of the header with its length. tensors: in the order of their bytes."""
+    """The header of a file."""
 
     size_bytes: int
+    """Size of the header with its length field."""
     metadata: Mapping[str, str]
     tensors: tuple[TensorEntry, ...]
+    """Tensors in the order of their bytes."""
 
     @property
     def data_bytes(self) -> int:
-        """Bytes behind the header."""
+        """Bytes after the header."""
         return self.tensors[-1].end if self.tensors else 0
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Return the header of an open file. Raise HeaderError with the rule that it breaks, or OSError."""
+    """Return the header of an open file. Raises HeaderError, OSError."""
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = header_bytes(file.read(LENGTH_BYTES))
@@ -88,7 +92,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def header_bytes(beginning: bytes) -> int:
-    """Return the bytes of the header with its length, from the file's first 8. Raise HeaderError."""
+    """Return the size of the header with its length field, from the first 8 bytes of a file. Raises HeaderError."""
     if len(beginning) < LENGTH_BYTES:
         _refuse("it is shorter than the length of a header")
     length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
@@ -98,11 +102,11 @@ def header_bytes(beginning: bytes) -> int:
 
 
 def parse_header(head: bytes, *, file_bytes: int) -> Header:
-    """Return the header in a file's first bytes. Raise HeaderError with the rule that it breaks.
+    """Return the header in the first bytes of a file. Raises HeaderError.
 
     Args:
-        head: The header with its length.
-        file_bytes: Of the whole file, all of which the tensors must account for.
+        head: The header with its length field.
+        file_bytes: Size of the whole file, which the tensors must fill completely.
     """
     size_bytes = header_bytes(head)
     if len(head) != size_bytes or file_bytes < size_bytes or file_bytes > _MAX_FILE_BYTES:
@@ -119,11 +123,11 @@ def parse_header(head: bytes, *, file_bytes: int) -> Header:
 
 def _decoded(text: bytes) -> dict[str, object]:
     if not text.startswith(b"{"):
-        _refuse("its header does not begin as JSON's objects do")
+        _refuse("its header does not begin with {")
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        _refuse("its header is no JSON object whose names differ")
+        _refuse("its header is no JSON object with unique names")
     if not isinstance(fields, dict):
         _refuse("its header is no JSON object")
     return fields
@@ -165,21 +169,21 @@ def _entry(name: str, value: object) -> TensorEntry:
 
 
 def _counts(value: object) -> bool:
-    """Whether it is a list of whole numbers that a file could hold."""
+    """Return whether a value is a list of integers that can be sizes in a file."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_FILE_BYTES for item in value)
 
 
 def _check_spans(tensors: tuple[TensorEntry, ...], data_bytes: int) -> None:
-    """Tensors lie one behind the other: no overlap, no gap, nothing behind the last."""
+    """Check that the tensors have no overlap, no gap, and nothing after the last."""
     if tensors and tensors[0].begin != 0:
         _refuse(f"tensor {tensors[0].name[:80]} leaves a gap behind the header")
     for before, after in pairwise(tensors):
         if after.begin != before.end:
             what = "overlaps" if after.begin < before.end else "leaves a gap behind"
             _refuse(f"tensor {after.name[:80]} {what} {before.name[:80]}")
-    told = tensors[-1].end if tensors else 0
-    if told != data_bytes:
-        _refuse(f"its tensors take {told} bytes, and {data_bytes} are behind its header")
+    needed = tensors[-1].end if tensors else 0
+    if needed != data_bytes:
+        _refuse(f"its tensors take {needed} bytes, and {data_bytes} are behind its header")
 
 
 def _refuse(what: str) -> NoReturn:

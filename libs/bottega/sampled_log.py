@@ -1,7 +1,7 @@
-"""Log lines that callers can cause at will: the first of a kind in a second one by one, the rest as a number.
+"""A sampled log for lines that callers can cause at will.
 
-Without this, many callers would cause so many lines that journald drops some of the service's, errors among them: it
-keeps 10,000 in 30 s. Any thread may use it.
+It writes the first lines of a kind in each second, and one line with the number of the others. Otherwise callers could
+cause so many lines that journald, which keeps 10,000 in 30 s, drops the service's errors. It is thread-safe.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
-# Of a kind, in a second: with two dozen kinds at once it stays below half of what journald takes.
+# Lines of one kind per second: two dozen kinds at once stay below half of what journald keeps.
 LINES_PER_SECOND = 5
 
 _SECOND_S = 1.0
-# Counted apart in one second. Callers give facts of which there are only so many; beyond it all count as one kind.
+# Kinds that are counted separately in one second; all further ones count as one.
 _MOST_KINDS = 64
 
 _Kind = tuple[tuple[str, str], ...]
 
 
 class SampledLog:
-    """One event's lines: `log_event` each of them, `sum_up` at the end; meanwhile it sums up by itself.
+    """A log of one event. Call `log_event` each time, and `sum_up` at the end; meanwhile it sums up by itself.
 
-    log: where they go. event: what each says. more: what the line says that has the number of those that were left
-    out, which its field `counted` has.
+    Args:
+        event: Text of a line.
+        more: Text of the line that says how many lines were left out.
+        counted: Field of that line which has the number.
     """
 
     def __init__(
@@ -47,8 +49,13 @@ class SampledLog:
         *,
         error: BaseException | None = None,
     ) -> None:
-        """It has happened. kind: facts that are counted apart, of which there must be few. details: facts of this one
-        alone. error: whose traceback the line has. The line has what is bound in this context."""
+        """Log the event, or count it. The line has the fields that are bound in this context.
+
+        Args:
+            kind: Fields by which events are counted separately. They must have few values.
+            details: Fields of this event alone.
+            error: Error whose traceback is logged.
+        """
         facts = tuple((kind or {}).items())
         with self._lock:
             if facts not in self._kinds and len(self._kinds) >= _MOST_KINDS:
@@ -61,9 +68,9 @@ class SampledLog:
             self._log.log(self._level, self._event, exc_info=error, extra={**dict(facts), **(details or {})})
 
     def _begun_timer(self) -> threading.Timer | None:
-        """A thread of its own has nothing bound: what it writes belongs to none of those it counts.
+        """Return a timer that sums up after a second, or None if the machine has no thread left.
 
-        None where the machine has no thread left; the next line tries again.
+        Nothing is bound in its thread, so that the sum has no fields of one call.
         """
         timer = threading.Timer(_SECOND_S, self.sum_up)
         timer.daemon = True
@@ -74,7 +81,7 @@ class SampledLog:
         return timer
 
     def sum_up(self) -> None:
-        """Says how many more there were since the last time, a line for each kind. Harmless when there were none."""
+        """Write, for each kind, how many lines were left out since the last time, if any."""
         with self._lock:
             kinds, self._kinds = self._kinds, Counter()
             if self._timer is not None:

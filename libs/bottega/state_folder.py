@@ -1,9 +1,8 @@
-"""Where Bottega keeps what outlives its processes: services, the command and the trainings all look there.
+"""The folders in which services, the command and trainings keep state, and their permissions.
 
-What an operator writes for the units of a machine, its tenants and certificates, is beside their configurations.
-
-Prompts and pictures are nobody else's: folders are made for their owner alone, and files in them too. Light, so that a
-command that only lists something need not read what configuration needs.
+Tenants and certificates that an operator writes for the units of a machine are beside the units' configurations. State
+contains prompts and pictures, so folders and files are readable by their owner only. Imports little, so that commands
+start fast.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from pathlib import Path
 
 STATE_VARIABLE = "BOTTEGA_STATE"
 CONFIG_VARIABLE = "BOTTEGA_CONFIG"
-"""Names the folder of the units' configurations, where that is not UNITS_CONFIG_FOLDER."""
+"""Variable with the folder of the units' configurations, if it is not UNITS_CONFIG_FOLDER."""
 UNITS_CONFIG_FOLDER = "/etc/bottega"
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def state_folder() -> Path:
-    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME or ~/.local/state."""
+    """Return $BOTTEGA_STATE, or else bottega in $XDG_STATE_HOME or ~/.local/state."""
     if chosen := os.environ.get(STATE_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
 
 
 def operator_folder() -> Path:
-    """Return where tenants and certificates are unless somebody says otherwise.
+    """Return the default folder of tenants and certificates.
 
-    It is the folder of the units' configurations where this user may write there, else the state folder.
+    It is the folder of the units' configurations if this user may write there, else the state folder.
     """
     folder = Path(os.environ.get(CONFIG_VARIABLE) or UNITS_CONFIG_FOLDER)
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else state_folder()
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, for its owner alone; one that is there and ours becomes so.
+    """Make a folder and its missing parents for their owner only. An existing folder of ours becomes private too.
 
-    One with the sticky bit is everybody's, such as /tmp, and stays as it is. Raises OSError.
+    A folder with the sticky bit, such as /tmp, is shared and stays as it is. Raises OSError.
     """
     if not folder.is_dir():
         make_missing(folder)
@@ -51,14 +50,14 @@ def make_private(folder: Path) -> None:
 
 
 def make_missing(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, for its owner alone. Raises OSError."""
+    """Make a folder and its missing parents for their owner only. Raises OSError."""
     if not folder.is_dir():
         make_missing(folder.parent)
         folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
 
 
 def owner_of(path: Path) -> str:
-    """Who owns it, or the nearest above it that can be seen, by name; empty where nobody can say."""
+    """Return the name of the owner of a path, or of its nearest visible parent; empty if it is unknown."""
     import pwd
 
     for place in (path, *path.absolute().parents):
@@ -74,13 +73,13 @@ def owner_of(path: Path) -> str:
 
 
 def keep_files_private() -> int:
-    """From now on this process, and those that it starts, make files for their owner alone. Returns the old umask."""
+    """Make this process and its children create files for their owner only. Return the old umask."""
     return os.umask(_OTHERS)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """The same while the context lasts."""
+    """Create files for their owner only in the block."""
     before = keep_files_private()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Images in and out of the suite: decoded and encoded in processes of their own, within limits."""
+"""Decodes and encodes images in separate processes with limits on memory and time."""
 
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels

@@ -1,6 +1,6 @@
-"""Edits as pixels: an image cut to what is drawn of it, and what was drawn put back into the image.
+"""Crops the image of an edit to the part that is drawn, and pastes the drawn pixels back.
 
-Pure functions, meant to run in a codec process. Every pixel is visited by Pillow, never by a loop of Python's.
+The functions are pure, and run in a codec process. Pillow visits the pixels; no Python loop does.
 Source: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop, apply_overlay).
 """
 
@@ -17,13 +17,13 @@ from bottega.codec.limits import MAX_IMAGE_PIXELS
 from bottega.codec.masks import Box
 from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageSize, MaskOrder, Overlay, Pixels
 
-# Directions in which a mask's weight spreads: with a step's length for its cost, no sum of steps is shorter than the
-# straight line, so that nothing spreads farther than it may.
+# Directions in which a mask's weight spreads. A step costs its length: no sum of steps is shorter than the straight
+# line, so no weight spreads too far.
 _DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1))
 
 
 def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
-    """Return the image and the mask of an edit, as they are drawn. Raises BadImage, as masks.draw does."""
+    """Return the image and the mask of an edit at the size at which it is drawn. Raises BadImage like `masks.draw`."""
     whole = load_image(image)
     drawn = masks.draw(mask, replace(order, image_size=whole.facts.size))
     pixels = _pixels(_cut(whole.colours, order.width, order.height, drawn.crop))
@@ -31,10 +31,10 @@ def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
 
 
 def decode_part(image: bytes, width: int, height: int, crop: Crop) -> DecodedImage:
-    """Return the part of an image, at this size: of a control image beside a crop. Raises BadImage.
+    """Return a part of an image, resized: the part of a control image that belongs to a cropped edit.
 
-    An image of another size than the one that the crop is of, which Diffusers would cut somewhere else, is first
-    resized to that one's.
+    An image whose size is not `crop.image_size` is first resized to it. (Diffusers would crop it in another place.)
+    Raises BadImage.
     """
     whole = load_image(image)
     box = (crop.x, crop.y, crop.x + crop.width, crop.y + crop.height)
@@ -43,11 +43,14 @@ def decode_part(image: bytes, width: int, height: int, crop: Crop) -> DecodedIma
 
 
 def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
-    """Return what was drawn, at the order's size, in its image: of the image's own size where only a part was drawn.
+    """Return the edited image: the drawn pixels, pasted into the overlay's image.
 
-    With keep_unmasked, the drawn pixels count in full in the mask, and not at all farther outside than the feather;
-    then it is RGBA where the image has transparency and some of that is left, else RGB. Its `info` has the image's
-    colour profile and nothing else. Raises BadImage.
+    If the edit was cropped, the result has the image's own size. With `keep_unmasked`, only the drawn pixels count
+    inside the mask, and only the image's own farther outside than the feather; the result is then RGBA if some
+    transparency is left, else RGB. Its `info` has the image's colour profile and nothing else. Raises BadImage.
+
+    Args:
+        drawn: The drawn pixels, of the order's size.
     """
     image = load_image(overlay.image)
     whole = image.colours
@@ -56,7 +59,7 @@ def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
     made = _composed(drawn, whole, overlay)
     if made.mode == "RGBA" and made.getchannel("A").getextrema() == (255, 255):
         made = made.convert("RGB")
-    # Its numbers mean what the image's do.
+    # The colours are those of the image's colour space.
     made.info = {"icc_profile": image.facts.icc_profile} if image.facts.icc_profile else {}
     return made
 
@@ -72,7 +75,7 @@ def _composed(drawn: Image.Image, image: Image.Image, overlay: Overlay) -> Image
     mask = masks.fitted(mask, ImageSize(width=image.width, height=image.height)).convert("L")
     if order.padding is not None:
         found = masks.crop_region(mask, order.width, order.height, padding=order.padding)
-        assert found is not None, "masks that redraw nothing are refused before anything is drawn"
+        assert found is not None, "a mask that redraws nothing is refused before anything is drawn"
         box = found
         drawn = _covering(drawn, box[2] - box[0], box[3] - box[1])
     if not overlay.keep_unmasked:
@@ -81,10 +84,10 @@ def _composed(drawn: Image.Image, image: Image.Image, overlay: Overlay) -> Image
 
 
 def feathered(mask: Image.Image, feather: int) -> Image.Image:
-    """Weights of 0 to 255 around a mask of 0 and 255: 255 in it, from there down to 0 in a straight line.
+    """Return weights from 0 to 255: 255 inside a mask of 0 and 255, falling linearly to 0 outside it.
 
-    Of a pixel d pixels outside it is 255 (1 - d / feather), and 0 from d = feather on. Distances are measured along
-    rows, columns and diagonals: at most 9 % longer than the straight line, and never shorter.
+    The weight of a pixel at distance d is 255 (1 - d / feather), and 0 from d = feather on. Distances are measured
+    along rows, columns and diagonals: at most 9 % longer than the straight line, and never shorter.
     """
     weights = mask
     for x, y in _DIRECTIONS:
@@ -99,9 +102,9 @@ def feathered(mask: Image.Image, feather: int) -> Image.Image:
 
 
 def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box, feather: int) -> Image.Image:
-    """Return the image, RGB or RGBA, with what was drawn, opaque, where its mask is. mask: 0 or 255.
+    """Return the image, RGB or RGBA, with the drawn pixels pasted where the mask is 255.
 
-    Where the drawn part ends within the image, the fade does so before: cut off, it would be a seam.
+    Where the drawn part ends inside the image, the fade ends before it: a fade that is cut off would leave a seam.
     """
     found = mask.getbbox()
     if found is None:
@@ -118,15 +121,15 @@ def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box,
     if image.mode == "RGB":
         image.paste(part, around, weights)
         return image
-    # Colours count by their opacity: those under transparent pixels, often black, would be a rim around what is drawn.
-    # They are never premultiplied in 8 bits, where a colour that is off by 1 comes back off by 255 over its opacity.
+    # Weigh colours by their opacity: those of transparent pixels, often black, would leave a rim around the drawn part.
+    # Do not premultiply them in 8 bits: dividing again multiplies a rounding error of 1 by 255 over the opacity.
     part.putalpha(weights)
     image.paste(Image.alpha_composite(image.crop(around), part), around, weights.point([0] + [255] * 255))
     return image
 
 
 def _overlaid(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box) -> Image.Image:
-    """As apply_overlay, in its arithmetic. mask: grey."""
+    """Return what VaeImageProcessor.apply_overlay returns for a grey mask, with its rounding."""
     kept = Image.new("RGBa", image.size)
     kept.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask))
     kept = kept.convert("RGBA")
@@ -138,8 +141,8 @@ def _overlaid(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Bo
 
 
 def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
-    """The image resized to cover width x height with its aspect ratio kept, and cut. Source: _resize_and_crop."""
-    # The comparisons of Diffusers, in its arithmetic: another rounding is another picture.
+    """Return the image resized to cover width x height, aspect ratio kept, and cropped. Source: _resize_and_crop."""
+    # Comparisons and arithmetic as in Diffusers: another rounding would give another picture.
     ratio, own_ratio = width / height, image.width / image.height
     covering_width = width if ratio > own_ratio else image.width * height // image.height
     covering_height = height if ratio <= own_ratio else image.height * width // image.width
@@ -147,22 +150,22 @@ def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
     if covering_width * covering_height <= MAX_IMAGE_PIXELS:
         resized = image.resize((covering_width, covering_height), Image.Resampling.LANCZOS)
         return resized.crop((left, top, left + width, top + height))
-    # Of a crop far wider or higher than what was drawn, it would be many times the image, of which no more than this is
-    # seen. Some values round another way.
+    # For a crop far wider or higher than the drawn part, the resized image would be huge. Resize only the visible part;
+    # some values are then rounded differently.
     x, y = image.width / covering_width, image.height / covering_height
     seen = (left * x, top * y, (left + width) * x, (top + height) * y)
     return image.resize((width, height), Image.Resampling.LANCZOS, box=seen)
 
 
 def _cut(image: Image.Image, width: int, height: int, crop: Box | None) -> Image.Image:
-    """As VaeImageProcessor.preprocess."""
+    """Return the image, or a crop of it, resized as by VaeImageProcessor.preprocess."""
     if crop is None:
         return masks.fitted(image, ImageSize(width=width, height=height))
     return masks.filled(image.crop(crop), width, height)
 
 
 def _shifted(image: Image.Image, x: int, y: int) -> Image.Image:
-    """The image, so many pixels to the right and down; black comes in."""
+    """Return the image moved by x pixels to the right and y down; the rest is black."""
     return image.crop((-x, -y, image.width - x, image.height - y))
 
 

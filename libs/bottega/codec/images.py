@@ -1,7 +1,6 @@
 """Decode and encode images, as Diffusers would, with Pillow.
 
-Pure functions of bytes, meant to run in a codec process. They never repeat what a library said: a refusal
-is in our own words.
+The functions are pure, and run in a codec process. Their errors never repeat the text of a library.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import ImageFormat
 
-# Of an image as it came: those whose colours are red, green and blue, as they are drawn.
+# Pillow's modes of files whose colours are red, green and blue.
 _RGB_MODES = frozenset({"RGB", "RGBA", "P", "PA"})
 # Half the time of zlib's default for 14 % more bytes (1024x1024, measured).
 _PNG_LEVEL = 1
@@ -44,14 +43,14 @@ class LoadedImage:
     """A decoded image, turned as its EXIF says."""
 
     colours: Image.Image
-    """RGB, without regard to transparency, as diffusers.utils.load_image has it."""
+    """RGB without regard to transparency, like diffusers.utils.load_image."""
     alpha: Image.Image | None
-    """Its opacity, L, whether the file has it as a channel or as a colour; None where every pixel is opaque."""
+    """Opacity in mode L, from a channel or from a transparent colour; None if every pixel is opaque."""
     facts: ImageFacts
 
 
 def inspect(data: bytes) -> ImageSize:
-    """Decodes the image completely and says its size. Raises BadImage."""
+    """Decode the image completely and return its size. Raises BadImage."""
     image, _mode = load(data, "RGB")
     return ImageSize(width=image.width, height=image.height)
 
@@ -59,8 +58,8 @@ def inspect(data: bytes) -> ImageSize:
 def decode(data: bytes, width: int, height: int) -> DecodedImage:
     """Decode an image as diffusers.utils.load_image does, and resize it as Diffusers' VaeImageProcessor does.
 
-    It is turned as its EXIF says, and transparency is not looked at; the aspect ratio is not kept.
-    One difference to Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
+    It is rotated as its EXIF says; transparency is ignored, and the aspect ratio is not kept. One difference to
+    Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
 
     Args:
         width: In pixels; 0 keeps the image's own.
@@ -81,7 +80,7 @@ def decode(data: bytes, width: int, height: int) -> DecodedImage:
 
 
 def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]) -> bytes:
-    """Encodes pixels; see `encode_image`."""
+    """Encode pixels; see `encode_image`."""
     image = Image.frombytes("RGB", (pixels.width, pixels.height), pixels.data)
     return encode_image(image, image_format, quality, text)
 
@@ -92,9 +91,9 @@ def encode_image(
     """Encode as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
 
     Args:
-        image: RGB or RGBA, of which JPEG keeps the colours alone. The colour profile in its `info` goes along.
-        quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
-        text: By keyword (latin-1, 1 to 79 characters), goes into a PNG; the others carry none.
+        image: RGB or RGBA; JPEG drops the opacity. The colour profile in its `info` is kept.
+        quality: Quality of JPEG and WebP, 1 to 100; 100 makes WebP lossless.
+        text: Texts of a PNG by keyword (latin-1, 1 to 79 characters). Other formats carry none.
     """
     out, profile = io.BytesIO(), image.info.get("icc_profile")
     if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
@@ -111,10 +110,10 @@ def encode_image(
 
 
 def load(data: bytes, mode: str | None) -> tuple[Image.Image, str]:
-    """Return the image, turned as EXIF says and in a mode of Pillow's, and the mode that it had (16-bit grey: L).
+    """Return the image, rotated as its EXIF says and converted, and its own mode of Pillow's (L for 16-bit grey).
 
     Args:
-        mode: None is RGBA where the file has transparency, in a channel or as a colour, else RGB.
+        mode: Mode to convert to. None is RGBA if the file has transparency, in a channel or as a colour, else RGB.
 
     Raises:
         BadImage: It cannot be decoded.
@@ -126,7 +125,7 @@ def load(data: bytes, mode: str | None) -> tuple[Image.Image, str]:
 
 
 def load_image(data: bytes) -> LoadedImage:
-    """Return the colours of an image as they are drawn from, and what else its file has.
+    """Return the colours, the opacity and the facts of an image.
 
     Raises:
         BadImage: It cannot be decoded.
@@ -147,7 +146,7 @@ def load_image(data: bytes) -> LoadedImage:
 
 
 def too_much_memory() -> BadImage:
-    """The refusal of an image for which there is not enough."""
+    """Return the error for an image that needs more memory than there is."""
     return BadImage("the image needs more memory than its decoder may have")
 
 
@@ -155,7 +154,7 @@ def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        raise BadImage(f"the image is too large; at most {MAX_IMAGE_PIXELS} pixels are taken") from None
+        raise BadImage(f"the image is too large; at most {MAX_IMAGE_PIXELS} pixels are accepted") from None
     except UnidentifiedImageError:
         raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
     except MemoryError:
@@ -165,17 +164,19 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _check(image: Image.Image) -> None:
-    """What the header tells, before the pixels are touched."""
+    """Check what the header says, before the pixels are decoded."""
     check_pixels(image.width, image.height)
     if max(image.size) > MAX_IMAGE_SIDE:
-        raise BadImage(f"the image is {image.width}x{image.height}; at most {MAX_IMAGE_SIDE} pixels a side are taken")
+        raise BadImage(
+            f"the image is {image.width}x{image.height}; at most {MAX_IMAGE_SIDE} pixels a side are accepted"
+        )
     if image.format in {"PNG", "WEBP"} and getattr(image, "is_animated", False):
         raise BadImage("the image is animated; send a single picture")
 
 
 @contextmanager
 def _decoding(data: bytes) -> Iterator[Image.Image]:
-    """Yield an image whose pixels are decoded; what goes wrong with it in the block is a BadImage, too."""
+    """Yield an image whose pixels are decoded. Errors in the block become BadImage as well."""
     check_number(len(data), MAX_IMAGE_BYTES, "bytes")
     structure.check(data)
     with warnings.catch_warnings():
@@ -195,7 +196,7 @@ def _decoding(data: bytes) -> Iterator[Image.Image]:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """Return the image as it is looked at, of 8 bits a channel."""
+    """Return the image rotated as its EXIF says, with 8 bits per channel."""
     if _has_16_bits(image):
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return ImageOps.exif_transpose(image)
@@ -206,7 +207,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _check_exif(image: Image.Image) -> None:
-    """Of a PNG that has it as text, which its structure does not tell: as it is, or as two digits a byte, deflated."""
+    """Check EXIF that a PNG has as text: plain, or deflated with two digits per byte. `structure` does not see it."""
     plain = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     size = len(plain) or len(image.info.get("Raw profile type exif", "")) // 2
     check_number(size, MAX_EXIF_BYTES, "bytes of EXIF")
@@ -214,7 +215,7 @@ def _check_exif(image: Image.Image) -> None:
 
 def _png_text(text: Mapping[str, str]) -> PngInfo:
     info = PngInfo()
-    # A protobuf map comes in another order in every process; the same picture shall be the same bytes in all.
+    # The order of a protobuf map differs between processes; the same picture must be the same bytes in all.
     for keyword, value in sorted(text.items()):
         info.add_text(keyword, value)  # as tEXt, or as iTXt where the value is beyond latin-1
     return info

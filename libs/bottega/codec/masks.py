@@ -1,8 +1,8 @@
-"""Masks of edits, read as Diffusers' inpainting pipelines read them: which pixels of an image are redrawn.
+"""Reads masks of edits as Diffusers' inpainting pipelines do: which pixels of an image are redrawn.
 
-Pure functions of bytes, meant to run in a codec process. The order of things is Diffusers': the mask is cut to the part
-of the image that is drawn, resized, made grey and then binarized. Here its own words end: a mask of another size than
-the image, which Diffusers cannot cut, is first resized to that one's, and a mask that redraws nothing is refused.
+The functions are pure, and run in a codec process. As in Diffusers, a mask is cropped to the part of the image that is
+drawn, resized, made grey and then binarized. There are two differences: a mask whose size is not the image's is first
+resized to it (Diffusers cannot crop it), and a mask that redraws nothing is refused.
 Source: diffusers/image_processor.py (VaeImageProcessor), pipeline_stable_diffusion_xl_inpaint.py.
 """
 
@@ -17,41 +17,43 @@ from bottega.codec.pixels import ImageSize, MaskOrder
 from bottega.errors import BadImage
 from bottega.v1.generation_pb2 import MaskUse
 
-# Binarization: .5 and above is white, and 127 of 255 is below.
+# Binarization: .5 and above is white, and 127/255 is below.
 _WHITE = 128
 _ONE_CHANNEL = frozenset({"1", "L"})
 
 Box = tuple[int, int, int, int]
-"""Left, upper, right and lower edge, in pixels; right and lower are the first that are outside."""
+"""Left, upper, right and lower edge in pixels; right and lower are exclusive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnMask:
-    """A mask at the size at which the image is drawn.
-
-    use: what it was and what it redraws, without its digest. pixels: uint8 [height, width], 1 where the image is
-    redrawn, else 0, row-major. crop: the part of the image that is drawn, in the image's pixels; None draws all of it.
-    """
+    """A mask at the size at which the image is drawn."""
 
     use: MaskUse
+    """Facts about the mask, without its digest."""
     pixels: bytes
+    """uint8 [height, width], row-major: 1 where the image is redrawn, else 0."""
     crop: Box | None
+    """The part of the image that is drawn, in its pixels; None draws all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMask:
-    """A mask at its own size. image: white where it redraws. converted: whether several channels become one.
-
-    transparency_unread: whether pixels of it are transparent, and nobody has asked for these.
-    """
+    """A mask at its own size."""
 
     image: Image.Image
+    """White where the image is redrawn."""
     converted: bool = False
+    """Whether several channels become one."""
     transparency_unread: bool = False
+    """Whether some pixels are transparent although the edit does not read transparency."""
 
 
 def draw(data: bytes, order: MaskOrder) -> DrawnMask:
-    """Reads a mask. Raises BadImage, for one that redraws nothing too: of the pixels, or of the latent's elements."""
+    """Return a mask at the size at which the image is drawn.
+
+    Raises BadImage, also if the mask redraws no pixel or no element of the latent.
+    """
     try:
         found = read(data, alpha=order.alpha)
         mask = found.image
@@ -77,12 +79,12 @@ def draw(data: bytes, order: MaskOrder) -> DrawnMask:
 
 
 def inspect(data: bytes, order: MaskOrder) -> MaskUse:
-    """What a mask redraws, without its digest. Raises BadImage as `draw` does."""
+    """Return what a mask redraws, without its digest. Raises BadImage like `draw`."""
     return draw(data, order).use
 
 
 def read(data: bytes, *, alpha: bool) -> ReadMask:
-    """The mask, RGB, or grey where it is read from transparency. Raises BadImage."""
+    """Return the mask: grey if it is read from transparency, else RGB. Raises BadImage."""
     image, mode = load(data, "RGBA" if alpha else None)
     if alpha:
         return ReadMask(image=ImageOps.invert(image.getchannel("A")))
@@ -91,27 +93,27 @@ def read(data: bytes, *, alpha: bool) -> ReadMask:
 
 
 def binary(mask: Image.Image, white: int) -> Image.Image:
-    """A grey mask as 0 and `white`."""
+    """Return a grey mask with values 0 and `white`."""
     return mask.point([0] * _WHITE + [white] * (256 - _WHITE))
 
 
 def fitted(image: Image.Image, size: ImageSize) -> Image.Image:
-    """The image at that size, as VaeImageProcessor.resize makes it; its aspect ratio is not kept."""
+    """Return the image resized as by VaeImageProcessor.resize, which does not keep the aspect ratio."""
     wanted = (size.width, size.height)
     return image if image.size == wanted else image.resize(wanted, Image.Resampling.LANCZOS)
 
 
 def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> Box | None:
-    """Return the part of an image around what its mask redraws, widened to the aspect ratio of width x height.
+    """Return the part of an image around the redrawn pixels, widened to the aspect ratio of width x height.
 
-    It is inside the image as far as that has room. Diffusers takes the part around all that is not black, which of a
-    mask with a background of 1, or with the ringing of a resize, is more than what is redrawn.
+    The part lies inside the image as far as possible. Diffusers instead takes the part around all pixels that are not
+    black, which is too large for a mask with a background of 1 or with the ringing of a resize.
 
     Args:
-        mask: Grey, of the image's size.
+        mask: Grey mask of the image's size.
 
     Returns:
-        None where nothing is redrawn.
+        The part, or None if nothing is redrawn.
 
     Source: VaeImageProcessor.get_crop_region.
     """
@@ -129,12 +131,12 @@ def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> 
 
 
 def filled(image: Image.Image, width: int, height: int) -> Image.Image:
-    """The image fitted into width x height with its aspect ratio kept; the rest has the colours of its edges.
+    """Return the image fitted into width x height, aspect ratio kept; the rest is filled with the colours of its edges.
 
-    Raises BadImage for an image so narrow that nothing would be left of it.
+    Raises BadImage if the image is so narrow that nothing would be left of it.
     Source: VaeImageProcessor._resize_and_fill.
     """
-    # The comparisons of Diffusers, in its arithmetic: another rounding is another picture.
+    # Comparisons and arithmetic as in Diffusers: another rounding would give another picture.
     ratio, own_ratio = width / height, image.width / image.height
     fitted_width = width if ratio < own_ratio else image.width * height // image.height
     fitted_height = height if ratio >= own_ratio else image.height * width // image.width
@@ -156,10 +158,12 @@ def filled(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def computed_share(pixels: bytes, order: MaskOrder) -> float:
-    """The share of the tokens of the finest attention level that masked blocks compute, margin included; above 0 to 1.
+    """Return the share, in (0, 1], of tokens of the finest attention level that masked blocks compute, with the margin.
 
-    pixels: of a mask as it is drawn. An element of the latent is redrawn where its first pixel is, a token where any of
-    its elements is, as in the engine.
+    As in the engine, an element of the latent is redrawn if its first pixel is, and a token if any of its elements is.
+
+    Args:
+        pixels: See DrawnMask.
     """
     scale, width = order.latent_scale, order.width
     lines = [pixels[row : row + width : scale] for row in range(0, width * order.height, width * scale)]
@@ -172,12 +176,12 @@ def computed_share(pixels: bytes, order: MaskOrder) -> float:
 
 
 def _any(tokens: Image.Image) -> Image.Image:
-    """White where it is not black."""
+    """Return the image with every pixel white that is not black."""
     return tokens.point([0] + [255] * 255)
 
 
 def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
-    """The span, wider by so many pixels on both sides together, moved to where it is inside 0 to end if it can be."""
+    """Return a span that is wider by so many pixels in all, and inside [0, end] if possible."""
     low, high = low - by // 2, high + by - by // 2
     if high >= end:
         low, high = low - (high - end), end
@@ -187,12 +191,12 @@ def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
 
 
 def _is_transparent(image: Image.Image) -> bool:
-    """Whether any pixel is less than half opaque."""
+    """Return whether any pixel is less than half opaque."""
     return any(image.getchannel("A").histogram()[:_WHITE])
 
 
 def _check_latent(pixels: bytes, order: MaskOrder) -> None:
-    """Raises BadImage where nothing is redrawn: latents are taken where the first pixel of each is, as torch does."""
+    """Raise BadImage if no element of the latent is redrawn: as in torch, the first pixel of an element counts."""
     scale, width = order.latent_scale, order.width
     rows = range(0, len(pixels), width * scale)
     if not any(1 in pixels[row : row + width : scale] for row in rows):

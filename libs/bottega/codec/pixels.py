@@ -1,4 +1,4 @@
-"""Images as they are before and after: their size, their pixels, and how an edit reads its mask and is put back."""
+"""Values of the codec: sizes, pixels, masks of edits, and overlays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bottega.v1.generation_pb2 import MaskUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSize:
-    """Extent of an image as it is looked at, in pixels."""
+    """The size of an image in pixels, after its EXIF orientation is applied."""
 
     width: int
     height: int
@@ -30,7 +30,7 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """What the file of an image has beside the colours of its pixels; see the message of that name."""
+    """Facts about an image file besides its colours; see the protobuf message of the same name."""
 
     size: ImageSize
     transparent: bool = False
@@ -40,7 +40,7 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedImage:
-    """The pixels of an image at the size that was asked for, and what else its file has."""
+    """An image, decoded at the requested size, with facts about its file."""
 
     pixels: Pixels
     facts: ImageFacts
@@ -48,29 +48,28 @@ class DecodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOrder:
-    """How an edit reads its mask.
-
-    width, height: at which the image is drawn, in pixels. latent_scale: pixels of an element of the latent, a side.
-    alpha: what is transparent is redrawn, instead of what is white.
-    padding: pixels around the mask that are drawn with it, in the image's; None draws the whole image.
-    image_size: the image's own; needed with padding.
-    token: elements of the latent, a side, of a token of the finest attention level; margin: such tokens around a mask
-    that are computed with it. With them MaskUse.computed_share is found out; token 0 leaves it out.
-    """
+    """Parameters by which an edit reads its mask."""
 
     width: int
+    """Width at which the image is drawn, in pixels."""
     height: int
     latent_scale: int
+    """Pixels per element of the latent, along a side."""
     alpha: bool = False
+    """Whether the transparent part is redrawn, instead of the white part."""
     padding: int | None = None
+    """Pixels of the image around the mask that are drawn with it; None draws the whole image."""
     image_size: ImageSize | None = None
+    """Size of the image. Required if `padding` is set."""
     token: int = 0
+    """Elements of the latent per token of the finest attention level, along a side; 0 leaves out `computed_share`."""
     margin: int = 0
+    """Tokens around the mask that masked blocks compute as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crop:
-    """A part of an image, in the pixels of one of image_size."""
+    """A part of an image of size `image_size`, in pixels."""
 
     x: int
     y: int
@@ -81,20 +80,18 @@ class Crop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedEdit:
-    """An edit's image and mask at the size at which it is drawn.
-
-    mask: uint8 [height, width] as `pixels`, 1 where they are redrawn, else 0. use: what the mask was and what it
-    redraws, without its digest. facts: of the image.
-    """
+    """An edit's image and mask at the size at which the edit is drawn."""
 
     pixels: Pixels
     mask: bytes = field(repr=False)
+    """uint8 [height, width], row-major: 1 where the pixels are redrawn, else 0."""
     use: MaskUse
+    """Facts about the mask, without its digest."""
     facts: ImageFacts
 
     @property
     def crop(self) -> Crop | None:
-        """The part of the image that is drawn; None where that is all of it."""
+        """The part of the image that is drawn; None for the whole image."""
         use = self.use
         if not use.crop_width:
             return None
@@ -105,15 +102,17 @@ class DecodedEdit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
-    """What the drawn pixels of an edit are put into.
-
-    image, mask: encoded. order: how the mask is read; its image_size is not looked at. keep_unmasked: the image's own
-    pixels and their transparency stay outside the mask, and the drawn ones, which are opaque, fade into them over
-    `feather` pixels. Without it, only what was cut out is put back, as Diffusers does.
-    """
+    """An image into which the drawn pixels of an edit are pasted."""
 
     image: bytes = field(repr=False)
+    """The encoded image."""
     mask: bytes = field(repr=False)
+    """The encoded mask."""
     order: MaskOrder
+    """Parameters by which the mask is read; `image_size` is ignored."""
     keep_unmasked: bool = True
+    """Whether the image's pixels and their transparency are kept outside the mask. Otherwise only a crop is pasted
+    back, as in Diffusers.
+    """
     feather: int = 0
+    """Pixels over which the drawn pixels, which are opaque, fade into kept ones."""

@@ -1,7 +1,7 @@
-"""Images decoded and encoded in a pool of codec processes: what they are sent, and whose fault a lost process was.
+"""A pool of codec processes: it sends them images, and decides what to blame for a lost process.
 
-A process that spent the processor time of a call, or that died twice in it, has an image to blame. One that stood
-still has not: it was stopped, or the machine was busy with everything else. This module decodes nothing itself.
+The image is to blame if the process used up the CPU time of a call, or died twice in it. If the process made no
+progress, it was stopped or the machine was busy. This module decodes nothing itself.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from bottega.process import CallNeed, Loss, PoolLimits, PreparedCall, ProcessLos
 from bottega.v1 import codec_pb2, generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import ImageFormat, MaskUse
 
-# About what calls take on one x86-64 core: a tenant is charged so much when a call begins, and what it took when it
-# ends. Decoding takes 10 to 22 ns a pixel; a progressive JPEG counts four times, and may be made to take as much.
+# Estimated seconds of calls on one x86-64 core. A tenant is charged the estimate when a call begins, and the actual
+# seconds when it ends. Decoding takes 10 to 22 ns per pixel. A progressive JPEG counts four times: it may take that
+# long.
 _CALL_S = 0.002
 _DECODED_PIXEL_S = 15e-9
 _ENCODED_PIXEL_S: Mapping[ImageFormat.ValueType, float] = {
     generation_pb2.IMAGE_FORMAT_PNG: 60e-9,
     generation_pb2.IMAGE_FORMAT_WEBP: 200e-9,
 }
-_EVERYBODYS = Share()
+_DEFAULT_SHARE = Share()
 
 _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """An encoded image and how it came about.
-
-    began_s: when a codec process began with it, CLOCK_MONOTONIC in seconds.
-    seconds: that the process took.
-    """
+    """An encoded image, and when it was encoded."""
 
     data: bytes
     began_s: float
+    """CLOCK_MONOTONIC, in seconds, when a codec process began to encode it."""
     seconds: float
+    """Seconds that the process took."""
 
 
 class CodecPool(ProcessPool):
-    """Codec processes that tenants share by the seconds that their images take; see `bottega.process.fair_lanes`.
+    """A pool of codec processes, which tenants share by the seconds that their images take.
 
-    `start` before the first call, `stop` after the last. Each call has the share of the tenant whose images it is for.
+    See `bottega.process.fair_lanes`. Call `start` before the first call and `stop` after the last. Each call gets the
+    share of the tenant that owns the images.
 
     Args:
         processes: Number of codec processes.
-        deadline_s: Seconds that a process may take over one call. A call whose process stood still for so long, or
-            died, gets a second one, and as long again.
-        max_waiting: Calls that may wait, half of them with large images; a further one raises QueueFull, with the time
-            after which to ask again. One tenant gets fewer, so that others find room.
-        max_wait_s: Seconds that one may wait for its turn; then it gets the same error. None: as long as its caller
-            does.
+        deadline_s: Seconds that a process may take for one call. A call whose process made no progress for so long, or
+            died, gets a second process with the same deadline.
+        max_waiting: Calls that may wait, half of them with large images. A further call raises QueueFull with the time
+            after which to retry. One tenant may have fewer, so that others find room.
+        max_wait_s: Seconds after which a call that waits for its turn raises QueueFull. None: it waits as long as its
+            caller.
         idle_s: See PoolLimits.
     """
 
@@ -89,16 +89,16 @@ class CodecPool(ProcessPool):
         )
         super().__init__(spec, limits)
 
-    async def inspect(self, image: bytes, *, share: Share = _EVERYBODYS) -> ImageSize:
+    async def inspect(self, image: bytes, *, share: Share = _DEFAULT_SHARE) -> ImageSize:
         """Decode the image completely and return its size. Raises BadImage, QueueFull, Unavailable."""
         need = _decoding_need(share, image)
         answer = await self._ask(lambda: _inspect_call(image), len(image), need=need, blame=BadImage)
         return ImageSize(width=answer.width, height=answer.height)
 
-    async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share = _EVERYBODYS) -> MaskUse:
+    async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share = _DEFAULT_SHARE) -> MaskUse:
         """Decode the mask of an edit and return what it redraws, without its digest.
 
-        Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
+        Raises BadImage, also if the mask redraws nothing; QueueFull, Unavailable.
         """
         need = _decoding_need(share, mask, made_pixels=order.width * order.height)
         answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), need=need, blame=BadImage)
@@ -111,9 +111,9 @@ class CodecPool(ProcessPool):
         height: int = 0,
         *,
         crop: Crop | None = None,
-        share: Share = _EVERYBODYS,
+        share: Share = _DEFAULT_SHARE,
     ) -> DecodedImage:
-        """Decode the image, or a part of it, and resize it; 0 and 0 keep its size. A crop needs a size.
+        """Decode and resize an image or a part of it. Width and height 0 keep the size; a crop needs both.
 
         Raises BadImage, QueueFull, Unavailable.
         """
@@ -123,11 +123,11 @@ class CodecPool(ProcessPool):
         return await copied(answer.width * answer.height * 3, lambda: _decoded(answer))
 
     async def decode_edit(
-        self, image: bytes, mask: bytes, order: MaskOrder, *, share: Share = _EVERYBODYS
+        self, image: bytes, mask: bytes, order: MaskOrder, *, share: Share = _DEFAULT_SHARE
     ) -> DecodedEdit:
-        """Decode an edit's image and mask to what is drawn. The order's image_size is not looked at.
+        """Decode an edit's image and mask at the size at which it is drawn. `order.image_size` is ignored.
 
-        Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
+        Raises BadImage, also if the mask redraws nothing; QueueFull, Unavailable.
         """
         need = _decoding_need(share, image, mask, made_pixels=order.width * order.height)
         size_bytes = len(image) + len(mask)
@@ -143,21 +143,24 @@ class CodecPool(ProcessPool):
         *,
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
-        share: Share = _EVERYBODYS,
+        share: Share = _DEFAULT_SHARE,
     ) -> EncodedImage:
-        """Encode pixels, or the image that they are put into; see images.encode and edits.composed.
-
-        Raises InternalError when that fails, QueueFull, Unavailable.
+        """Encode pixels, or the image into which they are pasted; see images.encode and edits.composed.
 
         Args:
-            icc_profile: Of the result; with an overlay its image's own counts.
-            share: Of the tenant whose picture it is.
+            icc_profile: Colour profile of the result. With an overlay, that of the overlay's image is used instead.
+            share: The share of the tenant that owns the picture.
+
+        Raises:
+            InternalError: Encoding failed.
+            QueueFull: No call may wait now.
+            Unavailable: No process answered in time.
         """
-        beside = () if overlay is None else (overlay.image, overlay.mask)
+        overlay_files = () if overlay is None else (overlay.image, overlay.mask)
         answer = await self._ask(
             lambda: _encode_call(pixels, image_format, quality, text, overlay=overlay, icc_profile=icc_profile),
-            len(pixels.data) + len(icc_profile) + sum(map(len, beside)),
-            need=_encoding_need(share, pixels, image_format, beside),
+            len(pixels.data) + len(icc_profile) + sum(map(len, overlay_files)),
+            need=_encoding_need(share, pixels, image_format, overlay_files),
             blame=InternalError,
         )
         return await copied(len(pixels.data), lambda: _encoded(answer))
@@ -191,16 +194,20 @@ class CodecPool(ProcessPool):
 
 
 def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNeed:
-    """Return what decoding images takes, by their headers. made_pixels: of what is made of them."""
+    """Return what decoding images takes, by their headers.
+
+    Args:
+        made_pixels: Pixels of the result.
+    """
     pixels = [*map(structure.claimed_pixels, images), made_pixels]
     return CallNeed(share=share, expected_s=_CALL_S + sum(pixels) * _DECODED_PIXEL_S, large=max(pixels) > LARGE_PIXELS)
 
 
 def _encoding_need(
-    share: Share, pixels: Pixels, image_format: ImageFormat.ValueType, beside: Sequence[bytes]
+    share: Share, pixels: Pixels, image_format: ImageFormat.ValueType, overlay_files: Sequence[bytes]
 ) -> CallNeed:
-    """Return what encoding pixels takes, and decoding the images that they are put into."""
-    decoding = _decoding_need(share, *beside)
+    """Return what it takes to encode pixels, and to decode the files of an overlay."""
+    decoding = _decoding_need(share, *overlay_files)
     made = pixels.width * pixels.height
     per_pixel_s = _ENCODED_PIXEL_S.get(image_format, _DECODED_PIXEL_S)
     return replace(
@@ -217,7 +224,7 @@ def _inspect_mask_call(mask: bytes, order: MaskOrder) -> codec_pb2.CodecCall:
 
 
 def mask_order_to_wire(order: MaskOrder) -> codec_pb2.MaskOrder:
-    """As a call of a codec process carries it."""
+    """Return an order as the message of a codec call."""
     size = order.image_size or ImageSize(width=0, height=0)
     return codec_pb2.MaskOrder(
         width=order.width,
@@ -259,12 +266,12 @@ def _decoded(answer: codec_pb2.CodecAnswer) -> DecodedImage:
     return DecodedImage(pixels=_pixels(answer.pixels), facts=_facts(answer.facts))
 
 
-def _facts(said: codec_pb2.ImageFacts) -> ImageFacts:
+def _facts(message: codec_pb2.ImageFacts) -> ImageFacts:
     return ImageFacts(
-        size=ImageSize(width=said.width, height=said.height),
-        transparent=said.transparent,
-        scaled_from_16_bits=said.scaled_from_16_bits,
-        icc_profile=said.icc_profile,
+        size=ImageSize(width=message.width, height=message.height),
+        transparent=message.transparent,
+        scaled_from_16_bits=message.scaled_from_16_bits,
+        icc_profile=message.icc_profile,
     )
 
 

@@ -1,8 +1,8 @@
-"""A codec process: `python -m bottega.codec.process --fd N` answers CodecCall frames until its pipe closes.
+"""The codec process: `python -m bottega.codec.process --fd N` answers CodecCall frames until its pipe closes.
 
-Untrusted files are decoded here, where a crash, a hang or a flood of memory takes only this process along.
-Its parent sets the limit of memory and the deadline; the CPU seconds of a call are bounded here, so that
-the bound holds without a parent too. The first answer, number 0, says that it is ready.
+It decodes untrusted files, so that a crash, a hang or excessive memory ends only this process. The parent sets the
+limit on memory and the deadline. The process itself limits the CPU seconds of a call, so that the limit holds even if
+the parent has died. The first answer, number 0, says that the process is ready.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bottega.errors import BadImage
 from bottega.process import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
 
-# Seconds of a processor that a call may take, where it is not those of decoding.
+# CPU seconds that a call may take, by kind; all other calls have those of decoding.
 _CPU_S: Mapping[str | None, float] = {"encode": ENCODE_CPU_S, "decode_edit": DECODE_EDIT_CPU_S}
 
 
 def main() -> None:
-    """Serves until the other end of the pipe closes."""
+    """Answer calls until the other end of the pipe closes."""
     parser = argparse.ArgumentParser(description="Bottega's codec process; started by its service")
     parser.add_argument("--fd", type=int, required=True)
     channel = FramedPipe.from_fd(parser.parse_args().fd)
@@ -38,7 +38,7 @@ def main() -> None:
 def _answer(frame: bytes) -> codec_pb2.CodecAnswer:
     began_s = time.monotonic()
     call = codec_pb2.CodecCall.FromString(frame)
-    signal.setitimer(signal.ITIMER_PROF, _CPU_S.get(call.WhichOneof("call"), DECODE_CPU_S))  # SIGPROF ends it
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S.get(call.WhichOneof("call"), DECODE_CPU_S))  # SIGPROF ends the process
     try:
         answer = _done(call)
     except BadImage as refusal:
@@ -133,14 +133,14 @@ def _with_pixels(pixels: Pixels, facts: ImageFacts) -> codec_pb2.CodecAnswer:
     tensor = tensor_pb2.Tensor(
         data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(pixels.height, pixels.width, 3), data=pixels.data
     )
-    said = codec_pb2.ImageFacts(
+    image_facts = codec_pb2.ImageFacts(
         width=facts.size.width,
         height=facts.size.height,
         transparent=facts.transparent,
         scaled_from_16_bits=facts.scaled_from_16_bits,
         icc_profile=facts.icc_profile,
     )
-    return codec_pb2.CodecAnswer(width=pixels.width, height=pixels.height, pixels=tensor, facts=said)
+    return codec_pb2.CodecAnswer(width=pixels.width, height=pixels.height, pixels=tensor, facts=image_facts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The root of all errors, its status codes, and the two errors that are about no subject."""
+"""The root of all errors with its status codes, and the errors of faults and configurations."""
 
 from __future__ import annotations
 
@@ -36,26 +36,32 @@ class Code(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One field that broke a rule: its path as in google.rpc.BadRequest, and what would be right."""
+    """A field of a request that breaks a rule."""
 
     field: str
+    """Path of the field, as in google.rpc.BadRequest."""
     description: str
+    """The rule, and what would be right."""
 
 
 class BottegaError(Exception):
-    """The root. A subclass fixes its `code` and `reason`.
+    """The root of all errors. A subclass fixes its `code` and `reason`.
 
-    message: for people; names what to do where something can be done.
-    metadata: facts for programs; they travel in ErrorInfo.
-    retry_after_s: seconds after which a retry may help, or None when none does.
-    violations: only of InvalidRequest and its kind.
+    Args:
+        message: Text for people. It says what to do where something can be done.
+        metadata: Facts for programs, which travel in ErrorInfo.
+        retry_after_s: Seconds after which a retry may help; None if none will.
+        violations: Fields that break rules. Only InvalidRequest and its subclasses have any.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
     reason: ClassVar[ErrorReason.ValueType] = error_pb2.ERROR_REASON_UNSPECIFIED
 
     def __init_subclass__(cls, *, code: Code | None = None, reason: ErrorReason.ValueType | None = None) -> None:
-        """code, reason: absent are those of its parent. Without its own reason no class comes off the wire."""
+        """Set the code and the reason; those that are not given are the parent's.
+
+        A client can only raise classes that have a reason of their own.
+        """
         super().__init_subclass__()
         if code is not None:
             cls.code = code
@@ -78,20 +84,20 @@ class BottegaError(Exception):
 
     @property
     def reason_name(self) -> str:
-        """The reason as ErrorInfo carries it: without the enum's prefix."""
+        """Return the reason as ErrorInfo carries it: without the enum's prefix."""
         return ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_")
 
 
 class InternalError(BottegaError, code=Code.INTERNAL, reason=error_pb2.ERROR_REASON_INTERNAL):
-    """A fault of the suite; the log says more under the same request_id."""
+    """A fault in the suite; the log says more under the same request_id."""
 
 
 class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
-    """A configuration that cannot be used, or what it names. Never on the wire."""
+    """A configuration, or something that it names, cannot be used. Never on the wire."""
 
     exit_status: ClassVar[int] = 2
-    """Status of a process that ends with it. Supervisors do not start it again, as it would end with it again."""
+    """Exit status of a process that ends with this error. Supervisors do not restart it: it would fail again."""
 
 
 class ServicesMissing(ConfigError):
-    """The SDK was installed without the services, which what was asked for needs."""
+    """The SDK was installed without the services, which a command needs."""

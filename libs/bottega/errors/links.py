@@ -1,20 +1,20 @@
-"""Tensor links between processes: what fails here is one link, and nothing else with it."""
+"""Errors of tensor links between processes."""
 
 from __future__ import annotations
 
-from bottega.errors.availability import Unavailable
 from bottega.errors.base import BottegaError, Code
+from bottega.errors.requests import Unavailable
 from bottega.v1 import error_pb2
 
 
 class LinkError(BottegaError, code=Code.UNAVAILABLE):
-    """One tensor link failed; others are not affected. Subclasses say how."""
+    """One tensor link failed; others are not affected."""
 
 
 class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
-    """A service has as many tensor links as it serves, or as many offers of them wait to be taken up.
+    """A service has no room for another tensor link, or for another offer of one.
 
-    metadata["limit"] says which: "links" or "offers".
+    metadata["limit"] is "links" or "offers".
     """
 
 
@@ -23,47 +23,47 @@ class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING)
 
 
 class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
-    """The process at the other end is gone, or the connection to it is. What was received of a message is void."""
+    """The process at the other end, or the connection to it, is gone. Partly received messages are void."""
 
 
 class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
-    """One of the ends closed the link."""
+    """One end closed the link."""
 
 
 class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED):
-    """A link's message, or a part of one, did not move before the deadline. DeadlinePassed is that of a job."""
+    """A message, or a part of one, was not transferred before the deadline. For a job, see DeadlinePassed."""
 
 
 class NoCredit(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_CREDIT):
-    """The receiver holds every slot and gave none back before the deadline. The link lives."""
+    """The receiver holds every slot, and released none before the deadline. The link stays usable."""
 
 
 class NoSharedMemory(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_SHARED_MEMORY):
-    """The system has no memory for a slot, or allows no file of its size. The link lives.
+    """The system has no memory for a slot, or allows no file of its size. The link stays usable.
 
-    metadata["cause"] is the system's name for it, such as ENOSPC.
+    metadata["cause"] is the system's name for the error, such as ENOSPC.
     """
 
 
 class AuthFailed(LinkError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_LINK_AUTH_FAILED):
-    """The token of a link's offer is wrong, was used or is too old. A new offer helps."""
+    """The token of a link's offer is wrong, used or too old. Ask for a new offer."""
 
 
 class StaleEpoch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_EPOCH):
-    """The link has been opened anew since; only the newest epoch is served."""
+    """The link has been reopened; only the newest epoch is served."""
 
 
 class LayoutMismatch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LAYOUT_MISMATCH):
-    """A message has another layout than its receiver expects; none of its bytes were taken."""
+    """A message has another layout than its receiver expects; none of its bytes were read."""
 
 
 class LeaseExpired(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LEASE_EXPIRED):
-    """A received message was given back, or was kept too long after its link had died."""
+    """A received message was released, or was kept too long after its link had died."""
 
 
 class MessageAborted(LinkError, code=Code.ABORTED, reason=error_pb2.ERROR_REASON_MESSAGE_ABORTED):
-    """The sender took a message back before it was whole. The link lives."""
+    """The sender withdrew a message before it was complete. The link stays usable."""
 
 
 class BadFrame(LinkError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_BAD_FRAME):
-    """The peer broke the link's rules: a header that lies, a size beyond a limit, memory that is not sealed."""
+    """The peer broke the protocol: a wrong header, a size beyond a limit, memory that is not sealed."""

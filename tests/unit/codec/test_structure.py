@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "stray bytes": (lambda: hostile.jpeg_with(bytes(8_000_000)), "between its JPEG segments; at most 65536"),
     "stray escapes": (lambda: hostile.jpeg_with(b"\xff\0" * 4_000_000), "between its JPEG segments; at most 65536"),
-    "arithmetic codes": (hostile.arithmetic, "baseline and progressive are taken"),
+    "arithmetic codes": (hostile.arithmetic, "baseline and progressive are accepted"),
     "damaged texts": (lambda: hostile.compressed_texts(7900), "7900 PNG texts; at most 128"),
     "damaged international texts": (lambda: hostile.compressed_texts(7900, b"iTXt"), "7900 PNG texts; at most 128"),
     "colour profiles": (lambda: hostile.colour_profiles(7900), "7900 PNG chunks iCCP; at most 1"),

@@ -90,7 +90,7 @@ NO_IMAGE = "the bytes are no PNG, JPEG or WebP image"
         ({"mask_image": b"no picture"}, {"mask_image": NO_IMAGE}),
         ({"mask_image": b""}, {"mask_image": "is empty; send a PNG, JPEG or WebP"}),
         ({"mask_image": b"no picture", "image": b"nor this"}, {"image": NO_IMAGE, "mask_image": NO_IMAGE}),
-        ({"image": None}, {"mask_image": "needs image, which it says what to redraw of"}),
+        ({"image": None}, {"mask_image": "needs image, of which it selects what to redraw"}),
         (
             {"mask_image": None, "padding_mask_crop": 8, "mask_feather": 4},
             {"padding_mask_crop": "needs mask_image", "mask_feather": "needs mask_image"},
