@@ -1,12 +1,17 @@
-"""The connections to a server's port: how many there may be, and which are ended for the sake of others.
+"""Limits on the connections to a server's port, and the guard that ends connections for the sake of others.
 
-gRPC bounds all connections, not those of one host, which could have all and do nothing with them. So connections
-that carry no call are ended where their host has more than its share. Two kinds are ended whatever they carry, since
-gRPC does not end them: those of a host that calls again and again without being known, and those that bring far more
-than their calls, such as pings. (gRPC ends one that pings too often, but not before its last answer has gone out, and
-while pings come there is always another answer.) Such a host is kept out for some time, unless somebody who is known
-has called from there, too: each new connection would bring new calls, and gRPC hands out those of all hosts in one
-line.
+gRPC limits the number of all connections, not of those of one host, which could take all of them and do nothing. So the
+guard ends connections without calls if their host has more than its share.
+
+It ends two kinds of connections even if they have calls, because gRPC does not end them: those of a host that floods
+the server with calls without being known, and those that bring far more data than their calls, such as pings. (gRPC
+ends a connection that pings too often only after its last answer was sent, and each ping causes another answer.) Such a
+host is kept out for some time, because each new connection would bring new calls, and gRPC queues those of all hosts
+together.
+
+A host may be a NAT with tenants behind it. If a known caller used it within the last day it is not kept out. If tenants
+behind it are not known yet, or their host is forgotten, they can connect between two bans (see SourceFilter), and then
+the host is known. While a host is not kept out, only connections with refused calls are ended.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -33,42 +39,47 @@ from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.peers import endpoint, host_of_address
 from bottega.rpc.source_filter import SourceFilter
 
-# Of the descriptors: a service may listen on two ports, and the rest is for files, links and child processes.
+# Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
+# files, links and child processes.
 _PART_OF_OPEN_FILES = 3
-# Between two looks. What comes in meanwhile has to fit between our bound and gRPC's.
-_LOOK_S = 0.25
-# The same while a host floods: it has made some hundred calls more by then.
-_FLOOD_LOOK_S = 0.05
-# For which a host is kept out.
-_BANNED_S = 10.0
-# gRPC's bound in times ours: one host's excess is ended before others find no room.
+# Between two rounds. The connections that open meanwhile must fit between the guard's limit and gRPC's.
+_ROUND_S = 0.25
+# The same during a flood: its host makes some hundred calls in this time.
+_FLOOD_ROUND_S = 0.05
+# A flooding host is kept out for so long, and then not again for half of it: a client's connection attempt, which is
+# repeated after 1, 3 and 7 s, mostly succeeds meanwhile.
+_BANNED_S, _PROBATION_S = 10.0, 5.0
+# gRPC's limit relative to the guard's, so that one host's excess is ended before others find no room.
 _GRPC_SHARE = 1.25
-# Connections of strangers that are left where their host cannot be kept out: new ones would bring more calls.
+# Connections with refused calls that stay open if their host is not kept out: new ones would bring more calls.
 _STRANGE_CONNECTIONS = 2
-# Of a core, in which connections are looked at one by one for what they bring beside calls.
+# Share of a core from which on the traffic of each connection is checked.
 _BUSY_SHARE = 0.25
-# What a connection may bring beside its calls: at once, and in a second. An honest client pings every half minute.
+# Bytes that a connection may bring besides its calls: at once, and per second. An honest client pings every 30 s.
 _IDLE_TALK_BYTES = 512 << 10
 _IDLE_TALK_PER_S = 4 << 10
-# Of what was sent, what a client may say about it: that it has room for more, and pings that measure the way. Go's
-# sends a ping of 17 bytes with each frame of data, which has at least as many, and as many are answered.
-_SAID_OF_SENT = 0.5
-# The same while a message is coming, which is known when it is here.
-_COMING_BYTES = 32 << 20
-# Place in Linux's struct tcp_info of the bytes that the other end has taken, and of those that came from it.
-_TAKEN_AT, _TCP_INFO_BYTES = 120, 136
-# Between two lines in the log about the same thing.
+# Bytes of window updates and pings per byte that was sent to the client. Go's client sends a ping of 17 bytes for each
+# data frame, which has at least as many, and our answer to it has 17 as well.
+_TALK_PER_SENT_BYTE = 0.5
+# The same while a message is arriving, which is counted only when it is complete.
+_ARRIVING_BYTES = 32 << 20
+# Offset, in Linux's struct tcp_info, of the bytes acknowledged by the peer and of the bytes received.
+_ACKNOWLEDGED_AT, _TCP_INFO_BYTES = 120, 136
+# Between two log lines about the same event.
 _LOG_S = 10.0
+_OPEN_FILES = Path("/proc/self/fd")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InboundConnection:
-    """One that is open. descriptor: in this process. peer: as Peer.connection."""
+    """An open connection of a client."""
 
     descriptor: int
+    """File descriptor in this process."""
     peer: str
+    """The client's end, as in Peer.connection."""
     host: str
 
 
@@ -77,26 +88,27 @@ class ConnectionBounds:
     """Bounds on the connections to a port."""
 
     guarded: int
-    """By which each host has its share."""
+    """Bound of the guard, of which each host has its share."""
     accepted: int
-    """Beyond which gRPC closes new ones at once, whoever they are of."""
+    """Bound of gRPC, above which it closes new connections at once, whatever their host."""
 
 
 def connection_bounds(wanted: int) -> ConnectionBounds:
-    """Return bounds for as many as are wanted, or as the limit of open files leaves room for."""
+    """Return bounds for the wanted number of connections, or for as many as the limit of open files allows."""
     accepted = max(1, min(math.ceil(wanted * _GRPC_SHARE), open_files.limit() // _PART_OF_OPEN_FILES))
     return ConnectionBounds(guarded=max(1, int(accepted / _GRPC_SHARE)), accepted=accepted)
 
 
 class ConnectionGuard:
-    """Ends connections to a port where they are in the way of others.
+    """A guard that ends connections to a port if they are in the way of others.
 
     Args:
-        most: Of which each host has its share.
-        share: See `fair_order.fair_room`; of one host.
-        busy: Returns the other ends (peers.endpoint) of connections that carry calls now. They may stay however many
-            connections their host has.
-        ledger: What the calls of each connection account for.
+        most: Bound on all connections, of which each host has its share.
+        share: A host's share; see `fair_order.fair_room`. With 1 a host may be a proxy with tenants behind it, and no
+            connection is ended because of other calls of its host.
+        busy: Returns the client ends (peers.endpoint) of connections that have calls now. A host may keep them, however
+            many they are.
+        ledger: The accounts of the connections' calls.
     """
 
     def __init__(
@@ -108,52 +120,72 @@ class ConnectionGuard:
         self._ledger = ledger
         self._banned: SourceFilter | None = None
         self._traffic: dict[InboundConnection, _Traffic] = {}
-        self._processor_s, self._looked_at = time.process_time(), time.monotonic()
+        self._processor_s, self._checked_at = time.process_time(), time.monotonic()
         self._ended = Counter[str]()
         self._logged_at = -_LOG_S
 
     @contextlib.asynccontextmanager
     async def looking(self, port: int) -> AsyncIterator[None]:
-        """Look, again and again, in the block."""
-        async with running(self._look_on(port)):
+        """Guard a port in the block."""
+        async with running(self._guard(port)):
             yield
 
-    async def _look_on(self, port: int) -> None:
-        self._banned = SourceFilter(port, banned_s=_BANNED_S)
+    async def _guard(self, port: int) -> None:
+        banned = self._banned = SourceFilter(port, banned_s=_BANNED_S, probation_s=_PROBATION_S)
         while True:
-            await asyncio.sleep(_FLOOD_LOOK_S)
-            await self._ledger.wait_for_flood(_LOOK_S - _FLOOD_LOOK_S)
+            await self._ledger.wait_for_flood(_ROUND_S)
             try:
-                await asyncio.to_thread(self._look, port, frozenset(self._busy()), self._ledger.floods())
+                # These checks take microseconds. A look at the connections takes milliseconds, so a thread does it.
+                floods, crowded, working = self._ledger.floods(), self._is_crowded(), self._is_working()
+                if crowded or floods or working or banned.is_due:
+                    look = _Look(port=port, crowded=crowded, working=working, floods=floods)
+                    await asyncio.to_thread(self._look, look, frozenset(self._busy()))
+                    await asyncio.sleep(_FLOOD_ROUND_S)
             except (OSError, psutil.Error) as error:
                 _log.warning("connections cannot be looked at", extra={"why": str(error)})
 
-    def _look(self, port: int, busy: Collection[str], floods: Collection[str]) -> None:
+    def _is_crowded(self) -> bool:
+        """Return whether a host may have more than its share: the process has enough files and sockets open for it."""
+        return sum(1 for _ in _OPEN_FILES.iterdir()) > self._share * self._most
+
+    def _is_working(self) -> bool:
+        """Return whether the process has used much of a core since the last round, for whatever reason."""
+        processor_s, now = time.process_time(), time.monotonic()
+        used = processor_s - self._processor_s > _BUSY_SHARE * (now - self._checked_at)
+        self._processor_s, self._checked_at = processor_s, now
+        return used
+
+    def _look(self, look: _Look, busy: Collection[str]) -> None:
         if self._banned is not None:
             self._banned.lift()
-        # With fewer files and sockets open no host can have more than its share.
-        crowded = psutil.Process().num_fds() > self._share * self._most
-        working = self._is_working()
-        if not (crowded or floods or working):
+        if not (look.crowded or look.floods or look.working):
             return
-        found = connections(port)
-        if crowded:
+        found = connections(look.port)
+        if look.crowded:
             self._end(
                 "connections without calls were ended: a host had more than its share", self._too_many(found, busy)
             )
-        # A host that may have all is a proxy: its connections carry the calls of tenants as well.
-        for host in floods if self._share < 1 else ():
-            left = 0 if self._keep_out(host) else _STRANGE_CONNECTIONS
-            strange = [each for each in found if each.host == host and not self._ledger.found(each.peer).known]
-            self._end("connections were ended: a host called again and again without being known", strange[left:])
-        talkers = list(self._idle_talkers(found)) if working else []
-        for host in {each.host for each in talkers} - set(floods) if self._share < 1 else ():
+        # A host that may have all connections is a proxy: its connections also carry calls of tenants.
+        for host in look.floods if self._share < 1 else ():
+            self._end(
+                "connections were ended: a host called again and again without being known", self._strange(found, host)
+            )
+        talkers = list(self._idle_talkers(found)) if look.working else []
+        for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
             self._keep_out(host)
         self._end("connections were ended: they brought far more than their calls", talkers)
         self._log()
 
+    def _strange(self, found: Iterable[InboundConnection], host: str) -> Collection[InboundConnection]:
+        """Return the connections of a flooding host that are to be ended, and keep the host out if that is possible."""
+        connections = [connection for connection in found if connection.host == host]
+        strange = [connection for connection in connections if not self._ledger.found(connection.peer).known]
+        if self._keep_out(host):
+            return strange
+        return [c for c in strange if self._ledger.found(c.peer).refused][_STRANGE_CONNECTIONS:]
+
     def _keep_out(self, host: str) -> bool:
-        """Keep a host out from which nobody has called of late who is known. Return whether that was done."""
+        """Keep a host out unless a known caller used it lately. Return whether it is kept out."""
         return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
 
     def _end(self, event: str, ended: Iterable[InboundConnection]) -> None:
@@ -161,7 +193,7 @@ class ConnectionGuard:
             if end(connection):
                 self._ended[event] += 1
                 if self._banned is not None and self._banned.has(connection.host):
-                    # No other connection has its name as long as the host is kept out.
+                    # While the host is kept out, no other connection can have the same name.
                     self._ledger.found(connection.peer).ended_at = time.monotonic()
 
     def _log(self) -> None:
@@ -173,27 +205,20 @@ class ConnectionGuard:
         self._ended.clear()
         self._logged_at = time.monotonic()
 
-    def _is_working(self) -> bool:
-        """Whether the process has used much of a core since the last look, for whatever it was."""
-        processor_s, now = time.process_time(), time.monotonic()
-        used = processor_s - self._processor_s > _BUSY_SHARE * (now - self._looked_at)
-        self._processor_s, self._looked_at = processor_s, now
-        return used
-
     def _idle_talkers(self, found: Iterable[InboundConnection]) -> Iterator[InboundConnection]:
-        """Yield connections over which far more came than their calls can have brought."""
+        """Yield the connections that brought far more than their calls can explain."""
         earlier, self._traffic = self._traffic, {}
         for connection in found:
             account, idle_bytes = self._ledger.found(connection.peer), _idle_bytes(connection)
             before = earlier.get(connection) or _Traffic(at=time.monotonic())
             now = before.with_more(idle_bytes, account.explained_bytes)
             self._traffic[connection] = now
-            most = _COMING_BYTES if account.reading else _IDLE_TALK_BYTES
+            most = _ARRIVING_BYTES if account.reading else _IDLE_TALK_BYTES
             if now.unexplained_bytes > most:
                 yield connection
 
     def _too_many(self, found: Collection[InboundConnection], busy: Collection[str]) -> Iterable[InboundConnection]:
-        """Those to end. Which of a host's is left to chance: nothing tells which came first, or which is harmless."""
+        """Yield the connections to be ended. They are chosen at random: nothing tells which are older or harmless."""
         by_host: dict[str, list[InboundConnection]] = defaultdict(list)
         for connection in found:
             by_host[connection.host].append(connection)
@@ -208,17 +233,27 @@ class ConnectionGuard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """The reasons for a look at the connections of a port."""
+
+    port: int
+    crowded: bool
+    working: bool
+    floods: Collection[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Traffic:
-    """A leaking bucket of the bytes of a connection that its calls do not account for."""
+    """A leaky bucket of the bytes of a connection that its calls do not explain."""
 
     at: float
     idle_bytes: float = 0.0
-    """What came, less what may be said of what was sent."""
+    """Bytes received, less the control frames that sent bytes may have caused."""
     explained_bytes: int = 0
     unexplained_bytes: float = 0.0
 
     def with_more(self, idle_bytes: float, explained_bytes: int) -> _Traffic:
-        """Return what it is now. What is explained before it has all come is worth nothing for what comes later."""
+        """Return the bucket as it is now. Bytes explained in advance do not excuse bytes that arrive later."""
         now = time.monotonic()
         more = (idle_bytes - self.idle_bytes) - max(0, explained_bytes - self.explained_bytes)
         left = self.unexplained_bytes + more - _IDLE_TALK_PER_S * (now - self.at)
@@ -231,53 +266,53 @@ class _Traffic:
 
 
 def _idle_bytes(connection: InboundConnection) -> float:
-    """Return `_Traffic.idle_bytes` of a connection so far; 0 where the system does not tell."""
-    with _own(connection) as ours:
-        if ours is None:
+    """Return `_Traffic.idle_bytes` of a connection so far; 0 if the system does not report it."""
+    with _duplicate(connection) as duplicate:
+        if duplicate is None:
             return 0.0
-        info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(info) < _TCP_INFO_BYTES:
         return 0.0
-    taken, received = struct.unpack_from("=QQ", info, _TAKEN_AT)
-    return float(received - _SAID_OF_SENT * taken)
+    acknowledged, received = struct.unpack_from("=QQ", info, _ACKNOWLEDGED_AT)
+    return float(received - _TALK_PER_SENT_BYTE * acknowledged)
 
 
 def connections(port: int) -> list[InboundConnection]:
-    """Those that others have opened to a port of this process. Blocks for some milliseconds."""
+    """Return the connections of clients to a port of this process. Blocks for some milliseconds."""
     return [
-        InboundConnection(descriptor=each.fd, peer=endpoint(*each.raddr), host=host_of_address(each.raddr.ip))
-        for each in psutil.Process().net_connections("tcp")
-        if each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port and each.fd >= 0
+        InboundConnection(descriptor=found.fd, peer=endpoint(*found.raddr), host=host_of_address(found.raddr.ip))
+        for found in psutil.Process().net_connections("tcp")
+        if found.status == psutil.CONN_ESTABLISHED and found.laddr.port == port and found.fd >= 0
     ]
 
 
 def end(connection: InboundConnection) -> bool:
-    """End a connection, as if its other end had gone: the owner of the descriptor notices, and closes it.
+    """End a connection as if its client had closed it: the owner of the descriptor notices, and closes it.
 
-    False when that descriptor is another one's by now.
+    Return False if the descriptor belongs to another connection by now.
     """
-    with _own(connection) as ours:
-        if ours is None:
+    with _duplicate(connection) as duplicate:
+        if duplicate is None:
             return False
         with contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_RDWR)
+            duplicate.shutdown(socket.SHUT_RDWR)
             return True
     return False
 
 
 @contextlib.contextmanager
-def _own(connection: InboundConnection) -> Iterator[socket.socket | None]:
-    """A descriptor of our own for a connection in the block; None when its descriptor is another one's by now."""
+def _duplicate(connection: InboundConnection) -> Iterator[socket.socket | None]:
+    """Yield a duplicate of a connection's socket; None if its descriptor belongs to another connection by now."""
     with contextlib.ExitStack() as stack:
-        ours = None
+        duplicate = None
         with contextlib.suppress(OSError, IndexError):
-            own = os.dup(connection.descriptor)
+            descriptor = os.dup(connection.descriptor)
             try:
-                ours = stack.enter_context(socket.socket(fileno=own))
+                duplicate = stack.enter_context(socket.socket(fileno=descriptor))
             except OSError:
-                os.close(own)
+                os.close(descriptor)
                 raise
-            found = ours.getpeername()
+            found = duplicate.getpeername()
             if endpoint(str(found[0]), found[1]) != connection.peer:
-                ours = None
-        yield ours
+                duplicate = None
+        yield duplicate

@@ -1,7 +1,6 @@
-"""Hosts whose connections to a port the system drops before anybody sees them.
+"""A packet filter that drops connection attempts of chosen hosts to a port, before this process sees them.
 
-A listening socket may have a filter of packets (classic BPF, which needs no rights over a socket of one's own): what
-asks for a new connection and comes from one of these hosts is dropped. Open connections stay as they are.
+It is a classic BPF program on the listening sockets, which needs no special rights. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -17,77 +16,94 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 
-# Of <asm-generic/socket.h>; Python's socket module does not have them.
+# From <asm-generic/socket.h>; Python's socket module does not have them.
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
-# Of <linux/bpf_common.h>: load a byte or a word, mask it, compare it, return.
+# From <linux/bpf_common.h>: load a byte, load a word, mask, compare, return.
 _LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 0x06
-# Where the network's header begins, of which filters of TCP sockets see the rest.
+# Offset of the network header. Filters of TCP sockets see the packet from the TCP header on.
 _NETWORK = 0xFFF00000
 _IPV4_SOURCE, _IPV6_SOURCE = 12, 8
 _PASS, _DROP = 0xFFFFFFFF, 0
-# Of hosts at once: each is some instructions for every packet that asks for a connection.
-_MOST_HOSTS = 64
+# Each host takes some instructions for every packet that opens a connection.
+_MAX_HOSTS = 64
 
 _log = logging.getLogger(__name__)
 
 Instruction = tuple[int, int, int, int]
-"""Operation, instructions to skip where a comparison holds and where it does not, operand."""
+"""Operation, instructions to skip if a comparison holds, instructions to skip if it does not, operand."""
 
 
 class SourceFilter:
-    """Hosts from which a port takes no connections for some time. One thread at a time calls it.
+    """The hosts that may not connect to a port for some time. It is used by one thread at a time.
+
+    A host whose ban is over is on probation: for some time it cannot be banned again. So another caller behind the same
+    address, of whom nothing is known yet, can connect between two bans, however long a flood lasts.
 
     Args:
-        port: Of this process, which listens on it.
-        banned_s: For which a host is kept out.
+        port: A port on which this process listens.
+        banned_s: Duration of a ban.
+        probation_s: Duration of the probation after it.
     """
 
-    def __init__(self, port: int, *, banned_s: float) -> None:
+    def __init__(self, port: int, *, banned_s: float, probation_s: float) -> None:
         self._port = port
         self._banned_s = banned_s
-        self._until: dict[str, float] = {}  # by host, as peers.host_of_address has it
+        self._probation_s = probation_s
+        self._banned_until: dict[str, float] = {}  # by host, as in peers.host_of_address
+        self._probation_until: dict[str, float] = {}
         self._works = True
 
     def ban(self, host: str) -> bool:
-        """Keep a host out from now on. Return False where the system cannot."""
-        if not (self._works and host) or (host not in self._until and len(self._until) >= _MOST_HOSTS):
+        """Ban a host from now on. Return False if it is on probation, or if the system cannot ban it."""
+        if not (self._works and host) or self._probation_until.get(host, 0.0) > time.monotonic():
             return False
-        self._until[host] = time.monotonic() + self._banned_s
+        if host not in self._banned_until and len(self._banned_until) >= _MAX_HOSTS:
+            return False
+        self._banned_until[host] = time.monotonic() + self._banned_s
         return self._apply()
 
     def has(self, host: str) -> bool:
-        """Return whether a host is kept out now."""
-        return host in self._until
+        """Return whether a host is banned now."""
+        return host in self._banned_until
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `lift` has something to do."""
+        now = time.monotonic()
+        return any(until <= now for until in self._banned_until.values())
 
     def lift(self) -> None:
-        """Let hosts in whose time is over."""
+        """Admit the hosts whose ban is over."""
         now = time.monotonic()
-        over = [host for host, until in self._until.items() if until <= now]
-        for host in over:
-            del self._until[host]
-        if over:
-            self._apply()
+        admitted = [host for host, until in self._banned_until.items() if until <= now]
+        if not admitted:
+            return
+        self._probation_until = {host: until for host, until in self._probation_until.items() if until > now}
+        for host in admitted:
+            del self._banned_until[host]
+            self._probation_until[host] = now + self._probation_s
+        self._apply()
 
     def _apply(self) -> bool:
         try:
             for listening in _listening(self._port):
-                _attach(listening, program(self._until) if self._until else ())
+                _attach(listening, program(self._banned_until) if self._banned_until else ())
         except (OSError, psutil.Error) as error:
             self._works = False
-            self._until.clear()
+            self._banned_until.clear()
             _log.warning("hosts that flood cannot be kept out here", extra={"why": str(error)})
             self._detach()
         return self._works
 
     def _detach(self) -> None:
-        """Remove the filter, which may be an earlier one: otherwise its hosts would be kept out for ever."""
+        """Remove an earlier filter, whose hosts would otherwise stay banned."""
         with contextlib.suppress(OSError, psutil.Error):
             for listening in _listening(self._port):
                 _attach(listening, ())
 
 
 def program(hosts: Iterable[str]) -> tuple[Instruction, ...]:
-    """Return the filter that drops what comes from these hosts: of IPv6 a host is a network of 64 bits."""
+    """Return the filter that drops packets of these hosts. An IPv6 host is a network of 64 bits."""
     return (*(instruction for host in hosts for instruction in _drop(host)), (_RETURN, 0, 0, _PASS))
 
 
@@ -128,25 +144,19 @@ class _Program(ctypes.Structure):
 
 
 def _attach(listening: socket.socket, instructions: tuple[Instruction, ...]) -> None:
-    """No instructions remove a filter."""
+    """Attach a filter to a socket, or remove the filter if there are no instructions."""
     if not instructions:
         with contextlib.suppress(FileNotFoundError):
             listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         return
-    array = (_Instruction * len(instructions))(*(_Instruction(*each) for each in instructions))
+    array = (_Instruction * len(instructions))(*(_Instruction(*instruction) for instruction in instructions))
     built = _Program(length=len(instructions), instructions=array)
     listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, bytes(built))
 
 
-@contextlib.contextmanager
-def _own(descriptor: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(descriptor)) as ours:
-        yield ours
-
-
 def _listening(port: int) -> Iterator[socket.socket]:
-    """Yield a descriptor of our own for each socket of this process that listens on a port."""
-    for each in psutil.Process().net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.fd >= 0:
-            with _own(each.fd) as ours:
-                yield ours
+    """Yield a duplicate of each socket of this process that listens on a port."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.fd >= 0:
+            with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
+                yield duplicate

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,8 +18,9 @@ import pytest
 from bottega.errors import Unauthenticated
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
+from bottega.rpc.interceptor import connection_ledger
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.peers import Peer, host_of_address
+from bottega.rpc.peers import Peer, host_of_address, peer_of
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.server import Server, ServerConfig
 from bottega.v1 import image_pb2, image_pb2_grpc
@@ -181,6 +184,17 @@ def test_a_host_floods_by_calls_a_second_and_a_connection_of_somebody_known_is_r
     assert (ledger.knows("a"), ledger.knows("b")) == (False, True)
 
 
+def test_a_host_is_known_for_a_day_after_a_tenant_called_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(connection_ledger, "time", SimpleNamespace(monotonic=lambda: now_s))
+    ledger = ConnectionLedger()
+    ledger.recognized(Peer(connection="office 1", host="office"))
+    now_s = 16 * 3600.0  # a night
+    assert ledger.knows("office")
+    now_s = 25 * 3600.0
+    assert not ledger.knows("office")
+
+
 def test_a_connection_that_has_calls_is_remembered_however_many_others_come() -> None:
     ledger = ConnectionLedger()
     tenant = Peer(connection="tenant 1", host="proxy")
@@ -193,6 +207,51 @@ def test_a_connection_that_has_calls_is_remembered_however_many_others_come() ->
     assert ledger.found(tenant.connection).known
 
 
+async def test_only_refused_connections_of_a_known_host_are_ended() -> None:
+    ledger = ConnectionLedger()
+    guard = ConnectionGuard(most=100, share=0.5, busy=frozenset, ledger=ledger)
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        port = listening.getsockname()[1]
+        clients = []
+        for _ in range(4):
+            clients.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+            stack.enter_context(listening.accept()[0])
+            clients[-1].setblocking(False)
+        *refused, newcomer = clients
+        for _ in range(100):
+            for client in refused:
+                peer = peer_of(f"ipv4:127.0.0.1:{client.getsockname()[1]}")
+                ledger.account(peer)
+                ledger.refused(peer)
+        ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+        async with guard.looking(port):
+            await eventually(lambda: sum(map(_is_ended, refused)) == 1)
+        assert not _is_ended(newcomer)
+
+
+async def test_a_guard_at_rest_starts_no_work_in_threads() -> None:
+    looks = 0
+
+    class Counting(ThreadPoolExecutor):
+        def submit(self, *args: Any, **keywords: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().submit(*args, **keywords)
+
+    asyncio.get_running_loop().set_default_executor(Counting())
+    guard = ConnectionGuard(most=4096, share=0.5, busy=frozenset, ledger=ConnectionLedger())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        async with guard.looking(listening.getsockname()[1]):
+            await asyncio.sleep(1.5)  # six rounds, of which some may be busy with the test before
+    assert looks < 3
+
+
+def _is_ended(client: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return client.recv(1) == b""
+    return False
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 async def test_a_host_that_may_have_all_is_a_proxy_and_loses_no_connection_by_strangers_calls(share: float) -> None:
     ledger = ConnectionLedger()
@@ -202,17 +261,12 @@ async def test_a_host_that_may_have_all_is_a_proxy_and_loses_no_connection_by_st
         with socket.create_connection(("127.0.0.1", port)) as client, listening.accept()[0]:
             client.setblocking(False)
 
-            def is_ended() -> bool:
-                with contextlib.suppress(BlockingIOError):
-                    return client.recv(1) == b""
-                return False
-
             host = host_of_address("127.0.0.1")
             for _ in range(300):
                 ledger.refused(Peer(connection="somebody else's", host=host))
             async with guard.looking(port):
                 if share < 1:
-                    await eventually(is_ended)
+                    await eventually(lambda: _is_ended(client))
                 else:
                     await asyncio.sleep(0.6)  # some looks
-                    assert not is_ended()
+                    assert not _is_ended(client)

@@ -34,7 +34,7 @@ def _connects(port: int, source: str) -> bool:
 
 
 def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port: int) -> None:
-    banned = SourceFilter(port, banned_s=0.3)
+    banned = SourceFilter(port, banned_s=0.3, probation_s=60.0)
     assert _connects(port, BANNED)
     began = time.monotonic()
     assert banned.ban(BANNED)
@@ -49,8 +49,21 @@ def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port
     assert time.monotonic() - began > 0.3
 
 
+def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int) -> None:
+    banned = SourceFilter(port, banned_s=0.0, probation_s=0.3)
+    assert banned.ban(BANNED)
+    assert banned.is_due
+    banned.lift()
+    assert not banned.is_due
+    assert not banned.ban(BANNED)
+    assert banned.ban(OTHER)
+    assert _connects(port, BANNED)
+    wait_until(lambda: banned.ban(BANNED), "the host to be banned again")
+    assert not _connects(port, BANNED)
+
+
 def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
-    banned = SourceFilter(port, banned_s=60.0)
+    banned = SourceFilter(port, banned_s=60.0, probation_s=60.0)
     assert not banned.ban("")
     assert all(banned.ban(f"10.0.0.{number}") for number in range(64))
     assert not banned.ban("10.0.1.0")
@@ -60,7 +73,7 @@ def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
 def test_where_the_system_takes_no_further_host_no_host_stays_banned(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    banned = SourceFilter(port, banned_s=60.0)
+    banned = SourceFilter(port, banned_s=60.0, probation_s=60.0)
     assert banned.ban(BANNED)
 
     def refuse(hosts: object) -> tuple[Instruction, ...]:

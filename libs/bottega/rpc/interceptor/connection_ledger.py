@@ -1,4 +1,4 @@
-"""What the calls of each connection account for, which the guard of connections compares with what came over it."""
+"""Accounts of the calls of each connection, which the connection guard compares with the traffic."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from bottega.rpc.peers import Peer
 
 # Connections whose calls are remembered.
-_MOST_ACCOUNTS = 16_384
-# What a call may bring beside messages that are read: its metadata, and what gRPC takes in before it is looked at.
+_MAX_ACCOUNTS = 16_384
+# Bytes that a call may bring besides the messages that are read: metadata, and what gRPC receives before the call is
+# looked at.
 _CALL_BYTES = 96 << 10
-# Calls that a host may make in a second without being known, before its connections are ended: far fewer than a busy
-# service looks at.
+# Calls per second that a host may make without being known before its connections are ended. A busy service handles
+# many more.
 _STRANGE_CALLS, _COUNTED_S = 250, 1.0
-# For which a host is remembered from which somebody called who is known.
-_KNOWN_S = 3600.0
-# For which calls of a connection that was ended may still come out of gRPC's queue; its host is kept out for longer.
+# A host is remembered for a day after a known caller used it, so that a tenant's office stays known overnight.
+_KNOWN_S = 86_400.0
+# Calls of an ended connection may come out of gRPC's queue for so long. Its host is kept out for longer.
 _ENDED_S = 5.0
 
 
@@ -29,17 +30,19 @@ class ConnectionAccount:
     """An account of the calls of one connection."""
 
     known: bool = False
-    """Whether somebody who is known has called: a proxy's connection may carry strangers' calls as well."""
+    """Whether a known caller has used it. A proxy's connection may carry calls of strangers as well."""
+    refused: bool = False
+    """Whether a stranger's call over it was refused."""
     explained_bytes: int = 0
-    """Bytes that its calls may have brought, so far."""
+    """Bytes that its calls may have brought so far."""
     reading: int = 0
-    """Calls whose next message is waited for: some of it may be here."""
+    """Calls that wait for their next message, some of which may have arrived."""
     ended_at: float = -math.inf
     """When the connection was ended and its host kept out."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody hears an answer any more."""
+        """Whether nobody can receive an answer any more."""
         return time.monotonic() - self.ended_at < _ENDED_S
 
 
@@ -50,45 +53,45 @@ class ConnectionLedger:
         self._refused = Counter[str]()
         self._since = time.monotonic()
         self._flood = asyncio.Event()
-        self._known: dict[str, float] = {}  # by host, the last one last
-        self._accounts: dict[str, ConnectionAccount] = {}  # by connection, the last used one last
+        self._known: dict[str, float] = {}  # by host, least recently used first
+        self._accounts: dict[str, ConnectionAccount] = {}  # by connection, least recently used first
 
     def account(self, peer: Peer) -> ConnectionAccount:
-        """Return the account of a connection, for a call that begins."""
-        # The account that was used last goes to the end: one of a connection that has calls is not forgotten.
+        """Return the account of a connection for a new call."""
         account = self._accounts.pop(peer.connection, ConnectionAccount())
         self._accounts[peer.connection] = account
-        if len(self._accounts) > _MOST_ACCOUNTS:
+        if len(self._accounts) > _MAX_ACCOUNTS:
             del self._accounts[next(iter(self._accounts))]
         account.explained_bytes += _CALL_BYTES
         return account
 
     def recognized(self, peer: Peer) -> None:
-        """Note that somebody who is known calls from there."""
+        """Record that a known caller uses the connection and the host."""
         self.found(peer.connection).known = True
         self._known.pop(peer.host, None)
         self._known[peer.host] = time.monotonic()
-        if len(self._known) > _MOST_ACCOUNTS:
+        if len(self._known) > _MAX_ACCOUNTS:
             del self._known[next(iter(self._known))]
 
     def knows(self, host: str) -> bool:
-        """Return whether somebody who is known has called from there of late: other callers may come the same way."""
+        """Return whether a known caller used the host within the last day."""
         return time.monotonic() - self._known.get(host, -math.inf) < _KNOWN_S
 
     def refused(self, peer: Peer) -> None:
-        """Count a call of a stranger."""
+        """Record a refused call of a stranger."""
+        self.found(peer.connection).refused = True
         self._refused[peer.host] += 1
         if self._refused[peer.host] > _STRANGE_CALLS:
             self._flood.set()
 
     async def wait_for_flood(self, within_s: float) -> None:
-        """Return when a host may have made too many such calls, or after so long."""
+        """Wait until a host may have made too many strangers' calls, or until the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._flood.wait()
 
     def floods(self) -> frozenset[str]:
-        """Return the hosts that have made too many such calls of late, and have not been returned for them yet."""
+        """Return the hosts that made too many strangers' calls in about a second. Each flood is returned once."""
         self._flood.clear()
         hosts = frozenset(host for host, count in self._refused.items() if count > _STRANGE_CALLS)
         for host in hosts:
@@ -100,5 +103,5 @@ class ConnectionLedger:
         return hosts
 
     def found(self, connection: str) -> ConnectionAccount:
-        """Return the account of a connection that is open; an empty one where there was no call."""
+        """Return the account of an open connection; an empty one if there was no call."""
         return self._accounts.get(connection) or ConnectionAccount()
