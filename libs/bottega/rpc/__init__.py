@@ -1,1 +1,1 @@
-"""What every service shares: its start and end, and on the wire server, channels, statuses and fleet membership."""
+"""The parts of every service: start and end, server, channels, statuses, fleet membership."""

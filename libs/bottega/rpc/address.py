@@ -1,4 +1,4 @@
-"""Addresses as the configuration writes them: host:port."""
+"""Addresses in configurations: host:port."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.errors import ConfigError
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ConfigError when it is none."""
+    """Return host and port of "host:port". Raises ConfigError for other texts."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{address!r} is no address: host:port is wanted, for example 127.0.0.1:8470")
@@ -19,7 +19,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach "host:port". A name counts as reachable, "localhost" aside."""
+    """Return whether only this machine can reach "host:port". Names other than "localhost" count as reachable."""
     host = split(address)[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -28,7 +28,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _checked(address: str) -> str:
-    """As pydantic wants it: what is wrong is a ValueError, which it reports with the key."""
+    """Return a valid address. Raise ValueError otherwise, which pydantic reports with the key."""
     try:
         split(address)
     except ConfigError as error:
@@ -36,8 +36,8 @@ def _checked(address: str) -> str:
     return address
 
 
-# Of a key of a configuration: a text that `split` takes.
 Address = Annotated[str, AfterValidator(_checked)]
+"""An address in a configuration."""
 
-# The same, where empty is none.
 OptionalAddress = Annotated[str, AfterValidator(lambda address: _checked(address) if address else "")]
+"""An address in a configuration, or an empty text for none."""

@@ -1,4 +1,4 @@
-"""A service as a process: its command line, its memory, its lifespan, its exit status."""
+"""Runs a service as a process: command line, memory, lifespan and exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bottega.state_folder import keep_files_private
 
 _FAILED = 1
 _STDIN = 0
-# What stdin says is of no matter, only that it ends.
+# Bytes read at once from stdin, of which only the end matters.
 _IGNORED_BYTES = 4096
 
 _log = logging.getLogger(__name__)
@@ -34,21 +34,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceHooks:
-    """A service's own part of its lifespan: it starts, warms up, serves until it is told to stop, drains, ends.
-
-    warm_up: what must have happened before health says SERVING; a signal abandons it.
-    failed: has a result when the service cannot go on, though nobody told it to stop: it drains then, and that error
-        is its end. finish: see `Server.drain`. shut_down: always called last, whatever happened.
-    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
-        after this time that it has started. None: only when it is warm.
-    """
+    """The steps of a service's lifespan: it starts, warms up, serves until it is told to stop, drains and ends."""
 
     server: Server
     warm_up: Step
+    """Prepares the service. Health says SERVING after it; a signal cancels it."""
     failed: asyncio.Future[BottegaError] | None = None
+    """Gets the error if the service cannot go on. The service then drains, and ends with that error."""
     finish: Step | None = None
+    """See `Server.drain`."""
     shut_down: Step
+    """Called last, whatever happened."""
     answers_after_s: float | None = None
+    """Seconds of warming up after which the service counts as started for systemd, because it answers calls meanwhile.
+    None: it counts as started when it is warm.
+    """
 
 
 def boot(
@@ -59,15 +59,18 @@ def boot(
     description: str,
     kept_bytes: Callable[[ConfigT], int] = lambda _: 0,
 ) -> int:
-    """Runs the service `bottega.NAME` as its command line says, until SIGTERM or SIGINT. Returns the exit status.
+    """Run the service `bottega.NAME` with its command line until SIGTERM or SIGINT, and return the exit status.
 
-    That is 0, or with a line on stderr 2 for a configuration that cannot be used and 1 for every other error of ours.
-    kind: of its configuration. lifespan: called before there is an event loop, entered and left in it.
-    kept_bytes: of freed memory that it has from the start and keeps at rest as well, for whom the first image is too
-        late. 0: what was freed is given back whenever the service is at rest.
+    It is 0, or, after a line on stderr, 2 if the configuration cannot be used and 1 for any other BottegaError.
+
+    Args:
+        kind: Class of the configuration.
+        lifespan: Called before the event loop starts; the context is entered and left in the loop.
+        kept_bytes: Freed memory to reserve at the start and keep at rest, so that the first image is not slower. With 0
+            freed memory is returned to the system whenever the service is at rest.
     """
     arguments = _arguments(name, kind, description)
-    open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
+    open_files.raise_limit()  # before anything reads it; child processes inherit it
     keep_files_private()
     try:
         config = load(kind, arguments.config)
@@ -96,7 +99,7 @@ async def _live(entering: AbstractAsyncContextManager[ServiceHooks], *, kept_byt
 
 
 async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
-    """systemd, where it started the service, is told when it is warm, when it stops, and that it lives."""
+    """Run the service, and notify systemd, if it started it, of each stage."""
     server = hooks.server
     logs.configure(server.name, server.config.log_level)
     open_files.warn_if_low()
@@ -124,7 +127,7 @@ async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
 
 
 def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
-    """Set by SIGTERM and SIGINT, and by the end of stdin where that is a signal too: its holder has ended."""
+    """Return an event that SIGTERM and SIGINT set, and the end of stdin if `stop_with_stdin`."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +153,7 @@ async def _stopped_or_failed(stopping: asyncio.Event, failed: asyncio.Future[Bot
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Whether `work` was done before the event; it is cancelled when the event came first."""
+    """Do `work`, but cancel it when the event is set. Return whether it was completed."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,39 +1,44 @@
-"""Channels to Bottega's services: whom they trust, message limits, keepalive, quick reconnecting."""
+"""Channels to Bottega's services: trust, message limits, keepalive and quick reconnection."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from bottega.rpc import telemetry
+from bottega.rpc.security.api_keys import bearer
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.identity import dns_name
-from bottega.rpc.security.key_calls import key_interceptors
 from bottega.rpc.security.tls import AuthorityFile, TlsFiles
 
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
 
-# BottegaError's details travel in trailers; gRPC's own bound of 8 KiB is near for long lists.
+# Details of a BottegaError travel in trailers. gRPC's default limit of 8 KiB is too small for long lists.
 MAX_METADATA_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a channel goes, and who must be there. address: host:port. role: as certificates have it, which is the kind
-    of a service. name: empty is any of the role.
-
-    Without TLS whoever is there is believed.
-    """
+    """The address of a service, and the identity that it must have. Without TLS the identity is not checked."""
 
     address: str
+    """host:port."""
     role: str
+    """Role in the certificate, which is the kind of the service."""
     name: str = ""
+    """Name in the certificate; empty is any name of the role."""
 
 
 class Channels:
-    """Opens channels for one process. tls: its files; without any, channels are in plain text."""
+    """A factory of channels for one process.
+
+    Args:
+        tls: TLS files of the process. Without any, channels are in plain text.
+    """
 
     def __init__(self, tls: TlsFiles | AuthorityFile | None = None) -> None:
         self._tls = tls
@@ -44,12 +49,14 @@ class Channels:
         return self._tls is not None
 
     def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
-        """A channel that connects when it is first used and reconnects within a second. Close it.
+        """Return a channel that connects on first use and reconnects within a second. The caller closes it.
 
-        api_key: shown with every call of one request; empty is none. A certificate that is renewed counts for channels
-        that are opened afterwards.
+        A renewed certificate is used by channels that are opened afterwards.
+
+        Args:
+            api_key: API key to send with every call that has one request; empty for none.
         """
-        shown = key_interceptors(api_key) if api_key else ()
+        shown = _key_interceptors(api_key) if api_key else ()
         interceptors = (*telemetry.client_interceptors(), *shown)
         options = channel_options(max_message_mib)
         if self._tls is None:
@@ -62,7 +69,7 @@ class Channels:
         )
 
     def open_blocking(self, target: Target) -> grpc.Channel:
-        """The same, for calls without asyncio."""
+        """Return a channel for calls without asyncio."""
         options = channel_options()
         if self._tls is None:
             return grpc.insecure_channel(target.address, options=options)
@@ -74,28 +81,63 @@ PLAINTEXT = Channels()
 
 
 def open_channel(address: str, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
-    """One in plain text; see Channels.open."""
+    """Return a channel in plain text; see Channels.open."""
     return PLAINTEXT.open(Target(address=address, role=Role.LOCAL), max_message_mib=max_message_mib, api_key=api_key)
 
 
 def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, int | str]]:
-    """The options of every channel, for those who open one of another kind."""
+    """Return the options of every channel, for code that opens one itself."""
     return [
         ("grpc.max_receive_message_length", max_message_mib << 20),
         ("grpc.max_send_message_length", max_message_mib << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        # A peer that vanished without a word is noticed after 30 + 10 seconds; leases notice earlier. Without data in
-        # between gRPC would send two of these pings, and then one a minute; our servers tolerate more (rpc.server).
+        # A peer that vanished silently is noticed after 30 + 10 s; leases notice it earlier. Without data in between,
+        # gRPC would send two pings and then one a minute; our servers allow more (rpc.server).
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        # Channels share no connection, so that one's back-off does not delay another's.
+        # Channels share no connection, so that the back-off of one does not delay another.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
 def _expecting(target: Target) -> list[tuple[str, int | str]]:
-    """gRPC checks that the certificate has this name, which is none of a host: services may move."""
+    """Return the option by which gRPC checks the name in the certificate, which is not a host name."""
     return [("grpc.ssl_target_name_override", dns_name(target.role, target.name))]
+
+
+def _key_interceptors(key: str) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Return interceptors that add an API key to calls with one request. The gateway's API has no others."""
+    return [_ShowsToUnary(key), _ShowsToStreams(key)]
+
+
+class _ShowsToUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, key: str) -> None:
+        self._shown = bearer(key)
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+    ) -> Any:
+        return await continuation(_with(self._shown, client_call_details), request)
+
+
+class _ShowsToStreams(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, key: str) -> None:
+        self._shown = bearer(key)
+
+    async def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+    ) -> Any:
+        return await continuation(_with(self._shown, client_call_details), request)
+
+
+def _with(shown: tuple[str, str], details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    return grpc.aio.ClientCallDetails(
+        method=details.method,
+        timeout=details.timeout,
+        metadata=grpc.aio.Metadata(*(details.metadata or ()), shown),
+        credentials=details.credentials,
+        wait_for_ready=details.wait_for_ready,
+    )

@@ -1,6 +1,6 @@
-"""How a service stays in the gateway's fleet: one Join stream, opened again for ever.
+"""Membership of a service in the gateway's fleet: one Join stream, which is reopened whenever it ends.
 
-It does not know what the service does; load, backlog and other services' addresses cross by callbacks.
+Load, backlog and addresses of other services are passed through callbacks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 # The gateway's lease is 1.5 s; three reports fit into it.
 REPORT_INTERVAL_S = 0.5
-# Changes within this time travel together.
+# Changes within this time are reported together.
 _COALESCE_S = 0.01
 _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 1.0
-# Of a service that the gateway refuses: that changes only when somebody does something about it.
+# Longest back-off of a service that the gateway refuses, which only changes when somebody fixes it.
 _REFUSED_BACK_OFF_S = 5.0
-# A refusal, or a gateway that still does not answer, is logged again after this time.
+# A refusal, or a gateway that does not answer, is logged again after this time.
 _REPEAT_LOG_S = 60.0
-# A gateway that was started at the same moment answers by then; one that is not there at all is worth a line.
+# A gateway that was started at the same time answers within this time; otherwise its absence is logged.
 _SILENCE_S = 5.0
 _INSTANCE_BYTES = 16
 
@@ -42,55 +42,59 @@ _log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
-    """The server of a service, as far as a registration says it: host:port of each, once it has started."""
+    """An interface of a started server, for its registration."""
 
     @property
     def channels(self) -> Channels:
-        """Opens those of its process."""
+        """Factory of the process's channels."""
 
     @property
     def identity(self) -> Identity | None:
-        """Whom its certificate names; None without TLS."""
+        """Identity in its certificate; None without TLS."""
 
     @property
     def address(self) -> str:
-        """Of its calls."""
+        """host:port of its gRPC port."""
 
     @property
     def metrics_address(self) -> str:
-        """Of its metrics."""
+        """host:port of its metrics."""
 
 
 class StartingServer(Listening, Protocol):
-    """The server of a service that takes long to start."""
+    """An interface of the server of a service that takes long to start."""
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell the service's health whether new work is welcome."""
+        """Set whether health says SERVING."""
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Tell systemd how far the start is, and that the next word comes within so many seconds."""
+        """Report the progress of the start to systemd, and the time until the next report."""
 
 
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
-    """With an instance that tells this process from any other of its name, and that cannot be guessed."""
+    """Return the registration with a random instance, which distinguishes processes of the same name."""
     whole = fleet_pb2.Registration(instance=secrets.token_hex(_INSTANCE_BYTES))
     whole.MergeFrom(registration)
     return whole
 
 
 def _ignore(_: object) -> None:
-    """For services that do not use it."""
+    """Do nothing."""
 
 
 class FleetMembership:
-    """Joins the fleet, reports load on change and twice a second, rejoins with back-off when cut off.
+    """A membership in the fleet: it reports load on change and twice a second, and rejoins with back-off.
 
-    gateway: host:port of its fleet listener. registration: of this service; sent first on every stream, with an
-    instance of its own where it has none.
-    load: called in the event loop for every report; must be quick.
-    on_backlog: called in the event loop with the number of requests that wait for this service.
-    on_services: called in the event loop with the services of the kinds that it uses, again and again.
-    channels: opens those of its process.
+    Callbacks are called in the event loop.
+
+    Args:
+        gateway: host:port of the gateway's fleet listener.
+        registration: Registration of this service, which is sent first on every stream. An instance is added if it has
+            none.
+        load: Returns the load for a report. Must be quick.
+        on_backlog: Called with the number of requests that wait for this service.
+        on_services: Called with the services of the kinds that this service uses, with every response.
+        channels: Factory of the process's channels.
     """
 
     def __init__(
@@ -112,24 +116,24 @@ class FleetMembership:
         self._changed = asyncio.Event()
         self._tasks = BackgroundTasks("fleet membership", max_tasks=1)
         self._refusal: str | None = None
-        self._logged: dict[str, float] = {}  # refusals that were logged, and when
+        self._logged: dict[str, float] = {}  # refusals by the time at which they were logged
         self._retry_after_s: float | None = None
-        self._log_absence_s = 0.0  # when an absence of the gateway is logged next
+        self._log_absence_s = 0.0  # when the gateway's absence is logged next
         self.joined = asyncio.Event()
         self.backlog = 0
 
     def start(self) -> None:
-        """Joins in the background; `joined` is set while the gateway knows this service."""
+        """Join in the background. `joined` is set while the gateway knows this service."""
         if not self._tasks:
             self._log_absence_s = time.monotonic() + _SILENCE_S
             self._tasks.start(self._run())
 
     def report_soon(self) -> None:
-        """Reports the load, which has changed, without waiting for the next regular report."""
+        """Report the changed load without waiting for the next regular report."""
         self._changed.set()
 
     async def stop(self) -> None:
-        """Leaves the fleet. Harmless when not started."""
+        """Leave the fleet. Without a start it does nothing."""
         await self._tasks.cancel()
 
     async def _run(self) -> None:
@@ -139,14 +143,14 @@ class FleetMembership:
             most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
             back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
             wait_s = back_off_s * random.uniform(0.5, 1.0)
-            if self._retry_after_s is not None:  # said by the gateway, which knows what is waited for
+            if self._retry_after_s is not None:  # the gateway knows what it waits for
                 wait_s = min(self._retry_after_s, _REFUSED_BACK_OFF_S) + _COALESCE_S * random.random()
             await asyncio.sleep(wait_s)
 
     async def _join_once(self) -> bool:
-        """Stays until the stream ends; whether the gateway had answered on it.
+        """Join, and stay until the stream ends. Return whether the gateway had answered.
 
-        The channel is a new one each time, so that a certificate that was renewed is shown.
+        Each time a new channel is opened, so that a renewed certificate is used.
         """
         self._retry_after_s = None
         channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY))
@@ -157,7 +161,7 @@ class FleetMembership:
                 self._on_response(response)
                 answered.set()
         except grpc.aio.AioRpcError as error:
-            await self._on_failure(from_rpc_error(error), said=was_answered(error))
+            await self._on_failure(from_rpc_error(error), answered=was_answered(error))
         finally:
             call.cancel()
             was_joined = self.joined.is_set()
@@ -166,24 +170,28 @@ class FleetMembership:
             await channel.close()
         return was_joined
 
-    async def _on_failure(self, error: BottegaError, *, said: bool) -> None:
-        """Handle the end of the stream. `said` tells whether the gateway gave the reason, which gRPC may lose."""
+    async def _on_failure(self, error: BottegaError, *, answered: bool) -> None:
+        """Handle the end of the stream.
+
+        Args:
+            answered: Whether the error is the gateway's, and not gRPC's.
+        """
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
-        if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not said):
+        if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not answered):
             self._refusal = None
             await self._log_unreachable(facts)
             return
         now = time.monotonic()
-        self._logged = {said: at for said, at in self._logged.items() if at > now - _REPEAT_LOG_S}
+        self._logged = {logged: at for logged, at in self._logged.items() if at > now - _REPEAT_LOG_S}
         if text not in self._logged:
             _log.warning("the fleet refuses this service", extra=facts)
             self._logged[text] = now
         self._refusal = text
 
     async def _log_unreachable(self, facts: dict[str, str]) -> None:
-        """Log a loss once; then, or from the start, an absence that lasts, again and again."""
+        """Log the loss of the gateway once, and a lasting absence repeatedly."""
         now = time.monotonic()
         if self.joined.is_set():
             _log.warning("fleet cannot be reached", extra=facts)
@@ -211,9 +219,13 @@ class FleetMembership:
         self._on_services(response.services)
 
     async def _reports(self, answered: asyncio.Event) -> AsyncIterator[fleet_pb2.JoinRequest]:
-        """answered: set with the first response, and at the end of the stream."""
+        """Yield the registration and then reports of the load.
+
+        Args:
+            answered: Set with the first response, and at the end of the stream.
+        """
         yield fleet_pb2.JoinRequest(registration=self._registration)
-        await answered.wait()  # a report that is written while the gateway refuses would hide why it does
+        await answered.wait()  # a report that is written while the gateway refuses would hide its reason
         if not self.joined.is_set():
             return
         reported = fleet_pb2.Load()

@@ -1,4 +1,4 @@
-"""Links on the wire: LinkService as every service with links serves it, and the messages between front and engine."""
+"""LinkService for every service with tensor links, and the messages about links between a service and its engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bottega.transport import Endpoints, LinkServer, TcpEndpoint, offer_to_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest, OpenLinkResponse
 
-# By the contract.
+# Limits of the contract.
 _MAX_CHARACTERS = 128
 _MAX_TERMS = 16
 
@@ -28,30 +28,35 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LinkOpener(Protocol):
-    """A service that workers have links to. name: its own, in the fleet."""
+    """An interface of services to which workers open links."""
 
     name: str
+    """Name of the service in the fleet."""
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """An offer. caller: host of the worker. Raises BottegaError where there is none."""
+        """Return an offer of a link. Raises BottegaError if there is none.
+
+        Args:
+            caller: Host of the worker.
+        """
         ...
 
 
 def add_link_service(server: Server, kind: str, opener: LinkOpener) -> None:
-    """Serves links to a service of that kind, and says so by reflection and health."""
+    """Serve LinkService for a service of a kind, with reflection and health."""
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkService(kind, opener), server.grpc)
     server.add_services([_SERVICE_NAME])
 
 
 class LinkService(link_pb2_grpc.LinkServiceServicer):
-    """bottega.v1.LinkService."""
+    """The servicer of bottega.v1.LinkService."""
 
     def __init__(self, kind: str, opener: LinkOpener) -> None:
         self._kind = kind
         self._opener = opener
 
     async def OpenLink(self, request: OpenLinkRequest, context: _Context) -> OpenLinkResponse:
-        """OpenLink."""
+        """Open a link for a worker."""
         violations = list(self._check(request))
         if violations:
             text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
@@ -63,7 +68,7 @@ class LinkService(link_pb2_grpc.LinkServiceServicer):
         return OpenLinkResponse(offer=offer, service=self._opener.name)
 
     def _check(self, request: OpenLinkRequest) -> Iterator[Violation]:
-        """What is wrong with a request; of its link_id, the listener of links says it."""
+        """Yield violations of a request. The listener of links checks its link_id."""
         if request.kind != self._kind:
             yield Violation(field="kind", description=f"this is a service of kind {self._kind}")
         if not 0 < len(request.worker) <= _MAX_CHARACTERS:
@@ -78,7 +83,7 @@ class LinkService(link_pb2_grpc.LinkServiceServicer):
 
 
 def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) -> LinkResult:
-    """What an engine answers its front that asks for an offer."""
+    """Return the engine's answer to its service, which requests an offer."""
     result = LinkResult(request=request.request)
     try:
         offer = links.offer(request.open.worker, request.open.link_id, caller=request.caller)
@@ -89,15 +94,16 @@ def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) ->
 
 
 def link_endpoints(listen: str | None, socket: str | Path | None, *, seal: bool = True) -> Endpoints:
-    """Where links listen: at host:port, and at the path of a unix socket. seal: what comes by host:port.
+    """Return the endpoints of links: host:port, and the path of a unix socket. Raises ConfigError.
 
-    Raises ConfigError.
+    Args:
+        seal: Whether traffic over host:port is encrypted.
     """
     return Endpoints(tcp=split(listen) if listen else None, unix_path=Path(socket) if socket else None, seal=seal)
 
 
 def tcp_endpoint(address: str) -> TcpEndpoint | None:
-    """What others are told of host:port; None for "". Raises ConfigError."""
+    """Return the endpoint to advertise for host:port, or None for an empty text. Raises ConfigError."""
     if not address:
         return None
     host, port = split(address)

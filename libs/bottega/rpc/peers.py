@@ -1,4 +1,4 @@
-"""The caller of a call: its host and its end of the connection, as gRPC and the system write them."""
+"""The host and the connection of a caller, as gRPC and the system write them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-# Of IPv6 a host has a network of its own rather than an address.
+# An IPv6 host is a network, not an address.
 _IPV6_PREFIX = 64
-# How a socket of both families writes IPv4.
+# Prefix of IPv4 addresses on a socket of both families.
 _IPV4_MAPPED = "::ffff:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Who calls. connection: the caller's end of it, see `endpoint`. host: the address without the port."""
+    """The peer of a call."""
 
     connection: str
+    """The caller's end of the connection; see `endpoint`."""
     host: str
+    """The address without the port."""
 
 
 def peer_of(peer: str) -> Peer:
-    """peer: as gRPC writes it, such as ipv4:10.0.0.7:53124 or ipv6:%5B2001:db8::7%5D:53124."""
+    """Return the peer of gRPC's text, such as ipv4:10.0.0.7:53124 or ipv6:%5B2001:db8::7%5D:53124."""
     kind, _, rest = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return Peer(connection=peer, host=kind)
@@ -31,20 +33,20 @@ def peer_of(peer: str) -> Peer:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC writes it; what is no address of a host is one host.
+    """Return the host of gRPC's text, for limits on one caller.
 
-    For bounds of what one caller may take up. Each address of loopback is a host of its own.
+    Each address of loopback is a host. All peers without an IP address are one host.
     """
     return peer_of(peer).host
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """One end of a connection, the same however the system and gRPC write the address."""
+    """Return the name of one end of a connection. It does not depend on how the system or gRPC writes the address."""
     return f"{address.removeprefix(_IPV4_MAPPED)} {port}"
 
 
 def host_of_address(address: str) -> str:
-    """The host that an IP address is of; empty where it is none."""
+    """Return the host of an IP address; empty if the text is no IP address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0].removeprefix(_IPV4_MAPPED))
     except ValueError:

@@ -1,6 +1,6 @@
 """The server of every service: gRPC with health, reflection, metrics and a graceful end.
 
-Services register their servicers on `Server.grpc`.
+Services add their servicers to `Server.grpc`.
 """
 
 from __future__ import annotations
@@ -33,39 +33,38 @@ from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
-from bottega.rpc.operation.certificate_metrics import CertificateMetrics
-from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
+from bottega.rpc.operation.metrics import CallMetrics, CertificateMetrics, MetricsEndpoint
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
 from bottega.rpc.security.certificate_calls import CertificateAuthenticator
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 from bottega.strict import STRICT
 
-# For clients that watch health to go elsewhere before anything is refused.
+# Time for clients that watch health to go elsewhere before calls are refused.
 _DRAIN_PAUSE_S = 0.2
-# After the grace: for calls to end that were told to.
+# Time for cancelled calls to end, after the grace.
 _STOP_GRACE_S = 0.5
-# gRPC's bound on all calls, in times max_calls and max_streams: all that may be served, which are four kinds of short
-# calls and one of streams, and as many again of the most frequent, whose answers are not read out.
+# gRPC's limit on all calls, in multiples of max_calls and max_streams: those that may be served, which are four kinds
+# of unary calls and one of streams, and once more the most frequent kind of each, for answers that are not read yet.
 _MOST_CALLS, _MOST_STREAMS = 5, 2
-# Calls that wait to be looked at, beyond which gRPC cuts off more and more; it would begin with 1,000. All wait in one
-# line, of which a service looks at some thousand in a second: more than may be served are only in the way.
+# Calls in gRPC's queue, above which gRPC refuses more and more; its default is 1,000. A service handles some thousand
+# per second: a longer queue would only delay others.
 _LEAST_PENDING = 4_096
-# Calls of one connection that are open at once, beside the streams that it may have, and at least: a client waits with
-# more, and what comes all the same gRPC refuses itself. So calls of one connection are never long in the way of others.
+# Open calls of one connection, besides the streams that it may have, and the least number. A client waits with further
+# calls, and gRPC refuses them if it does not. So the calls of one connection never delay others for long.
 _CALLS_BESIDE_STREAMS = 128
 _LEAST_CALLS = 640
-# Of one call, as gRPC counts them: a key, ids of traces, and whatever else a proxy adds.
+# Metadata of one call as gRPC counts it: a key, trace ids, and what proxies add.
 _METADATA_BYTES = 16 << 10
-# Small requests that are coming in: each is here within a millisecond, and one that is not may turn out to be large.
+# Small requests that arrive at once. Each takes a millisecond; a slower one may turn out to be large.
 _SMALL_AT_ONCE = 4
-# Two of one host, one of one connection.
+# Allows two of one host and one of one connection.
 _SMALL_SHARE = 0.7
 _SMALL_CONTENDED_S = 0.25
-# For a connection to become one of HTTP/2, and for one without calls: clients connect again by themselves.
+# Time for the handshake of a connection, and for a connection without calls. Clients reconnect by themselves.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
-# By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
+# A message that is too large by at most this is refused with our error; a larger one with gRPC's.
 _REFUSABLE_BYTES = 1 << 20
 _PLAIN = "it is not encrypted (no server.tls)"
 
@@ -114,8 +113,8 @@ class ListenerConfig:
 
     If one host has more than peer_share of them, its connections without calls are closed. A connection without calls
     is closed after some minutes, and at once if its host makes more than 250 calls a second without being known. Such a
-    host is kept out for 10 s, unless a known caller used it within the last hour. With a peer_share of 1.0 no host is
-    kept out: it may be a proxy.
+    host is kept out for 10 s and then admitted for 5 s, so that other callers behind its address can get in. It is not
+    kept out if a known caller used it within the last day, nor with a peer_share of 1.0: it may be a proxy.
     """
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
     """Bound in MiB on large answers (images that travel with events) that callers have not read yet.
@@ -172,9 +171,9 @@ class ServerConfig(ListenerConfig):
 
 
 def refused_ports(config: object) -> list[str]:
-    """Why a service with this configuration would open none of its ports, as far as the file alone says it.
+    """Return the reasons why a service with this configuration would refuse to open its ports.
 
-    Whether callers show API keys, which counts with TLS, is known only to the service.
+    It only uses the file. The service itself also checks that callers are authenticated if there is TLS.
     """
     found = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
     server = found.get("server")
@@ -191,8 +190,8 @@ def refused_ports(config: object) -> list[str]:
 
 def _open_port(key: str, listen: str, open_to: str) -> str:
     return (
-        f"{key} {listen} can be reached from the network, and {open_to}: give it certificates (bottega certs), or say"
-        " insecure: true beside it where the network is trusted"
+        f"{key} {listen} can be reached from the network, and {open_to}: give it certificates (bottega certs), or set"
+        " insecure: true beside it if the network is trusted"
     )
 
 
@@ -201,16 +200,20 @@ def _open_metrics(config: ServerConfig) -> str | None:
         return None
     return (
         f"server.metrics_listen {config.metrics_listen} can be reached from the network, and metrics are not encrypted:"
-        " say server.insecure: true where the network is trusted"
+        " set server.insecure: true if the network is trusted"
     )
 
 
 class GrpcListener:
-    """One port: a gRPC server with health, reflection and budgets of its own. Add servicers to `grpc`, then `start`.
+    """A gRPC server on one port, with health, reflection and limits of its own.
 
-    Made in a running event loop. name: its key in the service's configuration; the service's own has none.
-    authenticator: says who calls; without one it is whom a certificate names, and without TLS nobody is asked.
-    tls: the files of the process. audit: where calls that change something are noted, if anywhere.
+    Create it in a running event loop, add servicers to `grpc`, and call `start`.
+
+    Args:
+        name: Key in the service's configuration; empty for the service's main listener.
+        authenticator: Identifies callers. By default client certificates do, and without TLS nobody is identified.
+        tls: TLS files of the process.
+        audit: Log of the calls that change something, if there is one.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class GrpcListener:
         self._config = config
         if authenticator is None and tls is not None and config.client_certificates:
             authenticator = CertificateAuthenticator()
-        self._asks = authenticator is not None
+        self._authenticates = authenticator is not None
         self.address = ""
         self._listen = config.listen
         responses = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
@@ -250,7 +253,7 @@ class GrpcListener:
         self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
-        # gRPC's own refusals say nothing of when to ask again: they are for what the interceptor does not count.
+        # gRPC's own limits do not tell callers when to retry, so they are above those of the interceptor.
         self.grpc = grpc.aio.server(
             interceptors=[self._interceptor, *telemetry.server_interceptors()],
             options=_options(config, max_connections=bounds.accepted),
@@ -258,11 +261,11 @@ class GrpcListener:
         )
 
     def add_services(self, names: Sequence[str]) -> None:
-        """Names the services (full names, as DESCRIPTOR has them) for health and reflection. Before start."""
+        """Add full names of services, as in DESCRIPTOR, for health and reflection. Call it before start."""
         self._services.extend(names)
 
     async def start(self) -> None:
-        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
+        """Start to listen. Health says NOT_SERVING until `set_serving`. Raises Unavailable if a port is in use."""
         host, _ = split(self._listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if self._config.reflection:
@@ -275,23 +278,23 @@ class GrpcListener:
         self.address = f"{host}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """Says by grpc.health.v1 whether new work is welcome."""
+        """Set whether grpc.health.v1 says SERVING."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *self._services):
             await self._health.set(service, status)
 
     async def wait_idle(self) -> None:
-        """Returns when no call is being served, gRPC's own aside."""
+        """Wait until no call is being served, except for gRPC's own services."""
         await self._interceptor.calls.wait_idle()
 
     async def stop(self) -> None:
-        """Ends now; calls in flight are cancelled. Harmless when it has ended."""
+        """End now and cancel running calls. A second call does nothing."""
         await self._guarding.aclose()
         await self.grpc.stop(_STOP_GRACE_S)
         self._interceptor.calls.errors.sum_up()
 
     def _bind(self) -> int:
-        """The port. The only place where one is bound."""
+        """Bind the port and return it."""
         self._check_exposure()
         try:
             if self._tls is None:
@@ -303,21 +306,24 @@ class GrpcListener:
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
 
     def _check_exposure(self) -> None:
-        """Raises ConfigError where strangers could call, unless the configuration says that they may."""
-        if is_loopback(self._listen) or (self._tls is not None and self._asks):
+        """Raise ConfigError if strangers could call, unless the configuration allows it."""
+        if is_loopback(self._listen) or (self._tls is not None and self._authenticates):
             return
         key = f"{self.listener_name or 'server'}.listen"
-        open_to = "nobody who calls is asked who they are" if self._tls else _PLAIN
+        open_to = "its callers are not identified" if self._tls else _PLAIN
         if not self._config.insecure:
             raise ConfigError(_open_port(key, self._listen, open_to))
         _log.warning("a port is open to the network", extra={"listener": key, "listen": self._listen, "why": open_to})
 
 
 class Server(GrpcListener):
-    """The server of one service: its own listener, others beside it, metrics, and a graceful end of them all.
+    """The server of a service: its main listener, further listeners, metrics, and a graceful end of all of them.
 
-    Made in a running event loop; add servicers to `grpc`, then `start`. name: of the service, for people. `registry` is
-    where its own metrics belong. authenticator: of its own port; see GrpcListener.
+    Create it in a running event loop, add servicers to `grpc`, and call `start`.
+
+    Args:
+        name: Name of the service, for people.
+        authenticator: Authenticator of the main listener; see GrpcListener.
     """
 
     def __init__(self, name: str, config: ServerConfig, *, authenticator: CallAuthenticator | None = None) -> None:
@@ -336,32 +342,36 @@ class Server(GrpcListener):
 
     @property
     def registry(self) -> CollectorRegistry:
-        """Where the service registers its own metrics."""
+        """Registry for the service's own metrics."""
         return self._metrics.registry
 
     @property
     def metrics_address(self) -> str:
-        """host:port of `/metrics`, once started."""
+        """host:port of `/metrics` after the start."""
         return self._metrics.address
 
     def add_page(self, path: str, render: Callable[[], str]) -> None:
-        """Serves JSON beside `/metrics`. render: called for every request, in a thread of its own. Before start."""
+        """Serve a page of JSON beside `/metrics`. Call it before start.
+
+        Args:
+            render: Called for every request, in another thread.
+        """
         self._metrics.add_page(path, render)
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port of everything that it listens on, once started, by what it is."""
+        """host:port of all listeners and of the metrics after the start, by name."""
         beside = {listener.listener_name: listener.address for listener in self._beside}
         return {"address": self.address, "metrics": self.metrics_address, **beside}
 
     def beside(self, config: ListenerConfig, *, name: str) -> GrpcListener:
-        """Another port, which starts, serves, drains and ends together with this server. Before start."""
+        """Add a listener that starts, drains and ends with this server, and return it. Call it before start."""
         listener = GrpcListener(config, self._metrics.calls, name=name, tls=self._tls, audit=self._audit)
         self._beside.append(listener)
         return listener
 
     async def start(self) -> None:
-        """Listens everywhere; see GrpcListener."""
+        """Start all listeners; see GrpcListener."""
         if (refusal := _open_metrics(self.config)) is not None:
             raise ConfigError(refusal)
         self._metrics.start()
@@ -370,20 +380,20 @@ class Server(GrpcListener):
             await listener.start()
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Tell systemd how far the start is, and that the next word comes within so many seconds."""
+        """Report the progress of the start to systemd, and the time until the next report."""
         self._systemd.extend_start(status, within_s=within_s)
 
     async def set_serving(self, serving: bool) -> None:
-        """Says by grpc.health.v1, on every port, whether new work is welcome."""
+        """Set whether grpc.health.v1 says SERVING, on all listeners."""
         for listener in self._beside:
             await listener.set_serving(serving)
         await super().set_serving(serving)
 
     async def drain(self, finish: Step | None = None) -> None:
-        """Ends gracefully: health down, a pause, `finish`, then what is still in flight, all within the grace.
+        """End gracefully: set health to NOT_SERVING, pause, call `finish`, and wait for running calls within the grace.
 
-        finish: the service's own part; when it returns, streams of the service that would never end by
-        themselves must have been told to.
+        Args:
+            finish: The service's own part. It must end streams that would otherwise go on for ever.
         """
         await self.set_serving(False)
         await asyncio.sleep(_DRAIN_PAUSE_S)
@@ -397,7 +407,7 @@ class Server(GrpcListener):
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends now, on every port; calls in flight are cancelled. Harmless when it has ended."""
+        """End all listeners now and cancel running calls. A second call does nothing."""
         await asyncio.gather(super().stop(), *(listener.stop() for listener in self._beside))
         await asyncio.to_thread(self._metrics.stop)
         if self._audit is not None:
@@ -405,7 +415,7 @@ class Server(GrpcListener):
 
 
 def _request_quotas(config: ListenerConfig) -> RequestQuotas:
-    """Quotas of a port. gRPC takes in a message of up to max_message_mib, whatever its method, before it is here."""
+    """Return the quotas of a port. gRPC receives messages of up to max_message_mib, whatever their method."""
     message_bytes = config.max_message_mib << 20
 
     def all_requests() -> MemoryQuota:
@@ -418,7 +428,7 @@ def _request_quotas(config: ListenerConfig) -> RequestQuotas:
             max_bytes=max_bytes, message_bytes=message_bytes, share=share, contended_s=_SMALL_CONTENDED_S
         )
 
-    # Health and reflection are open to all, and a conversation of reflection may be silent as long as nobody waits.
+    # Health and reflection are open to all, and a reflection stream may be silent while no call waits.
     return RequestQuotas(
         large=all_requests(),
         small=small(max(config.peer_share, _SMALL_SHARE)),
@@ -436,7 +446,7 @@ def _call_limits(config: ListenerConfig) -> CallLimits:
 
 
 def most_calls_of_connection(config: ListenerConfig) -> int:
-    """Return how many calls gRPC takes at once over one connection: the streams that it may have, and some beside."""
+    """Return how many calls gRPC accepts at once over one connection: its streams, and some others."""
     streams = math.ceil(config.peer_share**2 * config.max_streams)
     return max(_LEAST_CALLS, streams + _CALLS_BESIDE_STREAMS)
 
@@ -444,25 +454,25 @@ def most_calls_of_connection(config: ListenerConfig) -> int:
 def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
-        # Of calls that are not served yet: gRPC would cut off some of a burst of a thousand without an error, which
-        # callers take for a cancelled job.
+        # Calls that are not served yet. By default gRPC cuts off some of a burst of a thousand without an error, which
+        # callers mistake for a cancelled job.
         ("grpc.server.max_pending_requests", max(_LEAST_PENDING, config.max_calls)),
         ("grpc.server.max_pending_requests_hard_limit", 2 * max(_LEAST_PENDING, config.max_calls)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # One with a call counts as used, however long there is no news.
+        # A connection with an open call is not idle.
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _REFUSABLE_BYTES),
-        # What is listed may be longer than what is asked.
+        # Answers with lists may be longer than requests.
         ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),
         ("grpc.max_concurrent_streams", most_calls_of_connection(config)),
-        # Above the first gRPC would refuse some calls at random, and all above the second.
+        # gRPC would refuse some calls at random above the first limit, and all above the second.
         ("grpc.max_metadata_size", _METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
-        # Of a message that is not read yet, 64 KiB are received; with the probe it would be some MiB of every call.
+        # Receive only 64 KiB of a message that is not read yet. With the probe it would be some MiB of every call.
         ("grpc.http2.bdp_probe", 0),
-        # A second instance on the same port is an error, not a silent sharing of it.
+        # A second instance on the same port must fail, not share the port silently.
         ("grpc.so_reuseport", 0),
-        # Clients ping every 30 s; the server tolerates that, where gRPC's own bound is 5 minutes, and pings as well.
+        # Clients ping every 30 s. The server allows that (gRPC's default is 5 minutes), and pings as well.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -1,7 +1,4 @@
-"""Translates the error tree to the wire and back: statuses with google.rpc details, and JobError.
-
-It does not know which service raises, or which client calls.
-"""
+"""Translates the error tree to the wire and back: statuses with google.rpc details, and JobError."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from bottega.v1.error_pb2 import ErrorReason, JobError
 
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Statuses travel in HTTP/2 trailers, of which a peer takes 8 KiB by default. All violations of a request with as many
-# adapters as it may have are 4 KiB.
+# Statuses travel in HTTP/2 trailers, of which a peer accepts 8 KiB by default. The violations of a request with all its
+# adapters wrong take 4 KiB.
 _MAX_MESSAGE_CHARACTERS = 1000
 _VIOLATIONS_BYTES = 5 << 10
-# Of one violation beside its texts.
+# Bytes of a violation besides its texts.
 _VIOLATION_BYTES = 8
 
 
 class _Failure(Protocol):
-    """What both kinds of RpcError, blocking and asyncio, offer."""
+    """An interface of both kinds of RpcError, blocking and asyncio."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -40,23 +37,23 @@ class _Failure(Protocol):
 
 
 def to_grpc_status(error: BottegaError) -> grpc.Status:
-    """The status for `context.abort_with_status`: ErrorInfo, BadRequest and RetryInfo as far as they apply."""
+    """Return the status for `context.abort_with_status`, with ErrorInfo, BadRequest and RetryInfo if they apply."""
     status = status_pb2.Status(code=int(error.code), message=_clip(error.message))
     status.details.extend(_packed(detail) for detail in _details(error))
     return rpc_status.to_status(status)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BottegaError:
-    """The typed error for a call that failed: by its reason, and without one by its code.
+    """Return the typed error of a failed call, chosen by its reason, or by its code if it has no reason.
 
-    What no service of ours has said is gRPC's: it is a note to the error, and its message is ours.
+    A status that no service of ours sent is gRPC's own: the error has our message, and gRPC's text as a note.
     """
     failure = cast(_Failure, error)
     code = Code(failure.code().value[0])
     status = _status_of(failure)
     try:
         details = _unpack_details(status) if status is not None else None
-    except message.DecodeError:  # what claims to be our details, and is not
+    except message.DecodeError:  # they are not our details
         details = None
     if status is None or details is None:
         return _of_grpc(code, failure.details() or "")
@@ -70,12 +67,12 @@ def from_rpc_error(error: grpc.RpcError) -> BottegaError:
 
 
 def was_answered(error: grpc.RpcError) -> bool:
-    """Whether a service of ours refused the call; else the call never reached one, or lost it."""
+    """Return whether a service of ours refused the call. Otherwise it did not reach one, or the connection was lost."""
     return _status_of(cast(_Failure, error)) is not None
 
 
 def to_job_error(error: BottegaError) -> JobError:
-    """The same facts as a message, for jobs that outlive a call."""
+    """Return the error as a message, for jobs that outlive a call."""
     return JobError(
         code=int(error.code),
         reason=error.reason,
@@ -87,7 +84,7 @@ def to_job_error(error: BottegaError) -> JobError:
 
 
 def from_job_error(job_error: JobError) -> BottegaError:
-    """The typed error that `to_job_error` was given."""
+    """Return the typed error of a message from `to_job_error`."""
     known = job_error.reason in ErrorReason.values()
     reason = ErrorReason.Name(job_error.reason).removeprefix("ERROR_REASON_") if known else ""
     code = Code(job_error.code) if job_error.code in set(Code) else Code.UNKNOWN
@@ -100,27 +97,27 @@ def from_job_error(job_error: JobError) -> BottegaError:
 
 
 def job_error_to_json(error: BottegaError) -> bytes:
-    """A JobError as messages of links carry it."""
+    """Return an error as JSON, as messages of links carry it."""
     return json_format.MessageToJson(to_job_error(error), indent=None).encode()
 
 
 def job_error_from_json(packed: bytes) -> JobError:
-    """What `job_error_to_json` has made. Raises ValueError for anything else."""
+    """Return the JobError of JSON from `job_error_to_json`. Raises ValueError for other data."""
     try:
         return json_format.Parse(packed, JobError())
     except json_format.ParseError as problem:
-        raise ValueError(f"a refusal that cannot be read: {problem}") from None
+        raise ValueError(f"the peer's error cannot be read: {problem}") from None
 
 
-def _of_grpc(code: Code, said: str) -> BottegaError:
-    if said.startswith(_TOO_MANY_CALLS):
+def _of_grpc(code: Code, text: str) -> BottegaError:
+    if text.startswith(_TOO_MANY_CALLS):
         limit = {"limit": "max_calls"}
-        made: BottegaError = errors.QueueFull(_WORDS_TOO_MANY, metadata=limit, retry_after_s=_RETRY_S)
+        error: BottegaError = errors.QueueFull(_TOO_MANY_CALLS_MESSAGE, metadata=limit, retry_after_s=_RETRY_S)
     else:
-        made = _class_for("", code)(_WORDS.get(code, f"the call failed: {code.name}"))
-    if said:
-        made.add_note(said)
-    return made
+        error = _class_for("", code)(_MESSAGES.get(code, f"the call failed: {code.name}"))
+    if text:
+        error.add_note(text)
+    return error
 
 
 def _details(error: BottegaError) -> Iterator[message.Message]:
@@ -139,7 +136,7 @@ def _details(error: BottegaError) -> Iterator[message.Message]:
 
 
 def _bounded(violations: Sequence[Violation]) -> Iterator[Violation]:
-    """As many as there is room for; then one more that says how many were left out."""
+    """Yield violations while there is room, and then one that says how many were left out."""
     room = _VIOLATIONS_BYTES
     for index, violation in enumerate(violations):
         text = _clip(violation.description)
@@ -172,17 +169,18 @@ def _status_of(failure: _Failure) -> status_pb2.Status | None:
 
 
 def _wait_s(seconds: float) -> float | None:
-    """What may be waited: a service that is not ours may say anything."""
+    """Return a valid waiting time, or None: a foreign service may send anything."""
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Details:
-    """The details of a status. retry_after_s: None where it says nothing of trying again."""
+    """The details of a status."""
 
     info: error_details_pb2.ErrorInfo
     bad_request: error_details_pb2.BadRequest
     retry_after_s: float | None
+    """None if the status has no RetryInfo."""
 
 
 def _unpack_details(status: status_pb2.Status) -> _Details:
@@ -203,7 +201,7 @@ def _class_for(reason: str, code: Code) -> type[BottegaError]:
 
 @functools.cache
 def _classes_by_reason() -> dict[str, type[BottegaError]]:
-    # A kind of one of them that somebody has for himself has its reason from it, and is never meant here.
+    # A private subclass elsewhere inherits its reason, and must not be chosen here.
     fixed = [kind for kind in _tree(BottegaError) if "reason" in vars(kind)]
     classes = {ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_"): kind for kind in fixed}
     del classes["UNSPECIFIED"]
@@ -216,7 +214,7 @@ def _tree(root: type[BottegaError]) -> Iterator[type[BottegaError]]:
         yield from _tree(kind)
 
 
-# For statuses that gRPC itself made, or that a service of another version did.
+# For statuses of gRPC itself, or of a service of another version.
 _CLASS_BY_CODE: dict[Code, type[BottegaError]] = {
     Code.CANCELLED: errors.JobCancelled,
     Code.INVALID_ARGUMENT: errors.InvalidRequest,
@@ -227,15 +225,15 @@ _CLASS_BY_CODE: dict[Code, type[BottegaError]] = {
     Code.UNAVAILABLE: errors.Unavailable,
 }
 
-# What gRPC says when more calls come than it may serve at all, which is beyond what a service itself refuses.
+# Beginning of gRPC's text when it refuses a call because of its own limit, before the service sees the call.
 _TOO_MANY_CALLS = "Concurrent RPC limit"
-_WORDS_TOO_MANY = "as many calls are served as can be; ask again"
+_TOO_MANY_CALLS_MESSAGE = "as many calls are served as can be; ask again"
 _RETRY_S = 1.0
 
-_WORDS: dict[Code, str] = {
+_MESSAGES: dict[Code, str] = {
     Code.CANCELLED: "the call was cut off",
     Code.DEADLINE_EXCEEDED: "no answer came in time",
-    Code.RESOURCE_EXHAUSTED: "a message of the call is larger than its receiver takes",
-    Code.UNIMPLEMENTED: "the service has no such method: it is another one, or of another version",
+    Code.RESOURCE_EXHAUSTED: "a message of the call is larger than its receiver accepts",
+    Code.UNIMPLEMENTED: "the service has no such method: it is another service, or another version",
     Code.UNAVAILABLE: "the service cannot be reached",
 }

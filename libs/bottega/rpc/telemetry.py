@@ -1,8 +1,9 @@
-"""OpenTelemetry: spans of calls and jobs go to a collector, where OpenTelemetry's own variables name one.
+"""Exports spans of calls and jobs with OpenTelemetry.
 
-It is an extra (`bottega-libs[otel]`), and off without `OTEL_EXPORTER_OTLP_ENDPOINT`, or the same for traces alone. The
-other variables of its SDK and of its OTLP exporter count as well: headers, certificates, samplers, batches. Calls are
-traced by its standard instrumentation of gRPC, and belong together across services by its `traceparent`.
+It needs the extra `bottega-libs[otel]`, and is off unless `OTEL_EXPORTER_OTLP_ENDPOINT`, or the same variable for
+traces, names a collector. The other variables of OpenTelemetry's SDK and OTLP exporter work too: headers, certificates,
+samplers, batches. The standard instrumentation of gRPC traces calls, and connects them across services by
+`traceparent`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The variables that turn it on."""
+"""Variables that turn it on."""
 
-# They last for days.
+# Calls that last for days.
 _UNTRACED_METHODS = ("Join", "WatchCheckpoints")
-# For what has not been sent when a service ends: a collector that is away holds up no drain.
+# Time to send the last spans when a service ends. A missing collector must not delay a drain.
 _FLUSH_MS = 2000
 
 _log = logging.getLogger(__name__)
 
 
 class _Telemetry:
-    """What this process exports with."""
+    """The exporter of this process."""
 
     def __init__(self) -> None:
         self.provider: Any = None
@@ -41,7 +42,11 @@ _active = _Telemetry()
 
 @contextlib.contextmanager
 def exporting(service: str) -> Iterator[None]:
-    """Within it calls and jobs are exported, where a variable says where to. service: as what this process is known."""
+    """Export calls and jobs in the block if a variable names a collector.
+
+    Args:
+        service: Name of this process in the traces.
+    """
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
     if not endpoint:
         yield
@@ -50,7 +55,7 @@ def exporting(service: str) -> Iterator[None]:
         _active.provider = _provider(service)
     except ImportError as error:
         _log.error(
-            "OpenTelemetry is asked for and not installed: pip install 'bottega-libs[otel]'",
+            "OpenTelemetry is configured but not installed: pip install 'bottega-libs[otel]'",
             extra={"endpoint": endpoint, "missing": error.name},
         )
         yield
@@ -64,7 +69,7 @@ def exporting(service: str) -> Iterator[None]:
 
 
 def server_interceptors() -> Sequence[grpc.aio.ServerInterceptor]:
-    """For a server, behind its own: what they refuse is no call."""
+    """Return interceptors of a server, to be placed after its own."""
     if _active.provider is None:
         return ()
     from opentelemetry.instrumentation.grpc import aio_server_interceptor
@@ -73,7 +78,7 @@ def server_interceptors() -> Sequence[grpc.aio.ServerInterceptor]:
 
 
 def client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
-    """For a channel."""
+    """Return interceptors of a channel."""
     if _active.provider is None:
         return ()
     from opentelemetry.instrumentation.grpc import aio_client_interceptors
@@ -82,7 +87,7 @@ def client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
 
 
 def tracer() -> Tracer | None:
-    """For spans that are no calls; None where nothing is exported."""
+    """Return the tracer for spans other than calls; None if nothing is exported."""
     return None if _active.provider is None else _active.provider.get_tracer("bottega")
 
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from bottega import kinds, rules
 from bottega.codec.limits import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
-from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
+from bottega.rpc.security.grants import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec

@@ -143,7 +143,7 @@ def test_a_crash_leaves_all_of_its_traceback() -> None:
     status, text = _ended_unread(code, read_after_s=0.6)
     assert status == 1
     (line,) = [json.loads(each) for each in text.splitlines()]
-    assert (line["level"], line["event"]) == ("CRITICAL", "ended by what nobody expected")
+    assert (line["level"], line["event"]) == ("CRITICAL", "ended by an unexpected error")
     assert line["exc_info"].endswith(r"KeyError: 'a\nb'")
 
 

@@ -123,7 +123,7 @@ def test_a_process_that_the_watchdog_is_not_for_says_nothing(tmp_path: Path) -> 
 
 def test_a_manager_that_has_gone_is_logged_and_hurts_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready()
-    assert "systemd could not be told" in caplog.text
+    assert "systemd could not be notified" in caplog.text
     SystemdNotifier({}).ready()
     assert len(caplog.records) == 1
 

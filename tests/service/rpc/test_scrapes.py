@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from bottega.rpc.operation import metrics_http
+from bottega.rpc.operation import metrics
 from bottega.rpc.server import Server
 from tests.fakes.scripted_images import scripted_images
 from tests.support.crowds import alive, connections
@@ -50,16 +50,16 @@ async def test_half_requests_hold_no_threads_and_a_scrape_is_answered_beside_the
     with connections(server.metrics_address, CROWD, says=says) as crowd:
         for _ in range(SCRAPES):
             assert "bottega_rpc_in_flight" in await scraped(server)
-        assert alive(crowd) <= metrics_http.MOST_CONNECTIONS
+        assert alive(crowd) <= metrics.MAX_CONNECTIONS
         assert len(_threads() - threads) <= 1 + SCRAPES  # each of this test's own scrapes may begin a thread
-        assert psutil.Process().num_fds() <= files + CROWD + 2 * metrics_http.MOST_CONNECTIONS
+        assert psutil.Process().num_fds() <= files + CROWD + 2 * metrics.MAX_CONNECTIONS
     assert "bottega_rpc_in_flight" in await scraped(server)
 
 
 async def test_who_sends_byte_by_byte_or_does_not_read_is_not_waited_for_without_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.5)
+    monkeypatch.setattr(metrics, "CONNECTION_S", 0.5)
     with connections(server.metrics_address, 1, says=HALF) as crowd:
         began = time.monotonic()
         while alive(crowd) and time.monotonic() - began < 10:

@@ -8,8 +8,7 @@ import pytest
 
 from bottega.errors import QueueFull
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
-from bottega.rpc.interceptor.fair_queue import CallTurn, FairQueue
-from bottega.rpc.interceptor.memory_quota import MemoryQuota
+from bottega.rpc.interceptor.memory_quota import CallTurn, FairQueue, MemoryQuota
 from bottega.rpc.peers import Peer
 
 

@@ -11,8 +11,7 @@ import click
 
 from bottega.client.cli.options import ListGroup, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
-from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
+from bottega.rpc.security.grants import LEAST_WEIGHT, MAX_GRANTED, MAX_NAME_CHARACTERS, MOST_WEIGHT
 from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""What every call of a server goes through: memory quotas, call limits, response flow control, errors to statuses."""
+"""Handling of every call of a server: memory quotas, limits of calls, flow control of responses, errors."""

@@ -1,9 +1,9 @@
-"""The edge between gRPC and our code: the outermost interceptor of every server.
+"""The outermost interceptor of every server, between gRPC and our code.
 
-Turns a BottegaError into its status and anything unexpected into a plain INTERNAL, so that no text
-of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are received and
-parsed in here as well: not before there is room for them, and bytes that are none end like any other wrong request.
-Responses are packed and streamed in here, so that no caller that does not read them is waited for without end.
+It turns a BottegaError into its status, and any other error into a plain INTERNAL, so that no text of a library reaches
+a caller. It logs failures once, counts calls, and gives unary calls a deadline. It also receives and parses requests,
+when there is room for them, and refuses bytes that are no message. It serializes and streams responses, so that a
+caller that does not read them is not waited for forever.
 """
 
 from __future__ import annotations
@@ -37,43 +37,39 @@ from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import Peer
 from bottega.rpc.security.caller import CallAuthenticator
 
-# Up to so many fields a message is walked through in less than its bytes are copied in; else a byte costs so much more.
+# Walking through a message with up to this many fields takes less time than copying its bytes; with more, a byte costs
+# up to _WALK_COST times as much.
 _FEW_FIELDS = 4096
 _WALK_COST = 16
-# For which a large message that was refused keeps its room: a caller has that of two or three.
+# A large message that was refused keeps its room for so long. A caller has room for two or three.
 _LARGE_REFUSED_S = 0.25
 
-_Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
-# None where the handler takes bytes.
+_Handler = Any  # grpc.RpcMethodHandler, whose type stubs have only blocking methods
+# None if the handler takes bytes.
 _Parse = Callable[[bytes], object] | None
-# None where the handler gives bytes.
+# None if the handler returns bytes.
 _Pack = Callable[[Any], bytes] | None
 _Raw = AsyncIterator[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestQuotas:
-    """Quotas of requests that are coming in, by kind, so that none takes the room of another."""
+    """Memory quotas of requests that are being received, by kind, so that no kind takes the room of another."""
 
     large: MemoryQuota
-    """Of methods that carry input images. A stream of answers holds nothing of its request from the first one on."""
+    """Methods whose requests carry images. A stream of answers releases its request with the first answer."""
     small: MemoryQuota
-    """Of all other methods of one request: what they carry is here at once, or its caller says nothing."""
+    """All other methods with one request. A request arrives at once, or the caller is silent."""
     streamed: MemoryQuota
-    """Of first messages of callers that stream them, which are the suite's own and must get through when others cannot.
-    Their later messages are as many as the services let callers in.
+    """First messages of streamed requests, which come from the suite's own services and must get through when others
+    cannot. The services limit the number of such callers, and so of later messages.
     """
     of_grpc: MemoryQuota
-    """Of every message to gRPC's own services."""
+    """Messages to gRPC's own services."""
 
 
 class _Reader:
-    """Reads the messages of one method.
-
-    Args:
-        quota: Where their room is reserved.
-        parse: None where the handler takes bytes.
-    """
+    """A reader of the messages of one method."""
 
     def __init__(self, quota: MemoryQuota, limits: MessageLimits, parse: _Parse) -> None:
         self._quota = quota
@@ -82,7 +78,7 @@ class _Reader:
         self._descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
 
     async def read_reserved(self, guard: CallGuard, context: Context, share: QuotaShare) -> object:
-        """Return the only message of a call, which has room. Raises InvalidRequest when there is none."""
+        """Return the only message of a call, for which room is reserved. Raises InvalidRequest if there is none."""
         with guard.reading(self._quota.message_bytes) as arrived:
             raw = arrived(await self._quota.receive(context.read))
         if raw is grpc.aio.EOF:
@@ -93,7 +89,7 @@ class _Reader:
         except (TooLarge, InvalidRequest):
             del raw
             if size_bytes > PLAIN_BYTES:
-                # Taking in some MiB holds up everybody else for some milliseconds: the next one of this caller waits.
+                # Receiving some MiB delays all other calls by milliseconds: this caller's next message has to wait.
                 await asyncio.sleep(_LARGE_REFUSED_S)
             raise
         share.shrink(size_bytes)
@@ -104,10 +100,11 @@ class _Reader:
     ) -> AsyncGenerator[object, None]:
         """Yield the messages of a caller.
 
-        Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
+        They are read through the context: gRPC's request iterator, once started, is a reference cycle unless it is
+        exhausted.
 
         Args:
-            each: Whether they all count towards the quota, and not the first alone.
+            each: Whether all messages count towards the quota, and not only the first.
         """
         first = True
         while True:
@@ -130,7 +127,6 @@ class _Reader:
         check_size(len(raw), self._limits)
         if self._parse is None:
             return raw
-        # Walking through a byte takes longer than copying it, where a method may have many fields.
         cost = len(raw) if self._limits.max_fields <= _FEW_FIELDS else len(raw) * _WALK_COST
         try:
             return await copied(cost, lambda: self._message(raw))
@@ -138,9 +134,7 @@ class _Reader:
             raise InvalidRequest("the request's bytes are not a message of this method") from None
 
     def _message(self, raw: bytes) -> object:
-        """Parse a message, without the fields that its type does not know: nobody looks at them, and they would be
-        stored with what is known.
-        """
+        """Return the parsed message without unknown fields, which nobody uses and which would be stored with it."""
         assert self._parse is not None
         if self._descriptor is None:
             return self._parse(raw)
@@ -149,18 +143,21 @@ class _Reader:
         if not unknown:
             return message
         message.DiscardUnknownFields()
-        # A message keeps the memory of what was discarded, for as long as anything of it is kept.
+        # Parse again: a message keeps the memory of discarded fields for as long as it exists.
         return self._parse(message.SerializeToString())
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every method of every service.
+    """An interceptor that wraps every method of every service.
 
-    default_deadline_s: of unary calls whose caller set none.
-    requests: the quotas of requests.
-    responses: of all calls. limits: of calls that are served at once. ledger: what the calls of each connection
-    account for. authenticator: says who calls, gRPC's own
-    services aside, which are open to all. audit: where calls that change something are noted, if anywhere.
+    Args:
+        default_deadline_s: Deadline of unary calls whose caller set none.
+        requests: Memory quotas of requests.
+        responses: Flow control of the responses of all calls.
+        limits: Limits on calls that are served at once.
+        ledger: Accounts of the calls of each connection.
+        authenticator: Identifies callers, except those of gRPC's own services, which are open to all.
+        audit: Log of the calls that change something, if there is one.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """The handler of a method, wrapped; each method is wrapped once."""
+        """Return the wrapped handler of a method. Each method is wrapped once."""
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)  # methods are never added to a server that has started
         if wrapped is not None:
@@ -215,9 +212,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     request = await reader.read_reserved(guard, context, share)
                     guard.received(request)
                     answer = await handler.unary_unary(request, context)
-                    del request  # it may be large, and the answer may take long to be read
+                    del request  # it may be large, and reading the answer may take long
                 return guard.responses.admit(_packed(answer, pack))
-            return None  # it was refused, and gRPC knows
+            return None  # the call was refused, and gRPC has the status
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
 
@@ -261,7 +258,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _refusing(self) -> _Handler:
-        """Serves all unknown methods, under one name: a caller may invent any number of names."""
+        """Return the handler of unknown methods. They have one name in metrics, as callers may invent any number."""
 
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.short, "unknown", context):
@@ -270,7 +267,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
-        """Their answers are their own; only their requests are received here."""
+        """Return a handler of gRPC's own services. Only their requests are received here."""
         reader = _Reader(self._requests.of_grpc, OF_GRPC, handler.request_deserializer)
 
         async def unary(_: _Raw, context: Context) -> object:
@@ -315,7 +312,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
-        # gRPC itself ends a call whose caller set a deadline.
+        # gRPC itself ends calls whose caller set a deadline.
         return self._default_deadline() if context.time_remaining() is None else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
@@ -331,7 +328,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _only(messages: AsyncGenerator[object, None]) -> object:
-    """The only message of a call to one of gRPC's own services."""
+    """Return the only message of a call to one of gRPC's own services."""
     async with contextlib.aclosing(messages):
         async for request in messages:
             return request
@@ -339,7 +336,7 @@ async def _only(messages: AsyncGenerator[object, None]) -> object:
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:
-    """A handler whose messages come when it asks for them, also where there is only one: gRPC would not wait."""
+    """Return a handler that receives its messages on request, even if there is only one: gRPC would not wait."""
     return make(call, None, pack)
 
 
@@ -355,12 +352,16 @@ async def _send_all(
     write: Callable[[bytes], Awaitable[None]],
     share: QuotaShare | None = None,
 ) -> None:
-    """share: that of the request, which is not needed any more when there is an answer."""
+    """Send all responses of a call.
+
+    Args:
+        share: The quota share of the request, which is released with the first response.
+    """
     async with contextlib.aclosing(responses):
         async for response in responses:
             if share is not None:
                 share.release()
             raw = _packed(response, pack)
-            del response  # the next one may be long in coming, and this one in going
+            del response  # sending it, and waiting for the next one, may take long
             await flow.send(raw, write)
             del raw

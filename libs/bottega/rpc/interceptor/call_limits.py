@@ -1,7 +1,6 @@
-"""Limits of calls: how many of a kind a service has in its hands at once, and how many of them one caller may have.
+"""Limits on the calls of a kind that a service serves at once, in all and of one caller.
 
-A host with many calls does not take the room of hosts with few: the more places are taken, the fewer one host may have,
-so that there are always some for another host.
+The more places are taken, the fewer one host may have, so that some are always left for another host.
 """
 
 from __future__ import annotations
@@ -14,27 +13,32 @@ from bottega.errors import QueueFull
 from bottega.fair_order import fair_room
 from bottega.rpc.peers import Peer
 
-# Most requests are dealt with in less; and callers that were refused together should not come back together.
+# Most calls end sooner. The time is random so that callers that were refused together do not retry together.
 _RETRY_S = (0.5, 1.5)
 
 
 @dataclass(slots=True)
 class CallCounter:
-    """Calls. active: being served. opened: those, and those whose answers were not read out."""
+    """A counter of calls."""
 
     active: int = 0
+    """Calls that are being served."""
     opened: int = 0
+    """Those, and calls that have ended but whose answers are not read yet."""
 
     @property
     def count(self) -> int:
-        """How many it may be said to be: of one that has ended gRPC has only some memory left, so it counts half."""
+        """The number of calls. One that has ended counts half: gRPC only keeps some memory for it."""
         return max(self.active, self.opened // 2)
 
 
 class CallLimit:
-    """Those of one kind of call. most: of all callers. share: see `fair_room`, of a host, and of a host's connection.
+    """A limit on calls of one kind.
 
-    limit: of ServerConfig, which says how many there are.
+    Args:
+        most: Calls of all callers.
+        share: Share of a host, and of a connection within its host; see `fair_room`.
+        limit: Field of ServerConfig with the limit, for errors.
     """
 
     def __init__(self, *, most: int, share: float, limit: str) -> None:
@@ -45,7 +49,7 @@ class CallLimit:
         self._held: dict[Peer | str, CallCounter] = {}  # by connections and hosts that have any
 
     def acquire(self, peer: Peer) -> CallSlot:
-        """A place for one call. Raises QueueFull, with the time after which to ask again, when there is none."""
+        """Return a slot for one call. Raises QueueFull, with the time after which to retry, if there is none."""
         host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
         free = self._most - self._all.count
         if free <= 0:
@@ -60,7 +64,7 @@ class CallLimit:
         )
 
     def connections(self) -> Iterator[str]:
-        """Those that have any, as Peer.connection."""
+        """Yield the connections that have calls, as in Peer.connection."""
         return (key.connection for key in self._held if isinstance(key, Peer))
 
     def _tidy(self, peer: Peer) -> Callable[[], None]:
@@ -73,7 +77,12 @@ class CallLimit:
 
 
 class CallSlot:
-    """The place of one call. counters: those that count it. when_closed: called when its last resources are freed."""
+    """The slot of one call.
+
+    Args:
+        counters: Counters that count the call.
+        when_closed: Called when its last resources are freed.
+    """
 
     def __init__(self, counters: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
         self._counters = counters
@@ -83,12 +92,12 @@ class CallSlot:
             counter.opened += 1
 
     def end_serving(self) -> None:
-        """The call has ended, but for what its caller has not read."""
+        """Record that the call has ended, although its caller may not have read all answers."""
         for counter in self._counters:
             counter.active -= 1
 
     def release(self) -> None:
-        """Nothing is left of the call, which has ended."""
+        """Record that the caller has read everything, or is gone."""
         for counter in self._counters:
             counter.opened -= 1
         self._when_closed()
@@ -98,5 +107,9 @@ _NONE = CallCounter()
 
 
 def full(message: str, *, limit: str) -> QueueFull:
-    """The error of a call for which there is no room. limit: the field of ServerConfig that bounds it."""
+    """Return the error for a call without room.
+
+    Args:
+        limit: Field of ServerConfig with the limit.
+    """
     return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

@@ -1,9 +1,10 @@
-"""The calls that a server is serving: how many there are, and what turns the errors of each into a status."""
+"""The calls that a server is serving: a tracker of all of them, and a guard around each."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ import grpc
 
 from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles, Unauthenticated
 from bottega.process import open_files
-from bottega.rpc.interceptor.call_errors import CallErrorLog
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
@@ -26,33 +26,37 @@ from bottega.rpc.peers import peer_of
 from bottega.rpc.security.caller import CallAuthenticator, Caller, bind_caller
 from bottega.rpc.security.method_roles import AUDITED, check_method
 from bottega.rpc.status import to_grpc_status
+from bottega.sampled_log import SampledLog
 
 REQUEST_ID_KEY = "x-request-id"
-# Of what is bound for the log lines of a call, what its line in the audit log has too.
-_TOLD = ("job_id", "request_id")
+# Fields bound for the log lines of a call that its audit line has too.
+_AUDITED_FIELDS = ("job_id", "request_id")
 
-# How a write fails when the caller has gone, and how a method of gRPC's own ends itself.
+# Errors of gRPC's: a write fails because the caller is gone; a method of gRPC's own services ends itself.
 _OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits by kind of call, so that none takes the room of another.
-
-    short: of one request and one answer. streams: of one request and answers as they come. streamed: callers that
-    stream their requests. of_grpc, of_grpc_streams: gRPC's own, which a drain does not wait for.
-    """
+    """Limits by kind of call, so that no kind takes the room of another."""
 
     short: CallLimit
+    """Calls with one request and one answer."""
     streams: CallLimit
+    """Calls with one request and a stream of answers."""
     streamed: CallLimit
+    """Calls with a stream of requests."""
     of_grpc: CallLimit
+    """Unary calls of gRPC's own services. A drain does not wait for them."""
     of_grpc_streams: CallLimit
+    """Streams of gRPC's own services. A drain does not wait for them."""
 
     def connections(self) -> frozenset[str]:
-        """Connections that have calls, as in Peer.connection."""
+        """Return the connections that have calls, as in Peer.connection."""
         limits = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
         return frozenset(connection for limit in limits for connection in limit.connections())
 
@@ -85,13 +89,13 @@ class CallTracker:
         self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Returns when no call is being served, gRPC's own aside."""
+        """Wait until no call is being served, except for gRPC's own services."""
         await self._idle.wait()
 
     def enter(self, limit: CallLimit, context: Context) -> CallResponses:
-        """A call begins."""
-        # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
-        # sent all that was answered, or the caller has gone.
+        """Record the beginning of a call and return its responses."""
+        # Every call has a task of its own, so that values are bound for this call only. The task ends when gRPC has
+        # sent all answers, or the caller is gone.
         responses = CallResponses(self._responses)
         at_end(responses.release)
         responses.bind()
@@ -103,7 +107,7 @@ class CallTracker:
         return responses
 
     def leave(self, limit: CallLimit, method: str, code: Code | None, seconds: float) -> None:
-        """It has ended, but for what its caller has not read. code: None is OK."""
+        """Record the end of a call, although its caller may not have read all answers. The code None is OK."""
         if self._is_of_grpc(limit):
             return
         self._active -= 1
@@ -112,7 +116,7 @@ class CallTracker:
         self._metrics.on_end(method, code.name if code else "OK", seconds)
 
     def is_stream(self, limit: CallLimit) -> bool:
-        """Whether that is of calls which are answered as there is news."""
+        """Return whether a limit is that of calls with a stream of answers."""
         return limit is self._limits.streams
 
     def _is_of_grpc(self, limit: CallLimit) -> bool:
@@ -120,14 +124,16 @@ class CallTracker:
 
 
 class CallGuard:
-    """A guard around one call: whatever that raises ends it with a status.
+    """A guard around one call: any error in its block ends the call with a status.
 
-    `peer` is who calls, as gRPC knows it. `account` is who pays for what the call takes: its tenant, whose calls may
-    all come through one proxy, or the host where nobody has a tenant.
+    gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. If
+    it had a traceback, it would be a reference cycle with context and request, perhaps some MiB, until the garbage
+    collector runs. So the guard removes the traceback.
 
-    gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. One
-    that led to the frames of the call, which hold context and request, would be a cycle of some MiB perhaps, until the
-    collector comes by: so it ends here, without a traceback.
+    Attributes:
+        peer: The caller as gRPC knows it.
+        account: The peer that is charged for the call: the tenant, whose calls may all come through one proxy, or the
+            host if there are no tenants.
     """
 
     def __init__(self, calls: CallTracker, limit: CallLimit, method: str, context: Context) -> None:
@@ -144,20 +150,20 @@ class CallGuard:
         self.peer = self.account = peer_of(self._context.peer())
         self.connection = self._calls.ledger.account(self.peer)
         if self.connection.has_ended:
-            # gRPC still hands out the calls that a flood has left behind, before those of others.
+            # gRPC still delivers the queued calls of a flood before those of others.
             raise asyncio.CancelledError
         self.responses = self._calls.enter(self._limit, self._context)
         return self
 
     def acquire_slot(self) -> None:
-        """In the block, before anything is taken in. Raises QueueFull."""
+        """Take a slot for the call before its messages are received. Raises QueueFull."""
         self._slot = self._limit.acquire(self.peer)
         at_end(self._slot.release)
 
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
-        """Identify the caller before a message is read, for all that this task does from then on.
+        """Identify the caller before a message is read, and bind it to this task.
 
-        Raise Unauthenticated, Forbidden if the method is not for that caller, or QuotaExceeded.
+        Raises Unauthenticated, Forbidden if the method is not for that caller, or QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
         try:
@@ -174,9 +180,10 @@ class CallGuard:
 
     @contextlib.contextmanager
     def reading(self, message_bytes: int) -> Iterator[Callable[[Any], Any]]:
-        """Count what comes over the connection in the block. Yields a function to pass the message through.
+        """Account for the bytes that arrive in the block. Yield a function through which to pass the message.
 
-        message_bytes: that may have come of a message that nobody waits for any more.
+        Args:
+            message_bytes: Bytes to account for if no message arrives: part of it may have been received.
         """
         self.connection.reading += 1
         size_bytes = message_bytes
@@ -193,7 +200,7 @@ class CallGuard:
             self.connection.explained_bytes += size_bytes
 
     def received(self, request: object) -> None:
-        """In the block: what is asked for."""
+        """Keep what the audit log needs from the request."""
         if self._calls.audit is not None and self._method in AUDITED:
             self._about = about(request)
 
@@ -202,7 +209,7 @@ class CallGuard:
     ) -> bool:
         del kind, trace
         refused = error if isinstance(error, Exception) and not isinstance(error, _OF_GRPC) else None
-        # Before the answer is sent: a caller that does not read would hold it up.
+        # Release the slot before the answer is sent, which a caller that does not read would delay.
         seconds = time.perf_counter() - self._began
         if self._slot is not None:
             self._slot.end_serving()
@@ -222,22 +229,22 @@ class CallGuard:
         return True
 
     def _note(self, code: Code | None, seconds: float) -> None:
-        """In the audit log. code: None is OK."""
+        """Add a line to the audit log. The code None is OK."""
         if self._calls.audit is None or self._method not in AUDITED:
             return
-        told = {name: logs.bound()[name] for name in _TOLD if name in logs.bound()}
+        bound = {name: logs.bound()[name] for name in _AUDITED_FIELDS if name in logs.bound()}
         self._calls.audit.note(
             self._method,
             self._known,
             self.peer.host,
-            about={**self._about, **told},
+            about={**self._about, **bound},
             outcome=code.name if code else "OK",
             seconds=seconds,
         )
 
 
 def at_end(do: Callable[[], None]) -> None:
-    """Does it when the call that is served in this task is over, for its caller as well."""
+    """Call `do` when the call of this task is over and its answers are read, or its caller is gone."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda _: do())
@@ -252,7 +259,7 @@ def _request_id(context: Context) -> dict[str, str]:
 
 
 def _for_caller(method: str, error: Exception, log: CallErrorLog) -> BottegaError:
-    """The error that the caller gets. It is logged here, once, and forgets where it was raised."""
+    """Log an error, remove its tracebacks, and return the error for the caller."""
     shown = error if isinstance(error, BottegaError) else _of_library(error)
     if isinstance(shown, TooManyOpenFiles):
         log.refused(method, shown.reason_name, shown.message)
@@ -275,14 +282,44 @@ def _of_library(error: Exception) -> BottegaError:
     return InternalError("an internal fault; the service's log says more under the same request_id")
 
 
+class CallErrorLog:
+    """A sampled log of refused and failed calls. Call `sum_up` at the end; meanwhile it sums up by itself."""
+
+    def __init__(self) -> None:
+        self._refusals = SampledLog(_log, "call refused", more="more calls refused", counted="calls")
+        self._unexpected = _faults("call failed unexpectedly")
+        self._expected = _faults("call failed")
+
+    def refused(self, method: str, reason: str, text: str) -> None:
+        """Log a refused call. The line has the fields that are bound for it."""
+        self._refusals.log_event({"method": method, "reason": reason}, {"text": text})
+
+    def failed(self, method: str, error: Exception, *, expected: bool) -> None:
+        """Log a call that failed because of a fault in the suite. A caller can repeat it as often as it likes.
+
+        Args:
+            expected: Whether the error was raised on purpose.
+        """
+        (self._expected if expected else self._unexpected).log_event({"method": method}, error=error)
+
+    def sum_up(self) -> None:
+        """Write how many calls were left out since the last time, a line for each kind."""
+        for lines in (self._refusals, self._unexpected, self._expected):
+            lines.sum_up()
+
+
+def _faults(event: str) -> SampledLog:
+    return SampledLog(_log, event, more=f"more times: {event}", counted="calls", level=logging.ERROR)
+
+
 class TenantCalls:
-    """Calls that are being served, by tenant, of those tenants that may have a bounded number. See Caller."""
+    """The numbers of calls that are being served, for tenants with a limit on them; see Caller."""
 
     def __init__(self) -> None:
         self._served = Counter[tuple[str, str]]()
 
     def take(self, known: Caller, *, streams: bool) -> Callable[[], None]:
-        """Counts a call in; what is returned counts it out. Raises QuotaExceeded."""
+        """Count a call and return a function that ends it. Raises QuotaExceeded."""
         quota, most = ("streams", known.max_streams) if streams else ("calls", known.max_calls)
         key = known.tenant, quota
         if most and self._served[key] >= most:
@@ -301,8 +338,8 @@ class TenantCalls:
 
 
 def _identities(context: Context) -> Sequence[str]:
-    """Return the URIs of the certificate that the peer has shown; none without one.
+    """Return the URIs in the peer's certificate; empty without one.
 
-    Its DNS names, which may read like a URI of ours, name nobody.
+    Its DNS names are not used: one may look like a URI of ours.
     """
     return [name.decode(errors="replace") for name in context.auth_context().get("peer_uri", ())]

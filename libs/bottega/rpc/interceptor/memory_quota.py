@@ -1,30 +1,34 @@
-"""How much of its calls' requests a service takes in at once: a bound that holds before anything is parsed."""
+"""A quota of memory for requests that are being received, and the fair queue of calls that wait for it.
+
+The quota holds before anything is parsed. The queue serves one host after the other, and of each host one connection
+after the other, so that a host with a thousand waiting calls delays another by at most one call.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
 from bottega.fair_order import fair_room
 from bottega.rpc.interceptor.call_limits import full
-from bottega.rpc.interceptor.fair_queue import FairQueue
 from bottega.rpc.peers import Peer
 
 ReadT = TypeVar("ReadT")
 KeyT = TypeVar("KeyT")
 
-# For a message on a slow line while nobody waits for the room that it takes, and while somebody does.
+# Time for a message to arrive while no call waits for its room, and while one does.
 _COMING_S = 30.0
 _CONTENDED_S = 2.0
-# Longer than what is in the way may stay there.
+# A call waits longer for room than a message may take to arrive.
 _WAIT_S = 3.0
 
 
 class QuotaShare:
-    """What the request of one call takes of the quota, until the block ends or it is released."""
+    """The part of a quota that one call's request takes, until the block ends or it is released."""
 
     def __init__(self, quota: MemoryQuota, peer: Peer) -> None:
         self._quota = quota
@@ -41,30 +45,30 @@ class QuotaShare:
         self.release()
 
     def shrink(self, size_bytes: int) -> None:
-        """Keep room for a message that is here, and only so large."""
+        """Keep only the room for a message that has arrived."""
         freed_bytes = max(0, self._size_bytes - size_bytes)
         self._size_bytes -= freed_bytes
         self._quota.release(self._peer, freed_bytes, arrived=self._coming)
         self._coming = False
 
     def release(self) -> None:
-        """Give the room back: nobody holds the message any more. Harmless when done before."""
+        """Release the room, because nobody holds the message any more. A second call does nothing."""
         self.shrink(0)
 
 
 class MemoryQuota:
-    """A bound on the requests of one kind that are coming in, or that somebody still holds.
+    """A quota of memory for requests of one kind, from when they begin to arrive until nobody holds them.
 
-    gRPC tells neither how much of a message has arrived nor how much its caller has announced before all of it is here.
-    So each message that is coming counts as the largest that gRPC takes, and no caller has more than a share of that:
-    one that opens calls and says nothing holds up itself.
+    gRPC reports neither how much of a message has arrived nor its announced size. So an arriving message counts as the
+    largest one that gRPC accepts, and a caller may only have its share: one that opens calls and sends nothing only
+    delays itself.
 
     Args:
-        max_bytes: Of all requests.
-        message_bytes: The most that one of them may take while it is coming.
-        share: See `fair_order.fair_room`; of a host (or tenant), and for what is coming of that again of one of its
-            connections. Whoever has nothing is let in wherever there is room.
-        contended_s: How long a message may take to come while somebody waits for the room that it takes.
+        max_bytes: Memory of all requests.
+        message_bytes: Memory that counts for an arriving message.
+        share: Share of a host (or tenant), and for arriving messages that of one of its connections within the host's;
+            see `fair_order.fair_room`. A caller without requests gets room wherever there is some.
+        contended_s: Time for a message to arrive while a call waits for its room.
     """
 
     def __init__(
@@ -76,16 +80,16 @@ class MemoryQuota:
         self._share = share
         self._contended_s = contended_s
         self._held = Counter[str]()
-        """Bytes by host, of hosts that hold any."""
+        """Bytes by host, for hosts with requests."""
         self._announced = Counter[Peer | str]()
-        """Bytes of messages that are coming, by connection and by host, where any are."""
+        """Bytes of arriving messages, by connection and by host."""
         self._waiting = FairQueue()
         self._coming: dict[asyncio.Timeout, float] = {}
 
     async def reserve(self, peer: Peer) -> QuotaShare:
-        """Reserve room for one message of a caller; callers that wait for it get it in fair turns.
+        """Reserve room for one message. Waiting callers get it in fair turns.
 
-        Raises QueueFull, with the time after which to ask again, when there is none soon.
+        Raises QueueFull, with the time after which to retry, if there is no room soon.
         """
         if self._has_room(peer.host) and self._has_room_on(peer) and not self._waiting.has(peer):
             self._take(peer)
@@ -94,7 +98,7 @@ class MemoryQuota:
         return QuotaShare(self, peer)
 
     async def receive(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
-        """Return the message that `read` waits for. Raises QueueFull when it takes long while others wait for room."""
+        """Return the message that `read` waits for. Raises QueueFull if it arrives too slowly."""
         scope = asyncio.timeout(self._contended_s if self._waiting else _COMING_S)
         self._coming[scope] = asyncio.get_running_loop().time()
         try:
@@ -108,7 +112,11 @@ class MemoryQuota:
             del self._coming[scope]
 
     def release(self, peer: Peer, size_bytes: int, *, arrived: bool) -> None:
-        """Free so much of what a caller holds, and let in who waits for it. arrived: a message is coming no more."""
+        """Release memory of a caller, and let waiting calls in.
+
+        Args:
+            arrived: Whether this ends the arrival of a message.
+        """
         self._free_bytes += size_bytes
         _subtract(self._held, peer.host, size_bytes)
         if arrived:
@@ -128,7 +136,7 @@ class MemoryQuota:
             self._announced[key] += self.message_bytes
 
     def _has_room(self, host: str) -> bool:
-        """Whether a host may take in one more message now."""
+        """Return whether a host may receive one more message now."""
         if self._free_bytes < self.message_bytes:
             return False
         if self._held[host] and fair_room(free=self._free_bytes, held=self._held[host], share=self._share) <= 0:
@@ -136,12 +144,12 @@ class MemoryQuota:
         return not self._announced[host] or self._host_room(host) >= self.message_bytes
 
     def _has_room_on(self, peer: Peer) -> bool:
-        """Whether a connection of a host that has room may."""
+        """Return whether a connection of a host with room may receive one more message now."""
         announced, free = self._announced[peer], self._host_room(peer.host)
         return not announced or fair_room(free=free, held=announced, share=self._share) >= self.message_bytes
 
     def _host_room(self, host: str) -> float:
-        """How much more of a host's messages may be coming."""
+        """Return how many more bytes of a host's messages may be arriving."""
         return fair_room(free=self._free_bytes, held=self._announced[host], share=self._share)
 
     async def _wait_for_turn(self, peer: Peer) -> None:
@@ -160,12 +168,77 @@ class MemoryQuota:
             raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _shorten_waits(self) -> None:
-        """End calls that send slowly: a caller waits for room."""
+        """End calls whose messages arrive slowly, because another call waits for room."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._coming.items():
             ends = scope.when()
             if ends is not None and not scope.expired() and ends > began + self._contended_s:
                 scope.reschedule(max(now, began + self._contended_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallTurn:
+    """The turn of a waiting call."""
+
+    peer: Peer
+    come: asyncio.Future[None]
+    """Done when the call may go on."""
+
+
+class FairQueue:
+    """A queue of waiting calls, by host and connection. `bool(queue)` is False when no call waits."""
+
+    def __init__(self) -> None:
+        # By host and by connection; the next in turn comes first. Empty entries are removed.
+        self._hosts: dict[str, dict[Peer, deque[CallTurn]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
+
+    def has(self, peer: Peer) -> bool:
+        """Return whether a call of the connection waits."""
+        return peer in self._hosts.get(peer.host, ())
+
+    def add(self, peer: Peer) -> CallTurn:
+        """Add a call to the queue."""
+        turn = CallTurn(peer=peer, come=asyncio.get_running_loop().create_future())
+        self._hosts.setdefault(peer.host, {}).setdefault(peer, deque()).append(turn)
+        return turn
+
+    def pop(self, *, host: Callable[[str], bool], connection: Callable[[Peer], bool]) -> CallTurn | None:
+        """Remove and return the next call in turn.
+
+        Args:
+            host: Returns whether a host may go on now. Others are skipped, and keep their place.
+            connection: Returns the same for a connection of such a host.
+        """
+        for name, peers in self._hosts.items():
+            if not host(name):
+                continue
+            for peer, line in peers.items():
+                if connection(peer):
+                    return self._popped(peer, line)
+        return None
+
+    def remove(self, turn: CallTurn) -> None:
+        """Remove a call from the queue."""
+        connections = self._hosts[turn.peer.host]
+        connections[turn.peer].remove(turn)
+        if not connections[turn.peer]:
+            del connections[turn.peer]
+        if not connections:
+            del self._hosts[turn.peer.host]
+
+    def _popped(self, peer: Peer, line: deque[CallTurn]) -> CallTurn:
+        """Return the first call of a connection. The connection and its host go to the end."""
+        connections = self._hosts.pop(peer.host)
+        del connections[peer]
+        turn = line.popleft()
+        if line:
+            connections[peer] = line
+        if connections:
+            self._hosts[peer.host] = connections
+        return turn
 
 
 def _subtract(counts: Counter[KeyT], key: KeyT, size_bytes: int) -> None:

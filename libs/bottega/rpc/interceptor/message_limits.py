@@ -1,7 +1,7 @@
-"""How large the messages of each method may be, and how many fields they may have: checked before they are parsed.
+"""Limits on the bytes and fields of each method's messages, checked before parsing.
 
-A parser makes objects of what it reads: two bytes of an empty message in a message become some eighty. So the bytes of
-a message are walked through first, without making anything of them, and the walk stops at the bound.
+A parser creates objects: an empty nested message of two bytes becomes about eighty. So the bytes of a message are first
+walked through without creating objects, and the walk stops at the limit.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
@@ -17,12 +17,12 @@ from google.protobuf.message import DecodeError
 
 from bottega.errors import TooLarge
 
-# Messages in messages. The deepest of ours are some six deep, and none of ours contains itself.
+# Depth of nested messages. Ours are at most about six deep, and none contains itself.
 MAX_DEPTH = 16
 
 # Wire types.
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# A varint of 64 bits; a longer one is none.
+# Bytes of a varint of 64 bits.
 _MAX_VARINT_BYTES = 10
 _WIRE_TYPES: Mapping[int, int] = {
     FieldDescriptor.TYPE_DOUBLE: _FIXED64,
@@ -36,7 +36,7 @@ _WIRE_TYPES: Mapping[int, int] = {
     FieldDescriptor.TYPE_MESSAGE: _LENGTH,
 }
 _FIXED_BYTES: Mapping[int, int] = {_FIXED64: 8, _FIXED32: 4}
-# Bytes after which a varint of a packed field goes on.
+# Bytes of a varint that are not its last one.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 
@@ -46,19 +46,19 @@ class MessageLimits:
 
     max_bytes: int
     max_fields: int
-    """Fields on the wire, those of messages in it included, and each element of a packed field."""
+    """Fields on the wire, including those of nested messages and each element of packed fields."""
     plain: bool = True
-    """Whether it carries no image: then it has at most PLAIN_BYTES."""
+    """Whether it carries no image, and so has at most PLAIN_BYTES."""
 
 
 PLAIN_BYTES = 2 << 20
-"""Of a request without images; where it has less, a rule of its fields refuses it, and names the field."""
+"""Bytes of a request without images. Within this limit, too long fields are refused by a rule that names them."""
 # An id, a few numbers.
 _SMALL = MessageLimits(max_bytes=PLAIN_BYTES, max_fields=2048)
-# A request with 8 LoRAs and 8 ControlNets, each field of which is set, has some 200.
+# A request with 8 LoRAs and 8 ControlNets and all fields set has about 200.
 _SPEC_FIELDS = 1024
-# A report names what is hosted, thousands of names with a dozen fields each; a block profile has 4,096 blocks; and an
-# upload with thousands of parts is refused by a rule that names them.
+# A report may name thousands of hosted things with a dozen fields each; a block profile has 4,096 blocks; an upload
+# with thousands of parts is refused by a rule that names them.
 _LIST_FIELDS = 1 << 17
 
 _LIMITS: Mapping[str, MessageLimits] = {
@@ -73,25 +73,25 @@ _LIMITS: Mapping[str, MessageLimits] = {
         "ImageService/ListModels": _SMALL,
         "ImageService/ListAdapters": _SMALL,
         "ImageService/GetJobTrace": _SMALL,
-        # The longest registration, and the longest load, are well below a MiB.
+        # The longest registration and the longest load report are well below a MiB.
         "FleetService/Join": MessageLimits(max_bytes=PLAIN_BYTES, max_fields=_LIST_FIELDS),
         "FleetService/ListMembers": _SMALL,
-        # Chunks have at most 4 MiB, and a head, with a PEFT configuration, little over 3 MiB.
+        # A chunk has at most 4 MiB; a head with a PEFT configuration a little over 3 MiB.
         "LoraService/UploadLora": MessageLimits(max_bytes=5 << 20, max_fields=_LIST_FIELDS),
         "LoraService/RegisterLora": MessageLimits(max_bytes=PLAIN_BYTES, max_fields=_SPEC_FIELDS),
         "ActivationService/SetBlockProfile": MessageLimits(max_bytes=PLAIN_BYTES, max_fields=_LIST_FIELDS),
     }.items()
 }
-# Of methods that carry input images; their bytes are bounded by the listener's max_message_mib.
+# Fields of methods whose requests carry images. The listener's max_message_mib limits their bytes.
 _WITH_IMAGES: Mapping[str, int] = {
     "/bottega.v1.ImageService/Generate": _SPEC_FIELDS,
     "/bottega.v1.ImageService/SubmitJob": _SPEC_FIELDS,
     "/bottega.v1.WorkerService/RunAttempt": 4 * _SPEC_FIELDS,
 }
-# Of the suite's other methods: names and digests, at most some hundred.
+# The suite's other methods: at most some hundred names and digests.
 _BETWEEN_SERVICES = MessageLimits(max_bytes=PLAIN_BYTES, max_fields=4096)
 OF_GRPC = MessageLimits(max_bytes=64 << 10, max_fields=256)
-"""Of health and reflection."""
+"""Limits of health and reflection."""
 _OTHERS_FIELDS = 1 << 14
 
 
@@ -99,8 +99,8 @@ def limits_of(method: str, *, max_message_bytes: int) -> MessageLimits:
     """Return the limits of a method's messages.
 
     Args:
-        method: As gRPC names it. Methods of services that were added may use the whole of `max_message_bytes`.
-        max_message_bytes: Of the listener.
+        method: Name as in gRPC. Methods of services that were added may use all of `max_message_bytes`.
+        max_message_bytes: The listener's limit.
     """
     ours = method.startswith("/bottega.v1.")
     if method in _WITH_IMAGES or not ours:
@@ -111,23 +111,23 @@ def limits_of(method: str, *, max_message_bytes: int) -> MessageLimits:
 
 
 def check_size(size_bytes: int, limits: MessageLimits) -> None:
-    """Raise TooLarge for a message of more bytes than its method needs."""
+    """Raise TooLarge if a message has more bytes than its method needs."""
     if size_bytes > limits.max_bytes:
         metadata = {"limit": "message", "bytes": str(limits.max_bytes)}
         raise TooLarge(f"a message of this method has at most {limits.max_bytes} bytes", metadata=metadata)
 
 
 def has_unknown_fields(raw: bytes, descriptor: Descriptor, *, max_fields: int) -> bool:
-    """Return whether a message has fields that its type does not know, in messages in it too.
+    """Return whether a message or a nested one has fields that its type does not know.
 
     Args:
-        raw: The message as it came.
-        descriptor: Its type.
-        max_fields: The walk stops at so many.
+        raw: The serialized message.
+        descriptor: The message's type.
+        max_fields: Limit on fields, at which the walk stops.
 
     Raises:
-        TooLarge: It has more fields, or deeper messages, than a method needs.
-        DecodeError: These bytes are no message.
+        TooLarge: The message has too many fields or is nested too deeply.
+        DecodeError: The bytes are not a message.
     """
     walk = _FieldWalk(raw, max_fields)
     try:
@@ -141,15 +141,16 @@ _UNKNOWN = object()
 
 
 class _FieldKinds:
-    """What a walk knows of a type of messages. Types may contain themselves, so each is looked at when it is met."""
+    """The fields of a message type. They are read on first use, since types may contain themselves."""
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor
 
     @functools.cached_property
     def known(self) -> dict[int, _FieldKinds | int | None]:
-        """By tag, a field's number with its wire type: the type of a message in it, the wire type of the elements of a
-        packed field, or None.
+        """Kinds of fields by tag, which is field number and wire type.
+
+        A kind is the type of a nested message, the wire type of a packed field's elements, or None.
         """
         known: dict[int, _FieldKinds | int | None] = {}
         for field in self._descriptor.fields:
@@ -166,7 +167,7 @@ def _fields_of(descriptor: Descriptor) -> _FieldKinds:
 
 
 class _FieldWalk:
-    """A walk through the fields of a message, from the first to the last."""
+    """A walk through the fields of a serialized message."""
 
     def __init__(self, raw: bytes, max_fields: int) -> None:
         self._raw = raw
@@ -175,7 +176,7 @@ class _FieldWalk:
         self.unknown = False
 
     def go_through(self, fields: _FieldKinds, begin: int, end: int, depth: int = 0) -> None:
-        """Walk through a message that lies there."""
+        """Walk through the message between two offsets."""
         if depth > MAX_DEPTH:
             raise TooLarge(f"messages are at most {MAX_DEPTH} deep", metadata={"limit": "depth"})
         known = fields.known
@@ -200,7 +201,7 @@ class _FieldWalk:
             raise TooLarge(f"a message of this method has at most {self._max_fields} fields", metadata=metadata)
 
     def _value(self, wire_type: int, begin: int) -> tuple[int, int]:
-        """Return where the content of a field begins and ends."""
+        """Return the offsets of the beginning and end of a field's content."""
         if wire_type == _LENGTH:
             length, begin = self._number(begin)
             return begin, begin + length
@@ -211,7 +212,7 @@ class _FieldWalk:
         raise DecodeError("groups are not served")
 
     def _elements(self, begin: int, end: int, wire_type: int) -> int:
-        """Return how many elements a packed field has, or more than may be."""
+        """Return the number of elements of a packed field, or a number above the limit."""
         if wire_type != _VARINT:
             return (end - begin) // _FIXED_BYTES[wire_type]
         if end - begin > _MAX_VARINT_BYTES * self._max_fields:
@@ -219,7 +220,7 @@ class _FieldWalk:
         return len(self._raw[begin:end].translate(None, _CONTINUED))
 
     def _number(self, begin: int) -> tuple[int, int]:
-        """Return a number, and where it ends."""
+        """Return a varint and the offset of its end."""
         number = self._raw[begin]
         if number < 0x80:
             return number, begin + 1

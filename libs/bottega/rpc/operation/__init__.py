@@ -1,1 +1,1 @@
-"""How a service runs as a process: logs, metrics, and what systemd is told."""
+"""Operation of a service: logs, metrics, audit, and notifications to systemd."""

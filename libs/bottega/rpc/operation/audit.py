@@ -1,10 +1,10 @@
-"""Who did what: a line of JSON for each call that changes something, in a file of its own.
+"""The audit log: a line of JSON in a separate file for each call that changes something.
 
     {"at": "2026-11-24T13:40:01.123Z", "service": "loras", "role": "operator", "name": "anna", "tenant": "",
      "host": "10.0.0.9", "method": "LoraService/DeleteLora", "about": {"name": "watercolour"}, "outcome": "OK",
      "seconds": 0.021}
 
-Refused calls stand there too. What pictures show, keys and certificates never do.
+It has refused calls too, but no prompts, keys or certificates.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bottega.rpc.security.caller import Caller
 from bottega.rpc.security.private_files import open_private
 from bottega.state_folder import make_missing
 
-# Of each file; the newest few stay beside the one that is written.
+# Size of a file, and number of older files that are kept.
 _FILE_BYTES, _FILES = 64 << 20, 8
-# Lines that wait for the disk: of more, the number of those that are missing is written instead.
-_MOST_WAITING = 10_000
-# Fields of requests that say what is meant, and how much of one is told.
+# Lines that may wait for the disk. For further ones, a line with their number is written.
+_MAX_WAITING = 10_000
+# Fields of requests that identify things, and the length at which they are cut.
 _ABOUT = frozenset({"name", "digest", "job_id", "request_id", "id", "entry", "kind", "controlnet", "lora", "source"})
 _MOST_LETTERS = 128
 _STOP_S = 5.0
@@ -41,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """Of one process: lines are written by a thread of its own, in the order in which calls ended.
+    """The audit log of a process. A thread writes the lines in the order in which calls ended.
 
-    Raises ConfigError where the file cannot be written. service: that writes it. Any thread may ask.
+    It is thread-safe. The constructor raises ConfigError if the file cannot be written.
     """
 
     def __init__(self, path: Path, *, service: str) -> None:
@@ -53,7 +53,7 @@ class AuditLog:
             self._file = _PrivateFile(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"server.audit {path} cannot be written: {error.strerror}") from None
-        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
         self._missing = 0
         self._writer = threading.Thread(target=self._write, name="audit", daemon=True)
         self._writer.start()
@@ -61,7 +61,12 @@ class AuditLog:
     def note(
         self, method: str, known: Caller | None, host: str, *, about: Mapping[str, str], outcome: str, seconds: float
     ) -> None:
-        """A call has ended. known: None is nobody whom the service knows. host: where it came from."""
+        """Add a line for a call that has ended.
+
+        Args:
+            known: The caller; None if the service does not know it.
+            host: The caller's host.
+        """
         line = {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "service": self._service,
@@ -80,7 +85,7 @@ class AuditLog:
             self._missing += 1
 
     def close(self) -> None:
-        """Writes what waits. Harmless when it has been called."""
+        """Write the waiting lines and close the file. A second call does nothing."""
         deadline = time.monotonic() + _STOP_S
         while self._writer.is_alive() and time.monotonic() < deadline:
             try:
@@ -103,7 +108,7 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """A file that only its owner may read. What cannot be written is said once in the log of the service."""
+    """A file that only its owner may read. A failure to write it is logged once."""
 
     _failed = False
 
@@ -111,7 +116,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         return open_private(Path(self.baseFilename))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the file that has the name now: the open one may have been moved or deleted."""
+        """Write a line to the file that has the name now: the open file may have been moved or deleted."""
         if self.stream is not None and not _is_in_place(self.stream.fileno(), self.baseFilename):
             self.stream.close()
             self.stream = None  # the next write opens it
@@ -131,7 +136,7 @@ def _is_in_place(descriptor: int, path: str) -> bool:
 
 
 def about(request: object) -> Mapping[str, str]:
-    """What a request names: its short fields that are names, digests and ids."""
+    """Return the names, digests and ids in a request."""
     if not isinstance(request, Message):
         return {}
     named = {

@@ -1,4 +1,4 @@
-"""What a process's own metrics have counted, read back by the process itself, so that nothing is counted twice."""
+"""Reads the values of a process's own metrics, so that nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram
 
 
 def totals(counter: Counter) -> Mapping[str, float]:
-    """A counter with one label, by the values of that label that have been counted."""
+    """Return the values of a counter with one label, by label value."""
     (family,) = counter.collect()
     return {
         value: sample.value
@@ -19,7 +19,7 @@ def totals(counter: Counter) -> Mapping[str, float]:
 
 
 def count_and_sum(histogram: Histogram) -> tuple[int, float]:
-    """How often a histogram without labels has observed something, and the sum of that."""
+    """Return the number and the sum of the observations of a histogram without labels."""
     (family,) = histogram.collect()
     values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples if not sample.labels}
     return int(values["_count"]), values["_sum"]

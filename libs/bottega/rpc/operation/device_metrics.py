@@ -1,4 +1,4 @@
-"""What an engine has of its device's memory, as metrics. Knows only numbers."""
+"""Metrics of an engine's device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.v1.device_pb2 import DeviceMemory
 
 
 def device_metrics(memory: DeviceMemory) -> Iterator[Metric]:
-    """What a service's engine has last reported. On a CPU there is no budget: what is counted of it is 0."""
+    """Yield metrics of the last report of a service's engine. On a CPU there is no budget, and the values are 0."""
     held = GaugeMetricFamily(
         "bottega_device_held_bytes", "Bytes of the device that are set aside, by what for.", labels=("holder",)
     )

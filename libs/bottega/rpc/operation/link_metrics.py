@@ -1,4 +1,4 @@
-"""What links have moved, as a message between processes and as metrics."""
+"""Traffic of tensor links, as a message between processes and as metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.v1.link_pb2 import LinkCounts
 
 
 def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
-    """The counters of a process, of one moment."""
+    """Return the current counters of a process."""
     now = counters.snapshot()
     return LinkCounts(
         open=open_links,
@@ -32,7 +32,7 @@ def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
 
 
 def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
-    """The counters that a service's engine has last reported; those of a new engine begin at 0 again."""
+    """Yield metrics of the last report of a service's engine. A new engine starts at 0."""
     yield GaugeMetricFamily("bottega_links", "Tensor links that are open.", value=counts.open)
     for name, text, sent, received in (
         ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),

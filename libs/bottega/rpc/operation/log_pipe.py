@@ -1,8 +1,11 @@
 """Writes lines to a descriptor, mostly stderr, without ever waiting for its reader.
 
-A line is written at once while there is room: it costs what a blocking write costs, and a crash right after it loses
+While there is room, a line is written at once: that costs no more than a blocking write, and a crash after it loses
 nothing. While the reader does not read (`bottega up` after Ctrl-Z, a terminal after Ctrl-S), lines wait in a bounded
-queue that a thread writes out; beyond its bound they are dropped and counted.
+queue, which a thread writes out. Further lines are dropped and counted.
+
+`logging.handlers.QueueListener` does neither: it loses queued lines in a crash, and a process with a reader that does
+not read never ends.
 """
 
 from __future__ import annotations
@@ -16,25 +19,29 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Lines that wait for a reader: about a thousand. Beyond them lines are dropped, and the reader is told how many.
+# Bytes of lines that may wait for the reader: about a thousand lines.
 MAX_WAITING_BYTES = 256 << 10
-# Between two looks at whether there is room; poll() wakes earlier where there is.
+# Timeout of poll(), which returns earlier if there is room.
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _LogLine:
-    """untold: of a line that says how many were dropped, that number; 0 for all others."""
+    """A line that waits."""
 
     data: bytes
-    untold: int = 0
+    dropped: int = 0
+    """The number of dropped lines that this line reports; 0 for ordinary lines."""
 
 
 class LogPipe:
-    """Lines to one descriptor, which must not block (see `never_blocking`). May be used from every thread.
+    """A writer of lines to a descriptor that does not block (see `never_blocking`). It is thread-safe.
 
-    dropped_line: makes the line that says how many were dropped, which is written as soon as there is room again.
-    dropped: lines that were dropped since the start.
+    Args:
+        dropped_line: Returns the line that reports a number of dropped lines. It is written when there is room again.
+
+    Attributes:
+        dropped: Lines that were dropped since the start.
     """
 
     def __init__(
@@ -44,19 +51,19 @@ class LogPipe:
         self._descriptor = descriptor
         self._dropped_line = dropped_line
         self._max_waiting_bytes = max_waiting_bytes
-        # Collecting garbage may log, also while this very thread writes a line: hence `_writing`, too.
+        # The lock is reentrant, and `_writing` is needed too: the garbage collector may log while a line is written.
         self._lock = threading.RLock()
         self._writing = False
         self._waiting: deque[_LogLine] = deque()
         self._waiting_bytes = 0
-        self._untold = 0
+        self._unreported = 0
         self._writer: threading.Thread | None = None
 
     def write(self, line: bytes) -> None:
-        """Writes a line, its end included; keeps it for later, or drops it, where the reader does not read."""
+        """Write a line that ends with a newline. If the reader does not read, keep the line for later, or drop it."""
         with self._lock:
-            if not (self._waiting or self._untold or self._writing):
-                try:  # as nearly always; what follows does the same, for a tenth of a line's time more
+            if not (self._waiting or self._unreported or self._writing):
+                try:  # the usual case; the code below does the same, and takes a tenth longer
                     rest = line[os.write(self._descriptor, line) :]
                 except OSError:
                     rest = line
@@ -67,15 +74,15 @@ class LogPipe:
             if self._waiting and self._waiting_bytes + len(line) > self._max_waiting_bytes:
                 self._drop(_LogLine(line))
                 return
-            if self._untold:
-                self._add_untold()
+            if self._unreported:
+                self._add_unreported()
             self._add(_LogLine(line))
             self._write_waiting()
             if self._waiting and self._writer is None:
                 self._start_writer()
 
     def flush(self, timeout_s: float) -> bool:
-        """Returns when nothing waits any more, or after `timeout_s`; whether nothing waits."""
+        """Wait until all lines are written, or for `timeout_s`. Return whether all are written."""
         deadline_s = time.monotonic() + timeout_s
         while not self._is_done():
             left_s = deadline_s - time.monotonic()
@@ -89,11 +96,10 @@ class LogPipe:
         try:
             writer.start()
         except RuntimeError:
-            return  # no thread can be had, as at the very end: the next line, or flush, writes what waits
+            return  # no thread can start, as at interpreter exit: the next line, or flush, writes the waiting ones
         self._writer = writer
 
     def _write_out(self) -> None:
-        """The writer's thread: until nothing waits."""
         while not self._is_done(by_writer=True):
             self._wait_for_room(_LOOK_S)
 
@@ -107,35 +113,35 @@ class LogPipe:
             return True
 
     def _write_waiting(self) -> None:
-        """As much of what waits as there is room for. With the lock."""
+        """Write waiting lines while there is room. The lock must be held."""
         if self._writing:
             return
         self._writing = True
         try:
-            while self._waiting or self._untold:
+            while self._waiting or self._unreported:
                 if not self._waiting:
-                    self._add_untold()
+                    self._add_unreported()
                 if not self._write_first():
                     return
         finally:
             self._writing = False
 
     def _write_first(self) -> bool:
-        """Whether it is written; else nothing more can be, for now."""
+        """Write the first waiting line. Return False if nothing more can be written for now."""
         line = self._waiting.popleft()
         self._waiting_bytes -= len(line.data)
         try:
             rest = line.data[os.write(self._descriptor, line.data) :]
         except BlockingIOError:
             rest = line.data
-        except OSError:  # its reader is gone, or its disk is full
+        except OSError:  # the reader is gone, or the disk is full
             for lost in (line, *self._waiting):
                 self._drop(lost)
             self._waiting.clear()
             self._waiting_bytes = 0
             return False
         if rest:
-            self._waiting.appendleft(_LogLine(rest, line.untold))
+            self._waiting.appendleft(_LogLine(rest, line.dropped))
             self._waiting_bytes += len(rest)
         return not rest
 
@@ -143,14 +149,14 @@ class LogPipe:
         self._waiting.append(line)
         self._waiting_bytes += len(line.data)
 
-    def _add_untold(self) -> None:
-        """A short line, which may exceed the bound."""
-        untold, self._untold = self._untold, 0
-        self._add(_LogLine(self._dropped_line(untold), untold))
+    def _add_unreported(self) -> None:
+        """Queue the line that reports dropped lines. It is short, and may exceed the limit."""
+        dropped, self._unreported = self._unreported, 0
+        self._add(_LogLine(self._dropped_line(dropped), dropped))
 
     def _drop(self, line: _LogLine) -> None:
-        self.dropped += not line.untold
-        self._untold += line.untold or 1
+        self.dropped += not line.dropped
+        self._unreported += line.dropped or 1
 
     def _wait_for_room(self, timeout_s: float) -> None:
         poll = select.poll()
@@ -159,10 +165,10 @@ class LogPipe:
 
 
 def never_blocking(descriptor: int) -> None:
-    """Makes writes to a pipe, a terminal or a socket fail where they would wait for its reader.
+    """Make writes to a pipe, a terminal or a socket fail instead of waiting for the reader.
 
-    Of all who write there from this process and from those that it starts, C libraries included. A pipe and a terminal
-    are opened anew for that, so that nobody else who holds them notices. Files are left as they are.
+    This concerns all writers in this process and its children, C libraries included. Pipes and terminals are reopened,
+    so that other processes which hold them are not affected. Files are left as they are.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):
@@ -170,7 +176,7 @@ def never_blocking(descriptor: int) -> None:
     elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
         try:
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        except OSError:  # another user's, or no /proc
+        except OSError:  # it belongs to another user, or there is no /proc
             os.set_blocking(descriptor, False)
             return
         os.dup2(own, descriptor)

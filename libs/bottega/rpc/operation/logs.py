@@ -1,7 +1,6 @@
-"""JSON logs on stderr; every line carries the request_id and job_id of the call it was written in.
+"""JSON logs on stderr. Every line has the request_id and job_id of the call in which it was written.
 
-Whoever logs never waits for the reader of stderr, see
-`log_pipe`: lines are dropped, and counted, before that.
+Logging never waits for the reader of stderr: lines are dropped and counted instead (see `log_pipe`).
 """
 
 from __future__ import annotations
@@ -24,61 +23,62 @@ MAX_REQUEST_ID_CHARACTERS = 128
 _bound: ContextVar[Mapping[str, str] | None] = ContextVar("bottega_log_fields", default=None)
 _handler: _PipeHandler | None = None
 
-# Of visible ASCII: nothing that could end a line, or look like something else.
+# Visible ASCII, so that it cannot end a line or hide characters.
 _REQUEST_ID = re.compile(r"[!-~]+")
-# For a reader that is there and slow; one that was stopped is not waited for.
+# Time for a slow reader; a stopped one is not waited for any longer.
 _FLUSH_S = 1.0
 _STDOUT = 1
 
 
 def configure(service: str, level: str) -> None:
-    """Sends everything that is logged to stderr, one JSON object a line; warnings as well.
+    """Send all log records and warnings to stderr, one JSON object per line.
 
-    level: a name of logging's, in any case.
+    Args:
+        level: Name of a level, in lower or upper case.
     """
     global _handler  # noqa: PLW0603 - a process has one stderr
     formatter = JsonFormatter(
         "%(asctime)s %(levelname)s %(name)s %(message)s",
         rename_fields={"asctime": "time", "levelname": "level", "name": "logger", "message": "event"},
         static_fields={"service": service},
-        json_ensure_ascii=True,  # so that no untrusted text ends a line, or reaches a terminal as it is
+        json_ensure_ascii=True,  # so that untrusted text cannot end a line, or control a terminal
     )
     _handler = _PipeHandler(_own_stderr(), formatter)
     _handler.addFilter(_add_bound_fields)
     logging.basicConfig(handlers=[_handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    sys.excepthook = _tell_crash
+    sys.excepthook = _log_crash
 
 
 def bind(**fields: str) -> None:
-    """Adds fields to every line that the current task, and tasks it starts from now on, will write."""
+    """Add fields to all lines of the current task, and of tasks that it starts from now on."""
     _bound.set({**bound(), **fields})
 
 
 def bound() -> Mapping[str, str]:
-    """The fields of the current task."""
+    """Return the fields of the current task."""
     return _bound.get() or {}
 
 
 def request_id_from(text: str) -> str:
-    """A caller's request_id as it may be bound: cut to its length, and empty if it is not all visible ASCII."""
+    """Return a caller's request_id for `bind`: cut to the maximal length; empty if it is not visible ASCII."""
     cut = text[:MAX_REQUEST_ID_CHARACTERS]
     return cut if _REQUEST_ID.fullmatch(cut) else ""
 
 
 def dropped_lines() -> int:
-    """Lines that this process has dropped because nobody read them."""
+    """Return how many lines this process dropped because nobody read them."""
     return _handler.pipe.dropped if _handler else 0
 
 
 def flush() -> None:
-    """Waits a second at most for what the reader of stderr has not taken. For those who end without Python's help."""
+    """Wait a second at most until all lines are written. For processes that end without Python's exit handlers."""
     if _handler:
         _handler.flush()
 
 
 def last_words(text: str) -> None:
-    """Writes a line that is no JSON, for a person, before the process ends."""
+    """Write a plain line for people before the process ends."""
     if _handler is None:
         print(text, file=sys.stderr)
     else:
@@ -86,7 +86,7 @@ def last_words(text: str) -> None:
 
 
 class _PipeHandler(logging.Handler):
-    """Python flushes it when it ends."""
+    """A handler that writes to a LogPipe. Python flushes it at exit."""
 
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class _PipeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = f"{self.format(record)}\n".encode(errors="backslashreplace")
-        except Exception:  # noqa: BLE001 - logging's own way with lines that cannot be formatted
+        except Exception:  # noqa: BLE001 - as logging treats records that cannot be formatted
             self.handleError(record)
         else:
             self.pipe.write(line)
 
     def flush(self) -> None:
-        """Waits for the reader, a while."""
+        """Wait for the reader, a second at most."""
         self.pipe.flush(_FLUSH_S)
 
     def _dropped(self, lines: int) -> bytes:
@@ -118,16 +118,16 @@ class _PipeHandler(logging.Handler):
         return f"{self.format(record)}\n".encode()
 
 
-def _tell_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends the process is a line as well: a long traceback, written in pieces, could outrun a slow reader."""
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log an uncaught exception as one line: Python would write the traceback in pieces, and could block."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    logging.getLogger(__name__).critical("ended by what nobody expected", exc_info=(kind, error, trace))
+    logging.getLogger(__name__).critical("ended by an unexpected error", exc_info=(kind, error, trace))
 
 
 def _own_stderr() -> int:
-    """Its descriptor, made never to block, with stdout where that goes the same way."""
+    """Return the descriptor of stderr, made non-blocking, together with stdout if both go to the same place."""
     descriptor = sys.stderr.fileno()
     never_blocking(descriptor)
     try:

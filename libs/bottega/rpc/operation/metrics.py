@@ -1,12 +1,21 @@
-"""Prometheus metrics of one process, served over HTTP on loopback.
+"""Prometheus metrics of a process, and the HTTP server for scraping them.
 
-A registry of its own for every server, so that several may live in one process.
+Every server has its own registry, so that several can run in one process. The HTTP server runs in one thread, in which
+no slow or silent client delays others: a request is passed to the WSGI application only when it is complete, and the
+time and number of connections are limited. (prometheus_client's server has a thread per connection and no limits.)
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import io
+import socket
+import threading
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from wsgiref.simple_server import WSGIRequestHandler
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import (
@@ -18,20 +27,27 @@ from prometheus_client import (
     ProcessCollector,
     make_wsgi_app,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
 from bottega.rpc.operation import logs
-from bottega.rpc.operation.metrics_http import MetricsHttpServer
+from bottega.rpc.security.tls import TlsFiles
 
-# From a health check to the longest drawing that anybody waits for.
+# From a health check to the longest drawing.
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Open connections; the oldest is closed for a new one. Few clients scrape a service at once.
+MAX_CONNECTIONS = 64
+# Time of a connection, from its beginning until the answer is read.
+CONNECTION_S = 5.0
+_HEAD_BYTES = 16 << 10
+_END_OF_HEAD = b"\r\n\r\n"
+_STOP_S = 5.0
 
 
 class CallMetrics:
-    """Calls by method and code, and how long they took."""
+    """Metrics of calls: their number by method and code, and their duration."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
@@ -41,18 +57,18 @@ class CallMetrics:
         )
 
     def on_start(self) -> None:
-        """A call is being served."""
+        """Count a call that begins."""
         self._in_flight.inc()
 
     def on_end(self, method: str, code: str, seconds: float) -> None:
-        """It has ended."""
+        """Count a call that has ended."""
         self._in_flight.dec()
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
 
 class MetricsEndpoint:
-    """`/metrics` over HTTP, and pages beside it, in a thread of its own."""
+    """The HTTP endpoint of a process: `/metrics` and pages of JSON, served by a thread."""
 
     def __init__(self, listen: str) -> None:
         self.registry = CollectorRegistry()
@@ -67,11 +83,15 @@ class MetricsEndpoint:
         self._http: MetricsHttpServer | None = None
 
     def add_page(self, path: str, render: Callable[[], str]) -> None:
-        """Serves JSON at a path. render: called for every request, in the endpoint's thread. Before start."""
+        """Serve JSON at a path. Call it before start.
+
+        Args:
+            render: Called for every request, in the endpoint's thread.
+        """
         self._pages[path] = render
 
     def start(self) -> None:
-        """Starts to serve; `address` then says where. Raises Unavailable when the port is taken."""
+        """Start to serve, and set `address`. Raises Unavailable if the port is in use."""
         host, port = split(self._listen)
         try:
             self._http = MetricsHttpServer(host, port, self._answer)
@@ -84,13 +104,13 @@ class MetricsEndpoint:
         self.address = f"{host}:{self._http.port}"
 
     def stop(self) -> None:
-        """Stops to serve; blocks for a moment. Harmless when it has stopped."""
+        """Stop to serve. Blocks for a moment. A second call does nothing."""
         if self._http is not None:
             http, self._http = self._http, None
             http.stop()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """A page of that path, else the metrics, whatever the path."""
+        """Return the page of the path; the metrics for every other path."""
         render = self._pages.get(environ["PATH_INFO"])
         if render is None:
             return self._metrics(environ, start_response)
@@ -99,10 +119,112 @@ class MetricsEndpoint:
         return [body]
 
 
-class _DroppedLines(Collector):
-    """Read at each scrape: a process that drops lines has no time for more than a sum."""
+class CertificateMetrics(Collector):
+    """The expiry of a service's certificate, for alerts. A renewed certificate counts at once."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
 
     def collect(self) -> Iterable[Metric]:
-        """The number of this moment."""
-        said = "Log lines that this process dropped because nobody read its stderr."
-        yield CounterMetricFamily("bottega_log_lines_dropped", said, value=logs.dropped_lines())
+        """Yield the Unix time of the expiry in seconds."""
+        expires = "When the certificate of this service expires, in seconds since 1970."
+        yield GaugeMetricFamily(
+            "bottega_certificate_expires_timestamp_seconds", expires, value=self._files.material.expires_wall
+        )
+
+
+class _DroppedLines(Collector):
+    """The number of dropped log lines, read at each scrape."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the current number."""
+        text = "Log lines that this process dropped because nobody read its stderr."
+        yield CounterMetricFamily("bottega_log_lines_dropped", text, value=logs.dropped_lines())
+
+
+class MetricsHttpServer:
+    """An HTTP server for a WSGI application. The constructor binds the port, and raises OSError."""
+
+    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self.port = int(self._socket.getsockname()[1])
+        self._application = application
+        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._loop = asyncio.new_event_loop()
+        self._serves = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Start to serve. Blocks until the thread has started, so that `stop` can end it."""
+        self._thread.start()
+        self._serves.wait(_STOP_S)
+
+    def stop(self) -> None:
+        """End the server and its connections. Call it once, after start."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop):
+            server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, sock=self._socket, limit=_HEAD_BYTES)
+            )
+            self._loop.call_soon(self._serves.set)
+            self._loop.run_forever()
+            server.close()
+            for writer in self._open:
+                writer.transport.abort()
+            self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
+        try:
+            # The request is invalid or late, or the client is gone.
+            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(CONNECTION_S):
+                    head = await reader.readuntil(_END_OF_HEAD)
+                    client = writer.get_extra_info("peername") or ("", 0)  # none if the client is gone
+                    writer.write(answered(head, client, self._application))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+
+def answered(head: bytes, client: tuple[str, int], application: WSGIApplication) -> bytes:
+    """Return the application's answer to a request without a body, as the standard library's server formats it."""
+    answer = io.BytesIO()
+    _MetricsRequest(head, answer, client, application)
+    return answer.getvalue()
+
+
+class _MetricsRequest(WSGIRequestHandler):
+    """A request whose head is complete. The constructor handles it."""
+
+    def __init__(self, head: bytes, answer: io.BytesIO, client: tuple[str, int], application: WSGIApplication) -> None:
+        self._head, self._answer = head, answer
+        server = SimpleNamespace(base_environ={}, get_app=lambda: application)
+        super().__init__(None, client, server)  # type: ignore[arg-type]  # neither a socket nor a server is needed
+
+    def setup(self) -> None:
+        """Use buffers instead of a socket's files."""
+        self.rfile, self.wfile = io.BufferedReader(io.BytesIO(self._head)), self._answer
+
+    def finish(self) -> None:
+        """Close nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""What systemd is told of a service that it started with Type=notify: ready, stopping, alive.
+"""Notifies systemd about a service of Type=notify: ready, stopping, alive.
 
-The protocol is sd_notify(3): lines in a datagram. Silent where none listens.
+The protocol is sd_notify(3): lines in a datagram. Without systemd nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ _log = logging.getLogger(__name__)
 
 _ABSTRACT = "@"
 _MARGIN_S = 60.0
-# sd_watchdog_enabled(3) asks for half of the time, so that one message may be late.
+# sd_watchdog_enabled(3) recommends half of the time, so that one message may be late.
 _SHARE_OF_WATCHDOG = 0.5
 
 
 class SystemdNotifier:
-    """The one that started this process, if it asked to be told.
+    """A client of the systemd that started this process, if it did.
 
-    environment: of this process, with NOTIFY_SOCKET, and with WATCHDOG_USEC where systemd expects signs of life.
+    Args:
+        environment: Environment of this process. NOTIFY_SOCKET is systemd's socket; with WATCHDOG_USEC systemd expects
+            regular messages.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -33,23 +35,24 @@ class SystemdNotifier:
         self._watchdog_s = _watchdog_s(environment) if self._address else None
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Say how far the start is, and have systemd wait for the next word, whatever TimeoutStartSec says.
+        """Report the progress of the start, and make systemd wait for the next message beyond TimeoutStartSec.
 
         Args:
-            status: For people, in `systemctl status`.
-            within_s: For which this process waits itself; systemd waits a minute more, so that it hears why it ends.
+            status: Text for `systemctl status`.
+            within_s: Seconds that this process itself waits. systemd waits a minute longer, so that this process can
+                report why it gives up.
         """
         self._notify(f"EXTEND_TIMEOUT_USEC={int((within_s + _MARGIN_S) * 1e6)}", f"STATUS={status}")
 
     def ready(self) -> None:
-        """Say that the service is warm and serves."""
+        """Report that the service is warm and serves."""
         self._notify("READY=1", "STATUS=serving")
 
     @contextlib.contextmanager
     def ready_if_late(self, after_s: float | None) -> Iterator[None]:
-        """In the block the service gets warm. If that takes longer than `after_s`, it counts as started all the same.
+        """Report the service as started if the block, in which it warms up, takes longer than `after_s`.
 
-        For one that answers meanwhile: systemd would end it when its time to start is over, again and again.
+        This is for services that answer meanwhile. Otherwise systemd would end them when their time to start is over.
         """
         if after_s is None:
             yield
@@ -63,14 +66,14 @@ class SystemdNotifier:
             late.cancel()
 
     def stopping(self) -> None:
-        """The service takes no new work, and will end."""
+        """Report that the service accepts no new work and will end."""
         self._notify("STOPPING=1", "STATUS=draining")
 
     @contextlib.asynccontextmanager
     async def watchdog(self) -> AsyncIterator[None]:
-        """Tells it for as long as the context lasts, where it asked.
+        """Send watchdog messages in the block if systemd expects them.
 
-        An event loop that hangs tells nothing, and the service is started anew.
+        If the event loop hangs, none is sent, and systemd restarts the service.
         """
         if self._watchdog_s is None:
             yield
@@ -92,12 +95,12 @@ class SystemdNotifier:
                 sender.setblocking(False)
                 sender.sendto("\n".join(lines).encode(), address)
         except OSError as error:
-            # The service is none the worse for it; systemd will say what it missed.
-            _log.warning("systemd could not be told", extra={"told": lines[0], "error": error.strerror})
+            # The service can go on; systemd will report what it misses.
+            _log.warning("systemd could not be notified", extra={"message_line": lines[0], "error": error.strerror})
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float | None:
-    """Silence after which systemd gives this process up; None when it does not."""
+    """Return the silence after which systemd ends this process; None without a watchdog."""
     micros, process = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not micros.isdecimal() or not int(micros) or (process and process != str(os.getpid())):
         return None

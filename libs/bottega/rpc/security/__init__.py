@@ -1,1 +1,1 @@
-"""Who calls, and how that is known."""
+"""Identities of callers: API keys, certificates, roles, quotas and grants."""

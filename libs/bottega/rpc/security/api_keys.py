@@ -1,8 +1,8 @@
-"""API keys: how they are made, what is kept of them, and how one is recognized.
+"""Creates and checks API keys.
 
-A key is `btg_ID_SECRET`: the ID finds its entry and is no secret; the secret is 256 random bits. What is kept is its
-BLAKE2b: the slow hashes are for passwords, which can be guessed; 256 random bits cannot, and each call pays for the
-hash.
+A key is `btg_ID_SECRET`. The ID, which is not secret, finds the stored entry. The secret has 256 random bits, of which
+the BLAKE2b hash is stored. Slow hashes are for passwords, which can be guessed; 256 random bits cannot, and each call
+needs the hash.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ _SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyParts:
-    """A key that somebody shows."""
+    """The parts of an API key."""
 
     key_id: str
     secret: str
 
 
 def new_key() -> tuple[str, KeyParts]:
-    """A key for its owner, and its parts. It is nowhere else: what is kept of it does not give it back."""
+    """Return a new key for its owner, and its parts. The key cannot be restored from what is stored."""
     parts = KeyParts(key_id=secrets.token_hex(_ID_BYTES), secret=secrets.token_hex(_SECRET_BYTES))
     return f"{_PREFIX}_{parts.key_id}_{parts.secret}", parts
 
 
 def parse_key(key: str) -> KeyParts | None:
-    """Its parts; None for what is no key."""
+    """Return the parts of a key, or None if the text is no key."""
     found = _KEY.fullmatch(key)
     return KeyParts(key_id=found[1], secret=found[2]) if found else None
 
 
 def hashed(secret: str) -> str:
-    """What is kept of a secret, 64 hex digits."""
+    """Return the stored hash of a secret: 64 hexadecimal digits."""
     return hashlib.blake2b(secret.encode(), digest_size=32, person=b"bottega-api-key").hexdigest()
 
 
-def matches(secret: str, kept: str) -> bool:
-    """Whether the secret is the one of which that was kept. Takes the same time whatever is wrong with it."""
-    return hmac.compare_digest(hashed(secret), kept)
+def matches(secret: str, stored: str) -> bool:
+    """Return whether a secret has the stored hash, in a time that does not depend on the difference."""
+    return hmac.compare_digest(hashed(secret), stored)
 
 
 def bearer(key: str) -> tuple[str, str]:
-    """The metadata of a call that shows the key."""
+    """Return the metadata entry of a call with the key."""
     return "authorization", f"Bearer {key}"
 
 
 def shown_key(value: str) -> str:
-    """The key of a value of `authorization`; empty where it is of another scheme."""
+    """Return the key in a value of `authorization`; empty if the value has another scheme."""
     return value[len(_SCHEME) :].strip() if value[: len(_SCHEME)].lower() == _SCHEME else ""

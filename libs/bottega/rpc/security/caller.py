@@ -1,4 +1,4 @@
-"""Who makes a call: the role, the name and the tenant that its listener found out. Knows no key and no certificate."""
+"""The caller of a call: its role, name and tenant, however the listener authenticated it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Protocol
 from bottega.rpc.security.grants import ALL_GRANTED, Grants
 
 Metadata = Sequence[tuple[str, str | bytes]]
-"""Of a call, as gRPC has it: keys are in lower case."""
+"""Metadata of a call, as in gRPC. Keys are in lower case."""
 
 
 class Role(StrEnum):
-    """What a caller is. LOCAL: whoever calls where nobody is asked."""
+    """The role of a caller."""
 
     LOCAL = "local"
+    """Any caller of a listener that authenticates nobody."""
     TENANT = "tenant"
     OPERATOR = "operator"
     GATEWAY = "gateway"
@@ -30,49 +31,52 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls. name: among those of its role. tenant: whose jobs and pictures it sees; empty where nobody is told
-    apart. max_calls, max_streams: of its tenant that may be served at once; 0 is without bound. grants: of its tenant.
-    """
+    """An authenticated caller."""
 
     role: Role
     name: str = ""
+    """Name, unique within the role."""
     tenant: str = ""
+    """Tenant whose jobs and pictures the caller sees; empty if there are no tenants."""
     max_calls: int = 0
+    """Unary calls of the tenant that may be served at once; 0 is without a bound."""
     max_streams: int = 0
+    """Streams of the tenant that may be served at once; 0 is without a bound."""
     grants: Grants = ALL_GRANTED
+    """Models and adapters that the tenant may use."""
 
 
 LOCAL = Caller(role=Role.LOCAL)
-"""Whoever calls where nobody is asked who they are; may do all."""
+"""The caller where nobody is authenticated. It may do everything."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 
 
 def caller() -> Caller:
-    """Who makes the call that is served in this task, or began it."""
+    """Return the caller of the call that this task serves, or that started it."""
     return _caller.get()
 
 
 def bind_caller(known: Caller) -> None:
-    """Says who makes the call that is served in this task. For the interceptor."""
+    """Set the caller of the call that this task serves. For the interceptor."""
     _caller.set(known)
 
 
 class CallAuthenticator(Protocol):
-    """How a listener knows its callers."""
+    """An interface by which a listener authenticates its callers."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
         """Return the caller, or raise Unauthenticated.
 
         Args:
-            identities: URIs of the peer's certificate; empty without one.
+            identities: URIs in the peer's certificate; empty without one.
         """
 
 
 class AllLocal:
-    """A CallAuthenticator that asks nobody."""
+    """A CallAuthenticator that accepts everybody."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """LOCAL."""
+        """Return LOCAL."""
         del identities, metadata
         return LOCAL

@@ -1,4 +1,4 @@
-"""Knows callers by the certificates of their connections, which the authority has signed."""
+"""Authenticates callers by the certificates of their connections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NOBODY = "the certificate names nobody whom this service knows: bottega certs i
 
 
 class CertificateAuthenticator:
-    """A CallAuthenticator of a listener that lets nobody connect without a certificate."""
+    """A CallAuthenticator for listeners that require client certificates."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Whom the certificate names. Raises Unauthenticated."""
+        """Return the caller that the certificate names. Raises Unauthenticated."""
         del metadata
         known = caller_in(identities)
         if known is None:
@@ -24,7 +24,7 @@ class CertificateAuthenticator:
 
 
 def caller_in(identities: Sequence[str]) -> Caller | None:
-    """Return whom a certificate names by its URIs; a tenant's sees what is that tenant's."""
+    """Return the caller that a certificate names by its URIs, or None."""
     identity = identity_in(identities)
     if identity is None:
         return None

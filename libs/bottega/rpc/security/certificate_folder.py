@@ -1,4 +1,4 @@
-"""A folder with an authority and the certificates that it has signed, each with its key; `bottega certs` writes it."""
+"""A folder with an authority and the certificates that it signed, each with its key. `bottega certs` writes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AUTHORITY = "authority"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificatePaths:
-    """Where a certificate and its key are."""
+    """The paths of a certificate and its key."""
 
     certificate: Path
     key: Path
@@ -28,15 +28,16 @@ class CertificatePaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCertificate:
-    """One that is in the folder. expires_wall: Unix seconds."""
+    """A certificate in the folder."""
 
     identity: Identity
     expires_wall: float
+    """Unix time in seconds."""
     paths: CertificatePaths
 
 
 class CertificateFolder:
-    """Every method raises ConfigError for what cannot be read or written, or is none."""
+    """A folder of certificates. Every method raises ConfigError if a file cannot be read or written, or is invalid."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,23 +46,23 @@ class CertificateFolder:
 
     @property
     def has_authority(self) -> bool:
-        """Whether there is one."""
+        """Whether the folder has an authority."""
         return self.authority_path.exists()
 
     @property
     def authority_expires_wall(self) -> float:
-        """Of its certificate, Unix seconds."""
+        """When the authority's certificate expires, as Unix time in seconds."""
         return facts_of(read_public(self.authority_path), source=str(self.authority_path)).expires_wall
 
     def make_authority(self, *, days: int) -> None:
-        """There must be none yet."""
+        """Create an authority in a folder that has none."""
         with self._writing():
             make_missing(self._folder)
             paths = CertificatePaths(certificate=self.authority_path, key=self.authority_key_path)
             _write(new_authority(days=days), paths)
 
     def issue(self, identity: Identity, *, days: int) -> CertificatePaths:
-        """A new certificate, in place of one that is there."""
+        """Create a certificate, which replaces an existing one, and return its paths."""
         authority = CertificatePair(
             certificate=read_public(self.authority_path), key=read_private(self.authority_key_path)
         )
@@ -71,12 +72,12 @@ class CertificateFolder:
         return paths
 
     def find(self, identity: Identity) -> FoundCertificate | None:
-        """That of an identity; None where there is none."""
+        """Return the certificate of an identity, or None."""
         paths = self._paths(identity)
         return self._found(paths.certificate) if paths.certificate.exists() else None
 
     def certificates(self) -> Sequence[FoundCertificate]:
-        """All that are there, the authority's own aside, by name."""
+        """Return all certificates except the authority's, sorted by name."""
         paths = [path for path in sorted(self._folder.glob("*.pem")) if path != self.authority_path]
         return [found for path in paths if (found := self._found(path)) is not None]
 
@@ -110,6 +111,6 @@ class CertificateFolder:
 
 
 def _write(pair: CertificatePair, paths: CertificatePaths) -> None:
-    """The key first: a certificate without its key is of no use, and whoever reads between the two keeps the old."""
+    """Write the key first: a process that reads between the two writes keeps using the old pair."""
     write_file(paths.key, pair.key)
     write_file(paths.certificate, pair.certificate, PUBLIC)

@@ -1,7 +1,4 @@
-"""Certificates of Bottega's own authority: what they say, and how they are made. See identity.
-
-Knows no files and no gRPC.
-"""
+"""Creates, reads and checks certificates of Bottega's own authority, without files. See `identity`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from bottega.errors import ConfigError
 from bottega.rpc.security.identity import Identity, identity_in
 
-# Clocks of a fleet differ.
+# Certificates are valid a little earlier, since the clocks of a fleet differ.
 _BEFORE = dt.timedelta(minutes=5)
 _AUTHORITY = "Bottega"
 
@@ -32,16 +29,19 @@ class CertificatePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateFacts:
-    """What a certificate says. identity: None of the authority's own. begins_wall, expires_wall: Unix seconds."""
+    """The contents of a certificate."""
 
     identity: Identity | None
+    """None for the authority's own certificate."""
     begins_wall: float
+    """Unix time in seconds."""
     expires_wall: float
+    """Unix time in seconds."""
     issuer: str
 
 
 def new_authority(*, days: int) -> CertificatePair:
-    """A certificate that others are signed by, and its key."""
+    """Return the certificate and key of a new authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{_AUTHORITY} authority")])
     builder = _begun(name, name, key.public_key(), days=days)
@@ -52,9 +52,9 @@ def new_authority(*, days: int) -> CertificatePair:
 
 
 def new_certificate(authority: CertificatePair, identity: Identity, *, days: int) -> CertificatePair:
-    """A certificate for an identity, which may both be called and call. Raises ConfigError for what is no authority.
+    """Return a certificate with which an identity may serve and call. It expires no later than its authority.
 
-    It expires with its authority at the latest.
+    Raises ConfigError if the authority is not valid.
     """
     issuer = _loaded(authority.certificate, source="the authority's certificate")
     issuer_key = _loaded_key(authority.key, source="the authority's key")
@@ -73,7 +73,7 @@ def new_certificate(authority: CertificatePair, identity: Identity, *, days: int
 
 
 def facts_of(certificate: bytes, *, source: str) -> CertificateFacts:
-    """Of a certificate in PEM; of several, the first. Raises ConfigError naming `source`."""
+    """Return the contents of the first certificate in a PEM file. Raises ConfigError that names `source`."""
     loaded = _loaded(certificate, source=source)
     try:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -89,7 +89,7 @@ def facts_of(certificate: bytes, *, source: str) -> CertificateFacts:
 
 
 def check_pair(pair: CertificatePair, authority: bytes, *, source: str) -> None:
-    """Raises ConfigError where a key is not the certificate's, or the authority has not signed it."""
+    """Raise ConfigError if a key does not belong to its certificate, or the authority has not signed it."""
     certificate = _loaded(pair.certificate, source=source)
     key = _loaded_key(pair.key, source=f"the key of {source}")
     if key.public_key() != certificate.public_key():

@@ -1,4 +1,4 @@
-"""What a tenant may use of that which is there for all tenants. Imports little: every command has it from `caller`."""
+"""Models and adapters that a tenant may use, and bounds of its weight. Imports little: every command imports it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from bottega.strict import STRICT
 
 MAX_GRANTED = 1024
 MAX_NAME_CHARACTERS = 200
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+"""Bounds of a tenant's weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """Of one tenant, by name; no names of a kind are all of that kind. Raises ValueError for what are no names.
+    """The names of shared models and adapters that a tenant may use. An empty list grants all of that kind.
 
-    loras, controlnets: beside its own, which no list is needed for.
+    Raises ValueError for invalid names.
     """
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
+    """Shared LoRAs. A tenant may always use its own."""
     controlnets: tuple[str, ...] = ()
+    """Shared ControlNets. A tenant may always use its own."""
 
     def __post_init__(self) -> None:
-        """What is read from a file may be anything."""
         for kind in (field.name for field in fields(self)):
             names = getattr(self, kind)
             if len(names) > MAX_GRANTED:

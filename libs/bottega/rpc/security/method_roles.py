@@ -1,4 +1,4 @@
-"""Who may call what: the one table, which every server checks for every call of its own services."""
+"""The table of the roles that may call each method. Every server checks it for its own services."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
         "LinkService/OpenLink": _WORKER,
     }.items()
 }
-"""Roles by method, as gRPC names it. What is not here, of services that were added, is the operators'."""
-
+"""Roles by method, as gRPC names it. Other methods, of services that were added, are for operators."""
 
 AUDITED: frozenset[str] = frozenset(
     f"/bottega.v1.{method}"
@@ -99,13 +98,11 @@ AUDITED: frozenset[str] = frozenset(
         "ActivationService/SetBlockProfile",
     )
 )
-"""Methods by which somebody changes something: each call is a line of the audit log. What the services do of it among
-themselves is not.
-"""
+"""Methods that change something: each call is a line in the audit log. Calls between services are not."""
 
 
 def check_method(method: str, caller: Caller) -> None:
-    """Raises Forbidden where a method is not for callers of that role. Where nobody is asked, all are."""
+    """Raise Forbidden if the caller's role may not call a method. LOCAL may call all."""
     allowed = METHOD_ROLES.get(method, _OPERATOR)
     if caller.role is Role.LOCAL or caller.role in allowed:
         return

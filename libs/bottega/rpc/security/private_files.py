@@ -1,7 +1,7 @@
-"""Files that hold secrets: believed only where no other user can have written or read them.
+"""Reads and writes files with secrets. They are used only if no other user can have written or read them.
 
-Under systemd they may come by LoadCredential: then they are in $CREDENTIALS_DIRECTORY, which is root's or the service's
-own.
+Under systemd they may come from LoadCredential: then they are in $CREDENTIALS_DIRECTORY, which root or the service
+owns.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import TextIO
 from bottega.errors import ConfigError
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-# Of systemd's credentials the group's bits may say "read", too: an access list lets the service's user read them.
+# The group may have permission to read systemd's credentials: an access list lets the service's user read them.
 _BY_GROUP = stat.S_IRGRP
 _CREDENTIALS = "CREDENTIALS_DIRECTORY"
 
 FileState = tuple[int, int, int, int]
-"""Changes when a file does."""
+"""A value that changes when a file does."""
 
 
 def check_private(path: Path, status: os.stat_result, *, group_may_read: bool = False) -> None:
-    """Raise ConfigError where others than root and this process's user may read or write a file, or own it.
+    """Raise ConfigError if users other than root and this process's own may read or write a file, or own it.
 
     Args:
-        group_may_read: Whether the group of a file that is root's may read it, as root has chosen that group.
+        group_may_read: Whether the group of a file that root owns may read it.
     """
     if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{path} is another user's: a service believes no one but its own user and root")
+        raise ConfigError(f"{path} is another user's: a service trusts only files of its own user and of root")
     is_credential = str(path.parent) == os.environ.get(_CREDENTIALS)
     by_group = _BY_GROUP if status.st_uid == 0 and (is_credential or group_may_read) else 0
     if status.st_mode & _OTHERS & ~by_group:
@@ -42,14 +42,14 @@ def check_private(path: Path, status: os.stat_result, *, group_may_read: bool = 
 
 
 def read_private(path: Path) -> bytes:
-    """What is in a file that only its owner can use. Raises ConfigError."""
+    """Return the contents of a file that only its owner can use. Raises ConfigError."""
     with _readable(path), path.open("rb") as file:
         check_private(path, os.fstat(file.fileno()))
         return file.read()
 
 
 def read_public(path: Path) -> bytes:
-    """What is in a file that others may read. Raises ConfigError."""
+    """Return the contents of a file that others may read. Raises ConfigError."""
     with _readable(path):
         return path.read_bytes()
 
@@ -73,7 +73,7 @@ PUBLIC = FileAccess(mode=0o644)
 
 
 def write_file(path: Path, data: bytes, access: FileAccess = PRIVATE) -> None:
-    """Write a file durably, and whole or not at all. Raises OSError."""
+    """Write a file durably and atomically. Raises OSError."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         file = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -96,12 +96,12 @@ def write_file(path: Path, data: bytes, access: FileAccess = PRIVATE) -> None:
 
 
 def open_private(path: Path) -> TextIO:
-    """A file to add to, that only its owner may read; made where it is missing. Raises OSError."""
+    """Open a file for appending that only its owner may read, and create it if it is missing. Raises OSError."""
     return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o600), "a", encoding="utf-8")
 
 
 def file_state(path: Path) -> FileState:
-    """Of a file as it is now; zeros while it is not there."""
+    """Return the current state of a file; zeros if it is missing."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a tenant may have at most. Imports little: commands show it in their help."""
+"""Quotas of a tenant. Imports little: commands show it in their help."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ _Most = Annotated[int, Field(ge=0, le=1 << 50)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """Of one tenant; 0 is without bound.
-
-    concurrent: jobs that run at once; others of it wait, and nobody waits for them. queued: jobs that wait.
-    per_minute, per_day: new jobs, in the last minute and since midnight UTC, over restarts too.
-    stored_bytes: of the pictures of its jobs that are remembered, and of what is kept of them for edits.
-    calls, streams: served at once by one gateway: calls with one answer, and those with many.
-    """
+    """The quotas of one tenant; 0 is without a bound."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     concurrent: _Most = 0
+    """Jobs that run at once. Its other jobs wait, without holding up other tenants."""
     queued: _Most = 0
+    """Jobs that wait."""
     per_minute: _Most = 0
+    """New jobs in the last minute."""
     per_day: _Most = 0
+    """New jobs since midnight UTC."""
     stored_bytes: _Most = 0
+    """Bytes of the pictures of its remembered jobs, and of what is kept of them for edits."""
     calls: _Most = 0
+    """Unary calls that one gateway serves at once."""
     streams: _Most = 0
+    """Calls with streams of answers that one gateway serves at once."""
 
 
 UNBOUNDED = Quotas()

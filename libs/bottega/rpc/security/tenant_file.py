@@ -1,8 +1,8 @@
-"""The file in which a gateway's tenants stand: their names, and what is kept of their API keys.
+"""The file of a gateway's tenants: their names, and the hashes of their API keys.
 
-`bottega tenants` writes it, gateways read it. It is replaced as a whole, so that no reader sees half of it, and whoever
-may write it may make keys: so nobody but its owner may. A gateway under systemd is a user of its own that may read what
-root writes, by the group GROUP, and may change nothing.
+`bottega tenants` writes it, and gateways read it. It is replaced atomically. Only its owner may write it, because that
+allows to create keys. A gateway under systemd has its own user, which may read a file of root's through the group
+GROUP.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from pydantic import ConfigDict, Field
 from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
-from bottega.rpc.security.grants import ALL_GRANTED, Grants
+from bottega.rpc.security.grants import ALL_GRANTED, LEAST_WEIGHT, MOST_WEIGHT, Grants
 from bottega.rpc.security.private_files import FileAccess, check_private, write_file
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
-from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import make_missing
 from bottega.strict import STRICT
 
-# As names of hosts, so that they are told apart in logs, metrics and files.
+# Like host names, so that they are usable in logs, metrics and file names.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 NAME_RULE = "1 to 63 of a-z, 0-9 and -, which is neither the first nor the last"
 MAX_TENANTS = 4096
-# All tenants with two keys and some hundred names that they may use.
+# Room for all tenants, each with two keys and some hundred granted names.
 _MAX_CHARACTERS = 32 << 20
 GROUP = "bottega-tenants"
-"""The group of the gateway's unit, as deploy/install.sh makes it: it may read a file of tenants that root writes."""
-# The current key and the one before it, for the time in which callers go over to the new one.
+"""Group of the gateway's unit, which deploy/install.sh creates. It may read a file of tenants that root owns."""
+# The current key and the previous one, for the time in which callers change to the new one.
 _MAX_KEYS = 2
 
 _Hex16 = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -49,38 +48,39 @@ _Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantKey:
-    """What is kept of an API key. key_id: its public part. hash: of its secret, see `api_keys.hashed`."""
+    """The stored part of an API key."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     key_id: _Hex16
+    """The public part."""
     hash: _Hex64
+    """Hash of the secret; see `api_keys.hashed`."""
 
     @classmethod
     def of(cls, parts: KeyParts) -> TenantKey:
-        """What is kept of a key."""
+        """Return the stored part of a key."""
         return cls(key_id=parts.key_id, hash=hashed(parts.secret))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A tenant. keys: those that are good, the newest first. disabled: none of them is for now.
-
-    weight: of its share while the jobs of several tenants wait: with 3 it gets three times what one with 1 gets.
-    quotas: what it may have at most. grants: what it may use of that which is for all.
-    """
+    """A tenant."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=63, pattern="^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
     keys: Annotated[tuple[TenantKey, ...], Field(max_length=_MAX_KEYS)] = ()
+    """Valid keys, newest first."""
     disabled: bool = False
+    """Whether its keys are refused for now."""
     weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
+    """Weight of its share while jobs of several tenants wait: 3 gets three times as much as 1."""
     quotas: Quotas = UNBOUNDED
     grants: Grants = ALL_GRANTED
 
     def rotated(self, parts: KeyParts, *, keep_old: bool) -> Tenant:
-        """With a new key; the one before it stays good if keep_old says so."""
+        """Return the tenant with a new key. The previous key stays valid if `keep_old` is set."""
         old = self.keys[: _MAX_KEYS - 1] if keep_old else ()
         return dataclasses.replace(self, keys=(TenantKey.of(parts), *old))
 
@@ -93,12 +93,12 @@ class _Contents:
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether it can be a tenant's; see NAME_RULE."""
+    """Return whether a tenant can have the name; see NAME_RULE."""
     return _NAME.fullmatch(name) is not None
 
 
 def read_tenants(path: Path) -> tuple[Tenant, ...]:
-    """Return the tenants of a file. Raise ConfigError if it is missing, damaged, or writable for others."""
+    """Return the tenants of a file. Raises ConfigError if it is missing, damaged, or writable for others."""
     try:
         with path.open(encoding="utf-8") as file:
             check_private(path, os.fstat(file.fileno()), group_may_read=True)
@@ -123,9 +123,10 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
 
 
 def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tenant, ...]]) -> None:
-    """Replaces what is in the file, which is made where it is missing. Of two changes one comes after the other.
+    """Replace the tenants of a file, under a lock. A missing file is created. Raises ConfigError.
 
-    change: may raise, and nothing is changed then. Raises ConfigError.
+    Args:
+        change: Returns the new tenants for the old ones. If it raises, nothing is changed.
     """
     try:
         make_missing(path.parent)
@@ -144,9 +145,9 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
 
 
 def _access_to(path: Path) -> FileAccess:
-    """Return who may use the file when it is replaced: those who could before, and the group of a gateway's unit.
+    """Return the access to the file after it is replaced: as before, and for the group of a gateway's unit.
 
-    That group is added where root writes a file of its own, and no group may read it yet.
+    That group is added if root writes its own file and no group may read it yet.
     """
     try:
         before = path.stat()

@@ -1,7 +1,7 @@
-"""What a process shows to those it meets, and whom it believes: its certificate, its key, and the authority's.
+"""TLS of a process: its certificate, its key, and the authority that it trusts.
 
-The files are looked at when they are used, so that renewed ones count without a restart: every new connection has
-what is in them then. Files that cannot be used change nothing: those that were read before stay.
+The files are checked when they are used, so that every new connection uses renewed ones without a restart. If new files
+cannot be used, the process keeps using the old ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bottega.rpc.security.identity import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private, read_public
 from bottega.strict import STRICT
 
-# Between two looks at the files, which take microseconds.
+# Between two checks of the files, which take microseconds.
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -46,26 +46,28 @@ class TlsConfig:
 
     @property
     def given(self) -> bool:
-        """Whether there is to be TLS."""
+        """Whether TLS is configured."""
         return bool(self.certificate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """What was in the files. certificate, key: of the process, in PEM. authority: certificates that are believed.
-
-    identity: whom the certificate names. expires_wall: of it, Unix seconds.
-    """
+    """The contents of the TLS files."""
 
     certificate: bytes
+    """Certificate of the process, in PEM."""
     key: bytes
+    """Key of the certificate, in PEM."""
     authority: bytes
+    """Trusted certificates, in PEM."""
     identity: Identity
+    """The identity in the certificate."""
     expires_wall: float
+    """When the certificate expires, as Unix time in seconds."""
 
 
 class TlsFiles:
-    """The files of one process, as they are now. Any thread may ask. Raises ConfigError when it is made."""
+    """The TLS files of a process. It is thread-safe. The constructor raises ConfigError."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._paths = [Path(path).expanduser() for path in (config.certificate, config.key, config.authority)]
@@ -76,7 +78,7 @@ class TlsFiles:
 
     @property
     def material(self) -> TlsMaterial:
-        """Of the files as they were within the last second."""
+        """Contents of the files, at most a second old."""
         with self._lock:
             if time.monotonic() - self._looked_at >= _LOOK_S:
                 self._looked_at = time.monotonic()
@@ -84,9 +86,10 @@ class TlsFiles:
             return self._material
 
     def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
-        """For a listener; new connections have what is in the files then.
+        """Return credentials of a listener. New connections use the current files.
 
-        client_certificates: whether those who connect must show one of the authority's.
+        Args:
+            client_certificates: Whether clients must have a certificate of the authority.
         """
         last = [self.material]
 
@@ -99,12 +102,12 @@ class TlsFiles:
 
         return grpc.dynamic_ssl_server_credentials(
             _server_configuration(last[0]),
-            changed,  # type: ignore[arg-type]  # None is "as before", which its types leave out
+            changed,  # type: ignore[arg-type]  # None is "as before", which is missing in its types
             require_client_authentication=client_certificates,
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is opened now."""
+        """Return credentials for a channel that is opened now."""
         now = self.material
         return grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
 
@@ -124,33 +127,33 @@ class TlsFiles:
         return [file_state(path) for path in self._paths]
 
     def _read(self) -> TlsMaterial:
-        # Not before it is needed: it takes megabytes, and most processes on a developer's machine have no certificates.
+        # Imported only here: it takes megabytes, and most processes on a developer's machine have no certificates.
         from bottega.rpc.security.certificates import CertificatePair, check_pair, facts_of
 
         certificate, key, authority = self._paths
         pair = CertificatePair(certificate=read_public(certificate), key=read_private(key))
-        believed, source = read_public(authority), str(certificate)
-        check_pair(pair, believed, source=source)
+        trusted, source = read_public(authority), str(certificate)
+        check_pair(pair, trusted, source=source)
         facts = facts_of(pair.certificate, source=source)
         if facts.identity is None:
             raise ConfigError(f"{certificate} names nobody: it has no bottega://ROLE/NAME; see bottega certs issue")
         return TlsMaterial(
             certificate=pair.certificate,
             key=pair.key,
-            authority=believed,
+            authority=trusted,
             identity=facts.identity,
             expires_wall=facts.expires_wall,
         )
 
 
 class AuthorityFile:
-    """Whom a client believes that shows no certificate of its own. Raises ConfigError when it is made."""
+    """The authority that a client without a certificate trusts. The constructor raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self._authority = read_public(path.expanduser())
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is opened now."""
+        """Return credentials for a channel that is opened now."""
         return grpc.ssl_channel_credentials(self._authority)
 
 

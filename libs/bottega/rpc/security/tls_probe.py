@@ -1,4 +1,4 @@
-"""Whether a port expects TLS: for saying so where one end of a connection uses it and the other does not.
+"""Finds out whether a port expects TLS, to explain connections of which only one end uses it.
 
 gRPC reports such a connection as one that nobody answers.
 """
@@ -18,10 +18,10 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 
 
 async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
-    """Return a sentence on a port that expects TLS where the caller uses none, or the reverse; else an empty one.
+    """Return a sentence if only one of the port and the caller uses TLS; else an empty text.
 
     Args:
-        address: host:port; anything else is not looked at.
+        address: host:port; anything else is not checked.
         encrypted: Whether the caller uses TLS.
     """
     expected = await _expects_tls(address)
@@ -33,8 +33,8 @@ async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
 
 
 async def _expects_tls(address: str) -> bool | None:
-    """Return whether what answers a TLS greeting speaks TLS; None where nothing answers."""
-    from bottega.rpc.address import split  # with pydantic, for which every command would wait
+    """Return whether a port answers a TLS handshake with TLS; None if it does not answer."""
+    from bottega.rpc.address import split  # it imports pydantic, which takes long
 
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context()
