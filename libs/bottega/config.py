@@ -1,8 +1,7 @@
-"""One way to read configuration: a YAML file into a service's one frozen dataclass.
+"""Reads a YAML configuration file into a service's frozen dataclass.
 
-An unknown key, one that is there twice, or a bad value refuses to start and names itself. A section without keys is as
-if it were not there. A file is plain YAML: anchors, aliases, merges, and what is longer, deeper or larger than any
-configuration are refused before anything is made of them.
+Unknown keys, duplicate keys and invalid values are errors that name the key. A section without keys is ignored. Files
+are plain YAML: anchors, aliases, merges, and files that are too long, deep or large are refused before they are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bottega.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
-# Many times what a configuration with every key has: 16 KiB, 200 keys, 4 levels.
+# Many times the size of a configuration with every key: 16 KiB, 200 keys, 4 levels.
 _MAX_BYTES = 256 << 10
 _MAX_EVENTS = 20_000
 _MAX_DEPTH = 16
@@ -33,18 +32,18 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def load(kind: type[ConfigT], path: Path | None) -> ConfigT:
-    """Reads `path` into the dataclass `kind`; without a path every field has its default.
+    """Return the configuration in a file as a dataclass of type `kind`; the defaults without a path.
 
-    Raises ConfigError naming the file, the key and the rule, for every key that is wrong.
+    Raises ConfigError that names the file and, for every wrong key, the rule.
     """
     return parse(kind, _read(path) if path else {}, source=str(path or "defaults"))
 
 
 def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
-    """Checks `values` (as YAML gives them) against the dataclass `kind`.
+    """Return values, as loaded from YAML, as a dataclass of type `kind`. Raises ConfigError that names every wrong key.
 
-    source: what to call the origin of the values in an error.
-    Raises ConfigError naming every key that is wrong.
+    Args:
+        source: Name of the values' origin, for errors.
     """
     try:
         return pydantic.TypeAdapter(kind).validate_python(_without_empty_sections(kind, values))
@@ -68,14 +67,14 @@ def _read(path: Path) -> object:
         values = yaml.safe_load(text) or {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # of dates and digits, and of its encoding
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: wrong dates, digits or encoding
         raise ConfigError(f"{path} is not YAML: {error}") from None
     _check_numbers(path, values, ())
     return values
 
 
 def _check_events(path: Path, text: str) -> None:
-    """Raise ConfigError for what YAML could make much of little with, before anything is made of it."""
+    """Raise ConfigError for YAML that could expand to far more than its size, before it is loaded."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, yaml.SafeLoader), 1):
         line = event.start_mark.line + 1 if event.start_mark else 0
@@ -94,7 +93,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> None:
-    """Raise for a key that is there twice: YAML takes the last one, and an edit of the first has no effect."""
+    """Raise ConfigError for a duplicate key: YAML would use the last, and an edit of the first would have no effect."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_for_doubles(path, item, section)
@@ -115,7 +114,7 @@ def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> 
 
 
 def _check_numbers(path: Path, value: object, section: KeyPath) -> None:
-    """Raise ConfigError for an integer that no service can count with."""
+    """Raise ConfigError for an integer beyond 64 bits."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             _check_numbers(path, item, (*section, str(name)))
@@ -131,7 +130,7 @@ def _refused(path: Path, why: str) -> ConfigError:
 
 
 def _without_empty_sections(kind: type[object], values: object) -> object:
-    """Without the names of sections that have nothing below them, as where all of their keys are comments."""
+    """Return the values without empty sections, such as those whose keys are all comments."""
     if not (isinstance(values, Mapping) and dataclasses.is_dataclass(kind)):
         return values
     hints = get_type_hints(kind)
@@ -164,13 +163,13 @@ def _clipped(value: object) -> str:
 
 
 def _new_name(kind: type[object], sections: Sequence[int | str], name: str) -> str:
-    """Return what a key of an earlier version is called now, by its section's `renamed_keys`; empty for others."""
+    """Return the new name of a renamed key, from its section's `renamed_keys`; empty for others."""
     renamed: Mapping[str, str] = getattr(_section(kind, sections), "renamed_keys", {})
     return renamed.get(name, "")
 
 
 def _section(kind: type[object], sections: Sequence[int | str]) -> object:
-    """Return the type of the innermost section; None where it has none of ours."""
+    """Return the type of the innermost section; None if it is no section."""
     inner: object = kind
     for name in sections:
         inner = get_type_hints(inner).get(str(name)) if isinstance(inner, type) else None
@@ -178,7 +177,7 @@ def _section(kind: type[object], sections: Sequence[int | str]) -> object:
 
 
 def _known(kind: type[object], sections: Sequence[int | str]) -> str:
-    """Return the keys of the innermost section; those of the top level where that is no dataclass."""
+    """Return the known keys of the innermost section, or of the top level if it is no dataclass."""
     inner = _section(kind, sections)
     where = f"in {_key(tuple(sections))}" if sections and dataclasses.is_dataclass(inner) else "at the top level"
     keys = ", ".join(field.name for field in dataclasses.fields(inner if where.startswith("in ") else kind))  # type: ignore[arg-type]

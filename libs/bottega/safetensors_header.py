@@ -53,7 +53,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a file."""
+    """A tensor of a file."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Rules for all configurations of a model: model_index.json, each part's own, and what the parts have in common."""
+"""Rules for all configurations of a model: model_index.json, each part, and the parts together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CONFIG_FILES = {
     "unet": "config.json",
     "vae": "config.json",
 }
-"""By part, the file of its configuration."""
+"""Configuration file of each part."""
 
 _SHOWN_CHARACTERS = 40
-# Widths and heights of pictures are multiples of it, as in Diffusers.
+# Widths and heights of pictures are multiples of this, as in Diffusers.
 _SIZE_MULTIPLE = 8
 
 _NO_PART: list[object] = [None, None]
@@ -58,7 +58,7 @@ INDEX_RULES = (
     FieldRule(name="image_encoder", default=_NO_PART, values=_PART, why=_NOT_LOADED),
     FieldRule(name="feature_extractor", default=_NO_PART, values=_PART, why=_NOT_LOADED),
 )
-# Library and class of each part that has no rules of its own for that.
+# Library and class of each part but the scheduler.
 _CLASSES = {
     "unet": ("diffusers", "UNet2DConditionModel"),
     "vae": ("diffusers", "AutoencoderKL"),
@@ -75,13 +75,13 @@ TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole
 def check_configurations(
     index: Mapping[str, object], configs: Mapping[str, Mapping[str, object]], preset: Preset | None = None
 ) -> list[str]:
-    """Return a sentence for each field that is not served, with its file's name; none where all of them are.
+    """Return a sentence, with the file's name, for each field that is not served.
 
     Args:
-        index: The content of model_index.json.
-        configs: The configuration of each part of CONFIG_FILES that has one, by part; the scheduler's with the class
-            that model_index.json names as `_class_name`.
-        preset: What the model's bottega.json says in place of its scheduler_config.json.
+        index: Contents of model_index.json.
+        configs: Configurations by part of CONFIG_FILES. That of the scheduler has the class in model_index.json as
+            `_class_name`.
+        preset: The model's bottega.json, which overrides its scheduler_config.json.
     """
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index)]
     scheduler_rules = partial(_check_scheduler, preset or Preset())
@@ -94,7 +94,7 @@ def check_configurations(
 
 
 def check_index(index: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence for each field of model_index.json whose value is not served, parts' classes included."""
+    """Yield a sentence for each field of model_index.json, and each class of a part, that is not served."""
     yield from broken_fields(INDEX_RULES, index)
     for part, (library, name) in _CLASSES.items():
         entry = index.get(part)
@@ -111,7 +111,7 @@ def check_index(index: Mapping[str, object]) -> Iterator[str]:
 
 
 def _check_scheduler(preset: Preset, config: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence for each field of the scheduler that is not served, with what the preset says in its place."""
+    """Yield a sentence for each field of the scheduler, with the preset applied, that is not served."""
     changes = {} if preset.timestep_spacing is None else {"timestep_spacing": preset.timestep_spacing}
     yield from check_scheduler_config({**config, **changes}, sampler=preset.sampler or "")
 
@@ -125,7 +125,7 @@ def check_parts_together(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[s
     """Yield a sentence, with the file's name, for each field that does not fit another part.
 
     Args:
-        configs: The configurations of all parts, by part. The parts' own rules hold.
+        configs: Configurations by part, of all parts. Each must be valid.
     """
     filled = {part: with_defaults(_TABLES[part], config) for part, config in configs.items() if part in _TABLES}
     yield from _broken_widths(filled)
@@ -134,12 +134,12 @@ def check_parts_together(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[s
 
 
 def filled_config(part: str, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a part's configuration with what Diffusers or transformers takes for fields that are absent."""
+    """Return a part's configuration with the defaults of Diffusers or transformers for missing fields."""
     return with_defaults(_TABLES[part], config)
 
 
 def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each width of the UNet that is not that of the text encoders' outputs."""
+    """Yield a sentence for each width of the UNet that differs from the text encoders' outputs."""
     unet, first, second = (configs[part] for part in ("unet", "text_encoder", "text_encoder_2"))
     if second["projection_dim"] is None:
         yield "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
@@ -173,7 +173,7 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each tokenizer that makes more tokens than its text encoder or the other one takes."""
+    """Yield a sentence for each tokenizer that makes more tokens than its text encoder accepts, or than the other."""
     name, length = "model_max_length", configs["tokenizer"]["model_max_length"]
     if (other := configs["tokenizer_2"][name]) != length:
         yield (f"tokenizer_2/tokenizer_config.json: {name} must be {length}, as the first tokenizer's is, not {other}")
@@ -194,7 +194,7 @@ _TABLES: Mapping[str, Sequence[FieldRule]] = {
     "unet": UNET_RULES,
     "vae": VAE_RULES,
 }
-# By part, what is checked of its configuration.
+# Checks of each part's configuration.
 _RULES: Mapping[str, _Rules] = {
     "text_encoder": check_text_encoder_config,
     "text_encoder_2": check_text_encoder_config,

@@ -1,7 +1,7 @@
-"""A ControlNet's config.json, which is untrusted: every number is checked against its bounds before it is used.
+"""Reads a ControlNet's untrusted config.json: every number is checked against its bounds before it is used.
 
-Fields that Diffusers gives a default have the same default here, and a field may be null where Diffusers' network then
-computes something. A field that the suite does not implement is refused by name unless it has its default.
+Defaults are those of Diffusers, and a field may be null if Diffusers' network accepts that. A field that the suite does
+not implement must have its default.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bottega.model_files.unet_rules import TIME_IDS
 from bottega.plain_text import excerpt
 
 FILE = "config.json"
-# Real ones have 2 KB.
+# Real files have 2 KB.
 MAX_CONFIG_BYTES = 64 << 10
 TEXT_TIME = "text_time"
-# Of all transformers together: SDXL's have 34. Each takes dozens of objects before it has a byte of weights.
+# Transformer blocks in all; SDXL's ControlNets have 34. Each takes dozens of objects even without weights.
 _MAX_BLOCKS = 256
 _MAX_VIOLATIONS = 8
 _SHOWN_CHARACTERS = 60
@@ -41,7 +41,7 @@ _NOT_IMPLEMENTED = (
     FieldRule(name="num_class_embeds", default=None, values=NULL, why=_LABELS),
     FieldRule(name="encoder_hid_dim", default=None, values=NULL, why=_PROJECTS),
     FieldRule(name="encoder_hid_dim_type", default=None, values=NULL, why=_PROJECTS),
-    # Of ControlNet unions, some of which call themselves ControlNetModel.
+    # A field of ControlNet unions, some of which claim to be a ControlNetModel.
     FieldRule(name="num_control_type", default=None, values=NULL, why="it is a union of several kinds of control"),
     FieldRule(
         name="global_pool_conditions", default=False, values=OFF, why="it averages its residuals over the picture"
@@ -58,7 +58,7 @@ _Groups = Annotated[int, Field(ge=1, le=1024)]
 _Factor = Annotated[float, Field(ge=-1000, le=1000)]
 _Epsilon = Annotated[float, Field(ge=0, le=1)]
 _DownBlock = Literal["CrossAttnDownBlock2D", "DownBlock2D"]
-# One entry for each level of the encoder; Stable Diffusion's has four, SDXL's three.
+# One entry per level of the encoder: four in Stable Diffusion, three in SDXL.
 _Levels = Field(min_length=1, max_length=8)
 _LayerDepths = Annotated[tuple[_Depth, ...], Field(min_length=1, max_length=16)]
 _Depths = Annotated[tuple[_Depth | _LayerDepths, ...], _Levels]
@@ -71,7 +71,7 @@ _EMBEDDING = (16, 32, 96, 256)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConfig:
-    """The arguments that ControlNetModel is built from, under its names and with its defaults."""
+    """The arguments of ControlNetModel, with its names and defaults."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -107,27 +107,27 @@ class NetworkConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the arguments for ControlNetModel."""
+        """Arguments for ControlNetModel."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def pooled_width(self) -> int:
-        """Return the width of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
+        """Width of the pooled prompt embeddings; 0 if the conditions are not SDXL's."""
         if self.addition_embed_type != TEXT_TIME:
             return 0
         return (self.projection_class_embeddings_input_dim or 0) - TIME_IDS * (self.addition_time_embed_dim or 0)
 
 
 def read_fields(text: bytes) -> Mapping[str, object]:
-    """Return all fields of a config.json, unchecked.
+    """Return all fields of a config.json without checking their values.
 
     Raises:
-        InvalidRequest: It is no JSON object.
+        InvalidRequest: The text is no JSON object.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise _refused([("", f"has over {MAX_CONFIG_BYTES} bytes")])
     try:
-        fields = pydantic_core.from_json(text, allow_inf_nan=False)  # bounds how deep it may be nested
+        fields = pydantic_core.from_json(text, allow_inf_nan=False)  # limits the depth of nesting
     except ValueError as error:
         raise _refused([("", f"is no JSON: {excerpt(str(error), _SHOWN_CHARACTERS)}")]) from None
     if not isinstance(fields, dict):
@@ -138,17 +138,17 @@ def read_fields(text: bytes) -> Mapping[str, object]:
 def not_served(fields: Mapping[str, object]) -> Iterator[str]:
     """Yield a sentence for each field whose value the suite does not implement.
 
-    A missing `_class_name` is a ControlNetModel, as in Diffusers.
+    As in Diffusers, a missing `_class_name` means ControlNetModel.
     """
     for sentence in broken_fields(_NOT_IMPLEMENTED, fields):
         yield f"{FILE}: {sentence}"
 
 
 def read_network_config(text: bytes) -> NetworkConfig:
-    """Return what a config.json builds.
+    """Return the checked contents of a config.json.
 
     Raises:
-        InvalidRequest: Names every field that is out of its bounds.
+        InvalidRequest: Fields are out of bounds; the error names each.
     """
     try:
         config = _CONFIG.validate_json(text)
@@ -160,7 +160,7 @@ def read_network_config(text: bytes) -> NetworkConfig:
 
 
 def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
-    """Yield the rules between fields that are broken, each with the field to blame."""
+    """Yield the broken rules between fields, each with a field to blame."""
     levels = len(config.block_out_channels)
     for name in _BY_LEVEL:
         value = getattr(config, name)
@@ -183,7 +183,7 @@ def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
 
 
 def _blocks(config: NetworkConfig) -> int:
-    """Return an upper bound of its transformers: levels without attention have none, and the middle has one layer."""
+    """Return an upper bound of the number of transformer blocks."""
     depths = config.transformer_layers_per_block
     each = depths if isinstance(depths, tuple) else (depths,) * len(config.block_out_channels)
     per_level = [sum(depth) if isinstance(depth, tuple) else depth * config.layers_per_block for depth in each]
@@ -191,22 +191,24 @@ def _blocks(config: NetworkConfig) -> int:
 
 
 def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong deepest in each wrong field: the union member that was meant is the one that fails last."""
+    """Yield the deepest error of each wrong field: that of the union member which was meant."""
     found: dict[str, Any] = {}
-    for each in error.errors(include_url=False, include_context=False):
-        name = str(each["loc"][0]) if each["loc"] else ""
-        if name not in found or len(each["loc"]) > len(found[name]["loc"]):
-            found[name] = each
-    for name, each in found.items():
-        at = "".join(f"[{part}]" for part in each["loc"][1:] if isinstance(part, int))
-        rule = each["msg"][:1].lower() + each["msg"][1:].replace("Input should", "must")
-        value = each["input"]
-        told = f", not {excerpt(repr(value), _SHOWN_CHARACTERS)}" if isinstance(value, str | int | float | None) else ""
-        yield f"{name}{at}", rule.replace("input should", "must") + told
+    for detail in error.errors(include_url=False, include_context=False):
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        if name not in found or len(detail["loc"]) > len(found[name]["loc"]):
+            found[name] = detail
+    for name, detail in found.items():
+        at = "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+        rule = detail["msg"][:1].lower() + detail["msg"][1:].replace("Input should", "must")
+        value = detail["input"]
+        actual = (
+            f", not {excerpt(repr(value), _SHOWN_CHARACTERS)}" if isinstance(value, str | int | float | None) else ""
+        )
+        yield f"{name}{at}", rule.replace("input should", "must") + actual
 
 
 def _refused(broken: Iterable[tuple[str, str]]) -> InvalidRequest:
-    """Return the error of a request that names the folder with this file."""
+    """Return the error for a request that names the folder."""
     texts = [f"{FILE}: {f'{name}: ' if name else ''}{rule}" for name, rule in broken]
     violations = [Violation(field="folder", description=text) for text in texts[:_MAX_VIOLATIONS]]
     more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""

@@ -1,4 +1,4 @@
-"""What a ControlNet's folder says of it without torch: its hash, which models it fits, and how large it is."""
+"""Reads facts about a ControlNet from its folder, without torch: hash, fitting models, and size."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetFacts:
-    """A ControlNet, as its files describe it."""
+    """Facts about a ControlNet."""
 
     digest: str
-    """Hash of its files, hex."""
+    """Hash of its files, in hexadecimal."""
     base: str
-    """What a model must have to fit it, see ControlLayout."""
+    """Name of the layout that a fitting model must have; see ControlLayout."""
     size_bytes: int
-    """Bytes of its weights once loaded."""
+    """Bytes of its loaded weights."""
 
 
 def read_controlnet_facts(name: str, folder: Path, *, dtype: str) -> ControlNetFacts:
-    """Read a ControlNet that its operator put there: its configuration, headers, and all files for their hash.
+    """Read an operator's ControlNet: its configuration, its headers, and all files for their hash.
 
     Args:
-        name: Its name, for errors.
-        folder: In Diffusers' layout.
-        dtype: Name of the element type that it is loaded in; "auto" is that of its files.
+        name: Name of the ControlNet, for errors.
+        folder: Folder in Diffusers' layout.
+        dtype: Element type in which it is loaded; "auto" is that of its files.
 
     Raises:
-        InvalidRequest: Names what of its configuration is out of bounds.
-        ControlNetUnusable: Says why it cannot be served.
+        InvalidRequest: Its configuration has values out of bounds.
+        ControlNetUnusable: It cannot be served.
     """
     with naming(name, "used"):
         config = read_checked_config(name, folder)
@@ -51,6 +51,6 @@ def read_controlnet_facts(name: str, folder: Path, *, dtype: str) -> ControlNetF
 
 
 def _item_bytes(files: Sequence[WeightsFile]) -> int:
-    """Return the bytes of an element in the type of most tensors, of the types that are computed in."""
+    """Return the bytes of an element in the type of most tensors."""
     common = Counter(entry.dtype for weights in files for entry in weights.header.tensors).most_common(1)
     return 2 if common and common[0][0] in ("F16", "BF16") else 4

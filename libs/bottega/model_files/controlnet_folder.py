@@ -1,7 +1,6 @@
-"""A ControlNet's folder in Diffusers' layout, without torch: its configuration and the headers of its weights.
+"""Reads a ControlNet's folder in Diffusers' layout, without torch: its configuration and the headers of its weights.
 
-A stranger may have written the files and may change them at any time. Where there is a root, no file is read that lies
-outside of it, links followed.
+The files are untrusted, and may change at any time. If a root is given, no file outside it is read, even through links.
 """
 
 from __future__ import annotations
@@ -41,38 +40,37 @@ from bottega.storage.contained_paths import listed, open_below
 
 SUFFIX = ".safetensors"
 
-# Of each file; those of SDXL's have 100 KB, all of which become objects.
+# Size of a file's header, all of which becomes objects. Headers of SDXL's ControlNets have 100 KB.
 _MAX_HEADER_BYTES = 2 << 20
 _MAX_SHARDS = 64
 _SHOWN_CHARACTERS = 60
-# Differences that a sentence names.
+# Differences that an error names.
 _LISTED = 3
-# Enough to tell a pointer of Git LFS from a header's length.
+# Enough to distinguish a Git LFS pointer from a header's length.
 _BEGINNING_BYTES = 64
 _POINTER = "{} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder"
 SINGLE_FILE = (
     "it is a single file; give a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
     "ControlNetModel.save_pretrained writes it"
 )
-"""Why a file in place of a ControlNet's folder is refused."""
+"""Reason to refuse a file instead of a ControlNet's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
-    """An open file of weights and its header, which has been checked."""
+    """An open weight file with its checked header."""
 
     file: BufferedReader
     header: Header
 
 
 def check_controlnet(name: str, folder: Path, base: ControlLayout | None, *, root: Path | None = None) -> str:
-    """Return why a ControlNet cannot be used, as one sentence; empty where its configuration and headers are good.
+    """Return a sentence on why a ControlNet cannot be used; empty if its configuration and headers are valid.
 
     Args:
-        name: Its name, for the sentence.
-        folder: Its folder.
-        base: Layout of the model that it must fit; None where that is not known.
-        root: Folder that all files must lie below.
+        name: Name of the ControlNet, for the sentence.
+        base: Layout of the model that it must fit; None if it is unknown.
+        root: Folder that must contain all files.
     """
     try:
         with naming(name, "used"):
@@ -90,7 +88,7 @@ def read_checked_config(
     """Return a ControlNet's configuration.
 
     Raises:
-        InvalidRequest: Names each field that is out of its bounds.
+        InvalidRequest: Fields are out of bounds; the error names each.
         ControlNetUnusable: Its kind is not served, or it does not fit the base model.
     """
     text = _config_text(folder, root)
@@ -108,11 +106,11 @@ def read_checked_config(
 
 @contextmanager
 def opened_weights(folder: Path, root: Path | None) -> Iterator[Sequence[WeightsFile]]:
-    """Open its weights for the block: one file or every shard.
+    """Open the weights of a ControlNet for the block: a single file or every shard.
 
     Raises:
-        OSError: A file cannot be read, or lies outside of the root.
-        ValueError: With what is wrong with a file.
+        OSError: A file cannot be read, or is outside the root.
+        ValueError: A file is invalid.
     """
     with ExitStack() as stack:
         yield [_opened(path, stack.enter_context(open_below(path, root))) for path in _weights(folder, root)]
@@ -120,7 +118,7 @@ def opened_weights(folder: Path, root: Path | None) -> Iterator[Sequence[Weights
 
 @contextmanager
 def naming(name: str, what: str) -> Iterator[None]:
-    """Raise ControlNetUnusable with the ControlNet's name for what is wrong with its files in the block."""
+    """Turn errors about a ControlNet's files in the block into ControlNetUnusable with its name."""
     try:
         yield
     except OSError as error:
@@ -130,11 +128,10 @@ def naming(name: str, what: str) -> Iterator[None]:
 
 
 def check_same(wanted: Mapping[str, tuple[int, ...]], files: Sequence[WeightsFile]) -> None:
-    """Raise ValueError where the files have other tensors than a network, or tensors of other shapes.
+    """Raise ValueError if the files do not have exactly the tensors of a network.
 
     Args:
-        wanted: The network's shapes by name.
-        files: Of its weights.
+        wanted: Shapes of the network's tensors by name.
     """
     entries = [entry for weights in files for entry in weights.header.tensors]
     found = {entry.name: entry.shape for entry in entries}
@@ -167,7 +164,7 @@ def _config_text(folder: Path, root: Path | None) -> bytes:
 
 
 def _weights(folder: Path, root: Path | None) -> list[Path]:
-    """Return the files that Diffusers loads: those of an index where there is one, else a whole one."""
+    """Return the files that Diffusers loads: those of an index if there is one, else the whole file."""
     names = {path.name for path in listed(folder, "", most=rules.MAX_CONTROLNET_FILES, deep=False)}
     variants = variants_in(names, DIFFUSERS)
     if not variants:
@@ -209,6 +206,6 @@ def _opened(path: Path, file: BufferedReader) -> WeightsFile:
 
 
 def _of_file(error: OSError) -> str:
-    """Return the error without the folder, which only its operator may know; the server's log names it."""
+    """Return the text of an error without the folder, which only the operator may know. The log has it."""
     where = f"{os.path.basename(error.filename)}: " if isinstance(error.filename, str) else ""  # noqa: PTH119
     return f"{where}{error.strerror or 'the disk fails'}"

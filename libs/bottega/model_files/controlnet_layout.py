@@ -1,4 +1,4 @@
-"""The shapes that a ControlNet and its base model exchange, which must be the same, read from configurations."""
+"""The layout that a ControlNet and its base model must share, read from their configurations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from bottega.model_files.controlnet_config import TEXT_TIME, NetworkConfig
 from bottega.model_files.unet_rules import TIME_IDS
 
-# By the contract.
+# Limit of the contract.
 _MAX_BASE_CHARACTERS = 128
-# The configuration fields that decide each value of a layout.
+# The configuration fields that determine each value of a layout.
 _FIELDS: Mapping[str, str] = {
     "latent_channels": "in_channels",
     "context_width": "cross_attention_dim",
@@ -26,35 +26,35 @@ _FIELDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlLayout:
-    """The shapes that a ControlNet and a base model exchange."""
+    """The shapes of the tensors that a ControlNet and a base model exchange."""
 
     latent_channels: int
     context_width: int
     """Width of the prompt embeddings."""
     pooled_width: int
-    """Width of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
+    """Width of the pooled prompt embeddings; 0 if the conditions are not SDXL's."""
     latent_scale: int
-    """Pixels a side that one latent element stands for."""
+    """Pixels per element of the latent, along a side."""
     points: tuple[tuple[int, int], ...]
-    """Channels of every residual point and how often its latent has been halved; the middle is the last."""
+    """Channels and number of halvings of each residual point; the middle block is the last."""
 
     @property
     def base(self) -> str:
-        """Return the name that a base model and the ControlNets that fit it share, of at most 128 characters."""
-        points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_points_said(self.points)))
-        said = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
-        if len(said) <= _MAX_BASE_CHARACTERS:
-            return said
-        return hashlib.sha256(said.encode()).hexdigest()
+        """Name that a base model and its fitting ControlNets share, of at most 128 characters."""
+        points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_point_texts(self.points)))
+        name = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
+        if len(name) <= _MAX_BASE_CHARACTERS:
+            return name
+        return hashlib.sha256(name.encode()).hexdigest()
 
     def misfits(self, base: ControlLayout) -> Iterator[str]:
-        """Yield each difference between a ControlNet of this layout and a base model, with the fields that make it."""
+        """Yield each difference between a ControlNet of this layout and a base model, with the fields that cause it."""
         for name, field in _FIELDS.items():
             ours, theirs = getattr(self, name), getattr(base, name)
             if ours != theirs:
                 yield f"its {name} is {ours}, the model's {theirs} ({field})"
         if self.points != base.points:
-            ours, theirs = (" ".join(_points_said(points)) for points in (self.points, base.points))
+            ours, theirs = (" ".join(_point_texts(points)) for points in (self.points, base.points))
             yield f"its residual points are {ours}, the model's {theirs} (block_out_channels, layers_per_block)"
 
     def shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
@@ -66,17 +66,17 @@ def base_layout(unet: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     """Return a base model's layout.
 
     Args:
-        unet: Its UNet's configuration.
-        latent_scale: Pixels a side that one element of its VAE's latent stands for.
+        unet: Configuration of its UNet.
+        latent_scale: Pixels per element of its VAE's latent, along a side.
     """
     return _layout(unet, latent_scale)
 
 
 def read_base_layout(folder: Path) -> ControlLayout:
-    """Return the layout of a base model's folder from its two configurations, without its weights.
+    """Return the layout of a base model from the configurations in its folder.
 
     Raises:
-        OSError, KeyError, ValueError: It is no such folder.
+        OSError, KeyError, ValueError: The folder is no base model.
     """
     unet, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae"))
     return base_layout(unet, 2 ** (len(vae["block_out_channels"]) - 1))
@@ -119,5 +119,5 @@ def _halved(side: int, times: int) -> int:
     return side
 
 
-def _points_said(points: tuple[tuple[int, int], ...]) -> list[str]:
+def _point_texts(points: tuple[tuple[int, int], ...]) -> list[str]:
     return [f"{channels}/{2**halvings}" for channels, halvings in points]

@@ -1,4 +1,4 @@
-"""Hashes of model folders: of the names and contents of their files."""
+"""Hashes of model folders, over the names and contents of their files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bottega.model_files.controlnet_folder import SUFFIX
 from bottega.storage.contained_paths import listed, open_below
 
 _PIECE_BYTES = 4 << 20
-# Of all files of a ControlNet, which take a minute to hash; SDXL's have 5 GB.
+# Bytes of a ControlNet's files, which take a minute to hash. ControlNets of SDXL have 5 GB.
 _MAX_CONTROLNET_BYTES = 32 << 30
 
 
 def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
-    """Return the SHA-256 over the names and contents of those files that have weights or configurations, as hex.
+    """Return the SHA-256 over the names and contents of files with weights or configurations, in hexadecimal.
 
     Args:
-        folder: That all paths lie in.
-        paths: Others than such files are passed over.
-        hashed: Of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
+        folder: Folder that contains all paths.
+        paths: Paths of files. Files of other types are ignored.
+        hashed: Returns the SHA-256 of a file's contents in hexadecimal. By default the file is read, following links.
     """
     total = hashlib.sha256()
     for path in sorted(paths):
@@ -35,11 +35,10 @@ def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path]
 
 
 def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
-    """Return the SHA-256 of a file, as hex.
+    """Return the SHA-256 of a file, in hexadecimal.
 
     Args:
-        path: The file.
-        on_read: Told the bytes of each piece that was read.
+        on_read: Called with the size of each piece that was read.
     """
     total = hashlib.sha256()
     with path.open("rb") as file:
@@ -50,14 +49,14 @@ def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> 
 
 
 def controlnet_digest(folder: Path, root: Path | None = None) -> str:
-    """Return the SHA-256 over the names and contents of a ControlNet's files, as hex.
+    """Return the SHA-256 over the names and contents of a ControlNet's files, in hexadecimal.
 
     Args:
-        folder: The ControlNet's.
-        root: Folder that all files must lie below; None for wherever they are.
+        folder: Folder of the ControlNet.
+        root: Folder that must contain all files; None for no restriction.
 
     Raises:
-        OSError: A file cannot be read, or lies outside of the root.
+        OSError: A file cannot be read, or is outside the root.
         ValueError: The files are too large.
     """
     files = [folder / FILE, *listed(folder, SUFFIX, most=rules.MAX_CONTROLNET_FILES, deep=True)]
@@ -75,7 +74,7 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
 
 
 def _sha256(file: BufferedReader, size_bytes: int) -> str:
-    """Hash only so many bytes: a file that grows while it is read would have no end."""
+    """Return the hash of the first `size_bytes`: a file that grows while it is read would have no end."""
     total = hashlib.sha256()
     while size_bytes > 0 and (chunk := file.read(min(size_bytes, _PIECE_BYTES))):
         total.update(chunk)

@@ -1,4 +1,4 @@
-"""Tells what a folder or file is that somebody gave for a model: an SDXL model, another model, or something else."""
+"""Recognises what a path given as a model is: an SDXL model, another model, or something else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SDXL = "SDXL"
 
 _GIVE_SDXL = "give the folder of an SDXL model in Diffusers' layout"
 _SHOWN_CHARACTERS = 80
-# Enough to know a folder by; a hub's or a home folder may have any number.
+# Entries that are read to recognise a folder; a home folder may have any number.
 _MAX_NAMES = 4096
-# By the beginning of a pipeline's class in Diffusers, longest first.
+# Families by the beginning of the pipeline's class name in Diffusers, longest first.
 _FAMILIES = {
     "StableDiffusionXL": SDXL,
     "StableDiffusion3": "Stable Diffusion 3",
@@ -35,9 +35,9 @@ _FAMILIES = {
     "LatentConsistencyModel": "Stable Diffusion",
     "IF": "DeepFloyd IF",
 }
-# Those of SDXL that differ in their inputs alone, which requests state.
+# SDXL's pipelines, which differ only in their inputs.
 _PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
-# Of Stable Diffusion's UNet, by the width of its prompt embeddings.
+# Versions of Stable Diffusion by the width of the prompt embeddings.
 _STABLE_DIFFUSION = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2"}
 
 
@@ -45,8 +45,8 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
     """Return a model's family, and a sentence on why it is not served; the sentence is empty for SDXL.
 
     Args:
-        folder: Of the model.
-        index: The content of its model_index.json.
+        folder: Folder of the model.
+        index: Contents of its model_index.json.
     """
     name = index.get("_class_name")
     if not isinstance(name, str):
@@ -72,7 +72,7 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
 
 
 def describe_other(path: Path) -> str:
-    """Return a sentence on what a path is that has no model_index.json."""
+    """Return a sentence on what a path without model_index.json is."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return _file(path)

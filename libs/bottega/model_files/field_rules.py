@@ -1,7 +1,7 @@
-"""Rules for single fields of a configuration: which values are served, and why the others are refused.
+"""Rules for single fields of a configuration: which values are served, and why others are refused.
 
-A part has a table of rules with one row for each field that its class in Diffusers or transformers knows. Fields
-without a row are accepted: those libraries pass over what they do not know. The same tables are the pages' tables.
+A part has a table with a rule for each field that its class in Diffusers or transformers knows. Other fields are
+accepted, because those libraries ignore them. The documentation's tables are made from the same rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 60
-# Of a list for levels or layers: published models have at most 4 levels.
+# Entries of a list for levels or layers; published models have at most 4 levels.
 _MAX_ENTRIES = 64
 
 
@@ -24,27 +24,27 @@ class Values:
     """A set of values that a field may have."""
 
     text: str
-    """What the values are, as it stands behind "must be"."""
+    """Description of the values, to follow "must be"."""
     accepts: Callable[[object], bool]
-    """Whether a value is one of them."""
+    """Returns whether a value is in the set."""
 
     def __or__(self, other: Values) -> Values:
-        """The values of both."""
+        """Return the union of both sets."""
         text = f"{self.text.replace(' or ', ', ')} or {other.text}"
         return Values(text=text, accepts=lambda value: self.accepts(value) or other.accepts(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRule:
-    """Which values of one field are served."""
+    """A rule for the values of one field."""
 
     name: str
     default: object
-    """What Diffusers or transformers takes where the field is absent, as JSON writes it."""
+    """Default of Diffusers or transformers, as in JSON."""
     values: Values
-    """The values with which pictures are equal to those of stock Diffusers."""
+    """Values with which pictures are equal to those of stock Diffusers."""
     why: str = ""
-    """Why other values are refused, or why any is accepted; empty where stock Diffusers fails with others, too."""
+    """Why other values are refused, or why any is accepted; empty if stock Diffusers fails with others too."""
 
 
 def broken_fields(rules: Sequence[FieldRule], config: Mapping[str, object]) -> Iterator[str]:
@@ -57,19 +57,19 @@ def broken_fields(rules: Sequence[FieldRule], config: Mapping[str, object]) -> I
 
 
 def with_defaults(rules: Sequence[FieldRule], config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a configuration with what Diffusers or transformers takes for fields that are absent."""
+    """Return a configuration with the defaults of Diffusers or transformers for missing fields."""
     return {rule.name: rule.default for rule in rules} | dict(config)
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON writes it, cut to a length that a sentence has room for."""
+    """Return a value as JSON, cut to a length that fits into a sentence."""
     return excerpt(json.dumps(value), _SHOWN_CHARACTERS)
 
 
 def whole(least: int, most: int | None = None) -> Values:
-    """Return the whole numbers from `least` on, or up to `most`.
+    """Return the whole numbers from `least`, or from `least` to `most`.
 
-    What the checker counts, such as layers, needs `most`: a stranger's configuration may state any number.
+    Numbers over which the checker loops, such as layers, need `most`: an untrusted configuration may have any number.
     """
     return Values(
         text=f"a whole number from {least}" if most is None else f"a whole number from {least} to {most}",
@@ -96,7 +96,7 @@ def number(text: str, accepts: Callable[[float], bool] = math.isfinite) -> Value
 
 
 def only(*values: object) -> Values:
-    """Return these values alone."""
+    """Return the set of these values."""
     *others, last = (shown(value) for value in values)
     text = f"{', '.join(others)} or {last}" if others else last
     return Values(text=text, accepts=lambda value: any(_same(value, each) for each in values))

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, check_configurations, filled_config
 from bottega.model_files.families import SDXL, describe_other, family_of
-from bottega.model_files.json_files import is_there, read_json_object
+from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.model_files.location import name_of
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import check_tensors
-from bottega.model_files.tokenizer_check import check_tokenizer
 from bottega.model_files.vae_rules import latent_scale
 from bottega.model_files.weights import DIFFUSERS, TRANSFORMERS, Weights, choose_variant, read_weights, variants_of
+from bottega.plain_text import excerpt
 
 _NAMING = {"text_encoder": TRANSFORMERS, "text_encoder_2": TRANSFORMERS, "unet": DIFFUSERS, "vae": DIFFUSERS}
 _TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
+# Tokenizer files of CLIP have 2 MiB.
+_MAX_TOKENIZER_BYTES = 32 << 20
+_SHOWN_CHARACTERS = 60
+_SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
 
 def check_model_folder(folder: Path) -> ModelReport:
-    """Return what a model's folder is and every reason why it cannot be served.
+    """Return a report on a model's folder, with every reason why it cannot be served.
 
-    It opens no weights: configurations, indexes and headers alone, some milliseconds for SDXL.
+    It only reads configurations, indexes and headers, which takes some milliseconds for SDXL.
     """
     path = folder / INDEX_FILE
     if not is_there(path):
@@ -79,13 +84,13 @@ def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, 
             else:
                 problems.append(f"the folder {name} is missing; download the model again, with all parts")
     if "scheduler" in configs and (class_name := _class_name(index, "scheduler")):
-        # Diffusers makes one of this class, whatever the file says.
+        # Diffusers uses this class, whatever the file says.
         configs["scheduler"] = {**configs["scheduler"], "_class_name": class_name}
     return configs, problems
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, Weights], list[str]]:
-    """Return each part's weights in the variant that the model is loaded in, and a sentence for each that has none."""
+    """Return each part's weights in the variant to be loaded, and a sentence for each part without any."""
     variants, problems = {}, []
     weights: dict[str, Weights] = {}
     there = {name: naming for name, naming in _NAMING.items() if is_there(folder / name)}
@@ -111,7 +116,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, Weights], list[str]]:
 def _check_contents(
     folder: Path, configs: Mapping[str, Mapping[str, object]], weights: Mapping[str, Weights]
 ) -> Iterator[str]:
-    """Yield a sentence for each part whose tensors or tokens do not fit its configuration. Its rules hold."""
+    """Yield a sentence for each part whose tensors or tokens do not fit its configuration, which must be valid."""
     for name, part in weights.items():
         yield from check_tensors(name, filled_config(name, configs[name]), part)
     for name, encoder in _TOKENIZERS.items():
@@ -142,3 +147,96 @@ def _default_size(configs: Mapping[str, Mapping[str, object]]) -> int:
 def _class_name(index: Mapping[str, object], part: str) -> str:
     entry = index.get(part)
     return str(entry[1]) if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None else ""
+
+
+def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
+    """Yield a sentence, with the file's name, for each fault of a tokenizer's vocabulary and merges.
+
+    Args:
+        folder: Folder of the tokenizer.
+        config: Contents of its tokenizer_config.json.
+        vocab_size: Number of tokens that the text encoder knows.
+    """
+    whole = folder / "tokenizer.json"
+    try:
+        # transformers prefers tokenizer.json.
+        if is_there(whole):
+            where, (vocab, merges) = f"{folder.name}/{whole.name}", _read_whole(whole)
+        else:
+            where, (vocab, merges) = f"{folder.name}/vocab.json", _read_pair(folder)
+    except ValueError as error:
+        yield str(error)
+        return
+    if any(type(number) is not int or number < 0 for number in vocab.values()):
+        yield f"{where}: the numbers of its tokens are no whole numbers from 0; {DOWNLOAD_AGAIN}"
+        return
+    unknown = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()]
+    if unknown:
+        shown = excerpt(" ".join(unknown[0]), _SHOWN_CHARACTERS)
+        yield f"{where}: the merge {shown} is of tokens that the vocabulary lacks; download the tokenizer again"
+    largest = max(vocab.values())
+    if largest >= vocab_size:
+        yield (
+            f"{where}: it has a token of number {largest} and the text encoder knows {vocab_size} tokens (vocab_size); "
+            "download both from one model"
+        )
+    for name, default in _SPECIAL.items():
+        token = _text(config.get(name, default))
+        if token not in vocab:
+            yield (
+                f"{where}: the vocabulary lacks {excerpt(token, _SHOWN_CHARACTERS)}, the {name} of "
+                f"{folder.name}/tokenizer_config.json; download the tokenizer again"
+            )
+            return
+
+
+def _read_whole(path: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
+    """Return the vocabulary and the merges of a tokenizer.json. Raises ValueError with a sentence."""
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        values = read_json_object(path, max_bytes=_MAX_TOKENIZER_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    model, added = values.get("model"), values.get("added_tokens")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(added, list):
+        raise ValueError(f"{where}: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer")
+    vocab, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocab, dict) or not vocab:
+        raise ValueError(f"{where}: its vocabulary is empty; {DOWNLOAD_AGAIN}")
+    if not isinstance(merges, list) or not merges:
+        raise ValueError(f"{where}: it has no merges; {DOWNLOAD_AGAIN}")
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    if not all(isinstance(pair, list) and all(isinstance(each, str) for each in pair) for pair in pairs):
+        raise ValueError(f"{where}: its merges are no pairs of tokens; {DOWNLOAD_AGAIN}")
+    tokens = {
+        token["content"]: token["id"]
+        for token in added
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and "id" in token
+    }
+    return vocab | tokens, pairs
+
+
+def _read_pair(folder: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
+    """Return the vocabulary and the merges of vocab.json and merges.txt. Raises ValueError with a sentence."""
+    try:
+        vocab = read_json_object(folder / "vocab.json", max_bytes=_MAX_TOKENIZER_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{folder.name}/vocab.json: {error}") from None
+    if not vocab:
+        raise ValueError(f"{folder.name}/vocab.json: its vocabulary is empty; {DOWNLOAD_AGAIN}")
+    try:
+        lines = read_model_file(folder / "merges.txt", max_bytes=_MAX_TOKENIZER_BYTES).decode().split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{folder.name}/merges.txt: it is no UTF-8 text; {DOWNLOAD_AGAIN}") from None
+    except ValueError as error:
+        raise ValueError(f"{folder.name}/merges.txt: {error}") from None
+    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    if not merges:
+        raise ValueError(f"{folder.name}/merges.txt: it has no merges; {DOWNLOAD_AGAIN}")
+    return vocab, merges
+
+
+def _text(token: object) -> str:
+    """Return the text of a special token, which may be a string or an object."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return str(value)

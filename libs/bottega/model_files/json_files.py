@@ -1,4 +1,4 @@
-"""Files of model folders, which strangers wrote: only regular ones are opened, JSON is bounded in size and depth."""
+"""Opens untrusted files of model folders: regular files only, and JSON with limits on size and depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.plain_text import excerpt
 from bottega.storage.contained_paths import open_below
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Of a configuration; real ones have some thousand bytes."""
+"""Limit of a configuration's size; real ones have some thousand bytes."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHOWN_CHARACTERS = 80
@@ -21,12 +21,12 @@ DOWNLOAD_AGAIN = "download the file again"
 
 
 def is_lfs_pointer(beginning: bytes) -> bool:
-    """Return whether a file that begins so is a pointer of Git LFS in place of the file itself."""
+    """Return whether a file with this beginning is a Git LFS pointer instead of the file itself."""
     return beginning.startswith(_LFS_POINTER)
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is something at a path, or a link that leads nowhere; False where nobody may look."""
+    """Return whether a path exists, even as a broken link; False if it cannot be checked."""
     try:
         path.lstat()
     except (OSError, ValueError):
@@ -35,10 +35,10 @@ def is_there(path: Path) -> bool:
 
 
 def open_model_file(path: Path) -> BufferedReader:
-    """Open a regular file, links followed, that is no pointer of Git LFS.
+    """Open a regular file that is no Git LFS pointer, following links.
 
     Raises:
-        ValueError: With what is wrong and what to do, without the file's name.
+        ValueError: It says what is wrong and what to do, without the file's name.
     """
     try:
         file = open_below(path, None)
@@ -54,7 +54,7 @@ def open_model_file(path: Path) -> BufferedReader:
 
 
 def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
-    """Return the content of a file of at most so many bytes. Raises ValueError as `open_model_file` does."""
+    """Return the contents of a file of at most `max_bytes`. Raises ValueError like `open_model_file`."""
     with open_model_file(path) as file:
         try:
             content = file.read(max_bytes + 1)
@@ -73,20 +73,18 @@ def read_json_object(
     """Return the object in a JSON file.
 
     Args:
-        path: The file.
-        max_bytes: The most that it may have.
-        allow_infinity: Whether it may have Infinity, -Infinity and NaN, which JSON does not know and Python writes.
+        allow_infinity: Whether Infinity, -Infinity and NaN are allowed. They are not JSON, but Python writes them.
 
     Raises:
-        ValueError: With what is wrong and what to do, without the file's name.
+        ValueError: It says what is wrong and what to do, without the file's name.
     """
     return parse_json_object(read_model_file(path, max_bytes=max_bytes), allow_infinity=allow_infinity)
 
 
 def parse_json_object(content: bytes, *, allow_infinity: bool = False) -> dict[str, object]:
-    """Return the object in the content of a JSON file. Raises ValueError as `read_json_object` does."""
+    """Return the object in the contents of a JSON file. Raises ValueError like `read_json_object`."""
     try:
-        # It bounds how deep a value may be nested.
+        # from_json limits the depth of nesting.
         value = pydantic_core.from_json(content, allow_inf_nan=allow_infinity)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({excerpt(str(error), _SHOWN_CHARACTERS)}); {DOWNLOAD_AGAIN}") from None

@@ -20,16 +20,16 @@ _SAME_NAME = "it has the name of another file or folder here; rename one of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFiles:
-    """What lies in a subfolder of a model's folder."""
+    """The adapters in a subfolder of a model's folder."""
 
     hosted: Mapping[str, str]
-    """Paths by name of what a service is told to host."""
+    """Paths, by name, of adapters for a service to host."""
     left_out: Mapping[str, str]
-    """Reasons by file name of what it is not told to host."""
+    """Reasons, by file name, why others are not hosted."""
 
 
 def own_controlnets(model: Path) -> OwnFiles:
-    """Return the folders in a model's folder `controlnets`; whether they are good is for who hosts them."""
+    """Return the folders in a model's folder `controlnets`. The service that hosts them checks them."""
     entries = _entries(model / "controlnets")
     found = [(path.name, path) for path in entries if path.is_dir()]
     files = {path: SINGLE_FILE for path in entries if path.is_file() and path.suffix in {_SAFETENSORS, *_PICKLES}}
@@ -37,7 +37,7 @@ def own_controlnets(model: Path) -> OwnFiles:
 
 
 def own_loras(model: Path) -> OwnFiles:
-    """Return the safetensors files, and the folders, in a model's folder `loras`."""
+    """Return the safetensors files and folders in a model's folder `loras`."""
     entries = _entries(model / "loras")
     found = [(path.name if path.is_dir() else path.stem, path) for path in entries if _may_be_lora(path)]
     pickles = {path: _PICKLE for path in entries if path.is_file() and path.suffix in _PICKLES}
@@ -57,7 +57,7 @@ def _own_files(found: Iterable[tuple[str, Path]], left_out: Mapping[Path, str]) 
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what lies in a folder, without hidden files; nothing where there is no folder."""
+    """Return the entries of a folder without hidden ones; none if there is no folder."""
     return sorted(path for path in folder.glob("*") if not path.name.startswith("."))
 
 

@@ -1,4 +1,4 @@
-"""Presets: what a request that does not say gets, by the file `bottega.json` beside a model's `model_index.json`."""
+"""Presets: a model's own defaults, in the file `bottega.json` beside its `model_index.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bottega.strict import STRICT
 PRESET_FILE = "bottega.json"
 
 _TRAILING: Literal["trailing"] = "trailing"
-"""The spacing that ends a schedule at the last training timestep: few-step models are published with it."""
+"""Spacing that ends a schedule at the last training timestep, as published few-step models have it."""
 _TURBO_CLASS, _LIGHTNING_CLASS = "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"
 # The number of steps in the name of a Lightning checkpoint, such as sdxl_lightning_4step.
 _NAMED_STEPS = re.compile(r"(?<![0-9])([1248])[ _-]?steps?(?![a-z])")
@@ -44,14 +44,14 @@ class Preset:
     It changes what the model draws, so it is part of the model's hash.
     """
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """Element type that the model computes in where a worker's `engine.dtype` is auto, whatever its files are in."""
+    """Element type in which the model computes if a worker's `engine.dtype` is auto, whatever that of its files."""
 
 
 def read_preset(folder: Path) -> Preset | None:
-    """Return the preset in a model's folder, or None where it has no `bottega.json`.
+    """Return the preset in a model's folder, or None if it has no `bottega.json`.
 
     Raises:
-        ValueError: With every key and value that is wrong, in one sentence without the file's name.
+        ValueError: A sentence with all wrong keys and values, without the file's name.
     """
     path = folder / PRESET_FILE
     if not path.exists():
@@ -70,7 +70,7 @@ class Proposal:
 
     preset: Preset
     uncertain: str = ""
-    """What neither its scheduler's configuration nor its name settles, in words; empty where they settle all."""
+    """Text on what neither the scheduler's configuration nor the name settles; empty if they settle everything."""
 
 
 def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal | None:
@@ -87,7 +87,7 @@ def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal |
     """
     words, class_name = name.lower(), scheduler_config.get("_class_name")
     trailing = scheduler_config.get("timestep_spacing") == _TRAILING
-    # Models with these were trained anew, and draw with many steps; they are published with trailing timesteps, too.
+    # Models with these settings were retrained and need many steps, although they too have trailing timesteps.
     v_prediction = scheduler_config.get("prediction_type") == "v_prediction"
     few_steps = trailing and not (v_prediction or scheduler_config.get("rescale_betas_zero_snr"))
     if "lightning" in words or (few_steps and class_name == _LIGHTNING_CLASS and "turbo" not in words):

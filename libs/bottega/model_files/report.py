@@ -1,4 +1,4 @@
-"""What the checker finds in a model's folder."""
+"""The report of the checker on a model's folder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from bottega.model_files.presets import PRESET_FILE, Proposal, preset_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """One part of a model: a subfolder that model_index.json names."""
+    """A part of a model: a subfolder that model_index.json names."""
 
     name: str
-    """Its subfolder, such as `unet`."""
+    """Subfolder, such as `unet`."""
     class_name: str
-    """Its class in Diffusers or transformers, as model_index.json says."""
+    """Class in Diffusers or transformers, from model_index.json."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Its parsed configuration; empty where there is none or where it cannot be read."""
+    """Parsed configuration; empty if it is missing or cannot be read."""
     variant: str = ""
-    """The variant of its weights' files, such as `fp16`; empty for plain names."""
+    """Variant of its weight files, such as `fp16`; empty for plain names."""
     files: tuple[Path, ...] = ()
-    """Its files of weights: one, or every shard."""
+    """Weight files: a single one, or every shard."""
     bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of its weights by element type, as safetensors names it: F32, F16, BF16."""
+    """Bytes of its weights by safetensors' element type: F32, F16, BF16."""
     parameters: int = 0
     """Number of its weights."""
 
@@ -36,27 +36,27 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """What a folder is, and why it cannot be served, if so."""
+    """A report on a model's folder, with the reasons why it cannot be served."""
 
     folder: Path
     family: str = ""
-    """The kind of model for people, such as `SDXL` or `Stable Diffusion 1`; empty where it is not known."""
+    """Kind of model for people, such as `SDXL` or `Stable Diffusion 1`; empty if it is unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)
-    """Its parts by name, those without weights included."""
+    """Parts by name, including those without weights."""
     variant: str = ""
-    """The variant of the weights, such as `fp16`, of all parts that have it; the others are loaded from plain ones."""
+    """Variant of the weights, such as `fp16`. Parts without it are loaded from plain weights."""
     default_size: int = 0
-    """Pixels of a side of a picture where a request does not say; 0 where it is not known."""
+    """Default side of a picture in pixels; 0 if it is unknown."""
     problems: tuple[str, ...] = ()
-    """Why it cannot be served: one sentence each, which names a file or field and says what to do."""
+    """Reasons why it cannot be served: sentences that name a file or field and say what to do."""
     proposal: Proposal | None = None
-    """Defaults that suit it, where it looks like a few-step model and its folder has no `bottega.json`."""
+    """Suitable defaults, if it looks like a few-step model and its folder has no `bottega.json`."""
 
     @property
     def advice(self) -> str:
-        """Return what would serve the model better, in one sentence; empty where nothing would."""
+        """A sentence on how to serve the model better; empty if there is none."""
         if self.proposal is None:
             return ""
         path, content = self.folder / PRESET_FILE, preset_text(self.proposal.preset)
@@ -67,7 +67,7 @@ class ModelReport:
 
     @property
     def refusal(self) -> str:
-        """Why it cannot be served, in one sentence with its folder; empty where it can be."""
+        """A sentence with the folder on why it cannot be served; empty if it can be."""
         if not self.problems:
             return ""
         more = len(self.problems) - 1
@@ -81,6 +81,6 @@ class ModelReport:
 
     @property
     def scheduler_class(self) -> str:
-        """`_class_name` of the scheduler's configuration; empty where it is not known."""
+        """`_class_name` of the scheduler's configuration; empty if it is unknown."""
         name = self.parts["scheduler"].config.get("_class_name") if "scheduler" in self.parts else None
         return name if isinstance(name, str) else ""

@@ -1,8 +1,8 @@
 """Rules for a model's scheduler: which classes are served, and which values of each field of scheduler_config.json.
 
-A request may choose another sampler than the model's. Diffusers then makes that sampler's scheduler from the same
-configuration, so the rules are by the class that draws: `sampler_problems` is for any choice, `check_scheduler_config`
-for the model's own. The engine also tries every choice when it loads a model.
+A request may choose another sampler than the model's. Diffusers then creates that sampler's scheduler from the same
+configuration. So the rules depend on the class that draws: `sampler_problems` checks any choice, and
+`check_scheduler_config` the model's own. The engine also tries every choice when it loads a model.
 """
 
 from __future__ import annotations
@@ -214,23 +214,23 @@ def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -
 def sampler_problems(
     class_name: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None
 ) -> list[str]:
-    """Return why a scheduler of a served class cannot draw with a model's configuration; nothing where it can.
+    """Return the reasons why a scheduler of a served class cannot draw with a model's configuration.
 
     Args:
-        class_name: The class of the sampler that is asked for, whatever class the model's own scheduler has.
-        config: The content of the model's scheduler_config.json.
-        use_karras_sigmas: What a request says of it; None leaves it to the configuration.
+        class_name: Class of the requested sampler, which may differ from the model's own scheduler.
+        config: Contents of the model's scheduler_config.json.
+        use_karras_sigmas: Value in a request; None uses the configuration.
     """
     table = SCHEDULER_RULES[class_name]
     if use_karras_sigmas is not None and takes_karras_sigmas(class_name):
         config = {**config, "use_karras_sigmas": use_karras_sigmas}
     problems = list(broken_fields(table, config))
-    # Rules between fields rely on the fields' own.
+    # Rules between fields assume valid fields.
     return problems or list(_broken_together(class_name, with_defaults(table, config)))
 
 
 def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the others. The fields' own rules hold."""
+    """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
     count, betas = config["num_train_timesteps"], config["trained_betas"]
     if betas is not None and len(betas) != count:
         yield f"trained_betas must have {count} numbers, as num_train_timesteps says, not {len(betas)}"

@@ -1,9 +1,9 @@
-"""Checks a part's tensors against its configuration: every name and every shape, by the headers of its files.
+"""Checks the names and shapes of a part's tensors, in the headers of its files, against its configuration.
 
-`unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield what a network's `state_dict()`
-would have. They take a configuration whose rules hold and which has a value for each field that they read; see
-`unet_rules`, `controlnet_config`, `vae_rules` and `text_encoder_rules`. They yield pairs of a name and a shape one by
-one, because a configuration may ask for any number.
+`unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield the names and shapes in a network's
+`state_dict()`. They require a valid configuration with a value for each field that they read; see `unet_rules`,
+`controlnet_config`, `vae_rules` and `text_encoder_rules`. They yield one tensor at a time, because a configuration may
+describe any number.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from bottega.safetensors_header import MAX_TENSORS
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]
 
-# Of GEGLU: the hidden layer is four times as wide as a transformer, and each of its values has a gate.
+# GEGLU: the hidden layer is four times as wide as the transformer, and each of its values has a gate.
 _FEED_FORWARD = 4
 _GATED = 2
 _CROSS_ATTENTION = "CrossAttn"
 _SHOWN_CHARACTERS = 120
 _TEXT_PREFIX = "text_model."
-# What published files of text encoders have besides.
+# A tensor that published text encoders have in addition.
 _POSITIONS = "embeddings.position_ids"
 _OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Iterator[str]:
-    """Yield a sentence for each way in which a part's tensors are not those that its configuration asks for.
+    """Yield a sentence for each way in which a part's tensors differ from those of its configuration.
 
     Args:
-        part: Its name: `unet`, `vae`, `text_encoder` or `text_encoder_2`.
-        config: Its configuration with all defaults; its rules hold.
-        weights: Its weights.
+        part: `unet`, `vae`, `text_encoder` or `text_encoder_2`.
+        config: Valid configuration of the part with all defaults.
     """
     wanted = dict(islice(_EXPECTED[part](config), MAX_TENSORS + 1))
     if len(wanted) > MAX_TENSORS:
@@ -67,7 +66,7 @@ def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Ite
                 "download float32, float16 or bfloat16 ones"
             )
             return
-    # Diffusers and transformers pass over what is in no module of the network; in one, the network is another.
+    # Diffusers and transformers ignore tensors outside the network's modules. Inside one, the network differs.
     modules = {name.split(".")[0] for name in wanted}
     unused = [name for name in found if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
     if unused:
@@ -170,7 +169,7 @@ def text_encoder_tensors(config: Mapping[str, Any], *, projects: bool) -> Tensor
     """Yield the tensors of a CLIPTextModel, without the prefix `text_model.` that published files have.
 
     Args:
-        config: Of the text encoder.
+        config: Configuration of the text encoder.
         projects: Whether it is a CLIPTextModelWithProjection.
     """
     width, inner = config["hidden_size"], config["intermediate_size"]
@@ -191,14 +190,14 @@ def text_encoder_tensors(config: Mapping[str, Any], *, projects: bool) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """A level of a UNet, as its blocks on both ways see it."""
+    """A level of a UNet, for its blocks on the way down and up."""
 
     width: int
     heads: int
     context: int
     """Width of the prompt embeddings."""
     attends_prompt_alone: bool
-    """Whether the first attention of each transformer is to the prompt, too."""
+    """Whether the first attention of each transformer attends to the prompt as well."""
     depth: int | Sequence[int]
     """Transformers of each layer."""
 
@@ -222,7 +221,7 @@ def _by_level(config: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _up_inputs(config: Mapping[str, Any], mirrored: int) -> list[int]:
-    """Return the channels that each residual block of a level on the way up takes, those of its skip included."""
+    """Return the input channels of each residual block of a level on the way up, including its skip connection."""
     channels, layers = config["block_out_channels"], _by_level(config, "layers_per_block")[mirrored] + 1
     width = channels[mirrored]
     below = channels[min(mirrored + 1, len(channels) - 1)]
@@ -287,7 +286,11 @@ def _attention(name: str, width: int, context: int) -> Tensors:
 
 
 def _residual(name: str, inputs: int, outputs: int, config: Mapping[str, Any] | None = None) -> Tensors:
-    """Yield a residual block's tensors. config: of the UNet; a VAE's have no embedding of the time."""
+    """Yield the tensors of a residual block.
+
+    Args:
+        config: Configuration of the UNet; None for a VAE, whose blocks have no time embedding.
+    """
     yield from _norm(f"{name}.norm1", inputs)
     yield from _convolution(f"{name}.conv1", inputs, outputs, 3)
     if config is not None:
@@ -308,7 +311,7 @@ def _vae_block(block: str, kind: str, inputs: Sequence[int], width: int) -> Tens
 
 
 def _vae_ends(half: str, config: Mapping[str, Any], middle: int, width: int, outputs: int) -> Tensors:
-    """Yield the middle block of one half, and what follows its other blocks."""
+    """Yield the tensors of the middle block and the last layers of a half."""
     for number in range(2):
         yield from _residual(f"{half}.mid_block.resnets.{number}", middle, middle)
     if config["mid_block_add_attention"]:

@@ -19,7 +19,7 @@ from bottega.model_files.field_rules import (
     with_defaults,
 )
 
-# Those of transformers that a published CLIP text encoder may have.
+# Activations of transformers that published CLIP text encoders have.
 ACTIVATIONS = ("quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
 
 # SDXL's second encoder has 32.
@@ -69,7 +69,7 @@ def check_text_encoder_config(config: Mapping[str, object]) -> Iterator[str]:
     A sentence names the field and says what to do; the caller puts the file's name before it.
     """
     broken = list(broken_fields(TEXT_ENCODER_RULES, config))
-    # Rules between fields rely on the fields' own.
+    # Rules between fields assume valid fields.
     yield from broken or _broken_together(with_defaults(TEXT_ENCODER_RULES, config))
 
 

@@ -206,12 +206,12 @@ def check_unet_config(config: Mapping[str, object]) -> Iterator[str]:
     A sentence names the field and says what to do; the caller puts the file's name before it.
     """
     broken = list(broken_fields(UNET_RULES, config))
-    # Rules between fields rely on the fields' own.
+    # Rules between fields assume valid fields.
     yield from broken or _broken_together(with_defaults(UNET_RULES, config))
 
 
 def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the others. The fields' own rules hold."""
+    """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
     channels, taken, made = config["block_out_channels"], config["in_channels"], config["out_channels"]
     if taken != made:
         yield (

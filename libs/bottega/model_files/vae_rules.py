@@ -89,17 +89,17 @@ def check_vae_config(config: Mapping[str, object]) -> Iterator[str]:
     A sentence names the field and says what to do; the caller puts the file's name before it.
     """
     broken = list(broken_fields(VAE_RULES, config))
-    # Rules between fields rely on the fields' own.
+    # Rules between fields assume valid fields.
     yield from broken or _broken_together(with_defaults(VAE_RULES, config))
 
 
 def latent_scale(config: Mapping[str, Any]) -> int:
-    """Return how many pixels a side one element of a VAE's latent stands for. The VAE's rules hold."""
+    """Return the pixels per element of a VAE's latent, along a side. The configuration must be valid."""
     return int(2 ** (len(with_defaults(VAE_RULES, config)["block_out_channels"]) - 1))
 
 
 def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the others. The fields' own rules hold."""
+    """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
     channels, groups, scale = config["block_out_channels"], config["norm_num_groups"], latent_scale(config)
     for name in ("down_block_types", "up_block_types"):
         if len(config[name]) != len(channels):

@@ -1,7 +1,7 @@
-"""Files of weights of a model's part: which there are, which of them Diffusers would load, and what their headers say.
+"""Finds the weight files of a model's part that Diffusers would load, and reads their headers.
 
-Weights have plain names (`model.safetensors`) or those of a variant (`model.fp16.safetensors`), and are whole or in
-shards that an index names. Only indexes and headers are read.
+Weights have plain names (`model.safetensors`) or names of a variant (`model.fp16.safetensors`). They are in one file or
+in shards that an index lists. Only indexes and headers are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bottega.safetensors_header import ITEM_BYTES, Header, HeaderError, TensorEn
 
 # An entry of an index has some hundred bytes; SDXL's UNet has 1,680 tensors.
 MAX_INDEX_BYTES = 16 << 20
-"""Of an index of shards."""
+"""Limit of the size of an index of shards."""
 _MAX_SHARDS = 256
-# Of a part's folder; one with more is no part of a model.
+# Files in a part's folder. A folder with more is not a part of a model.
 _MAX_FILES = 4096
 FLOATING_POINT = frozenset(name for name in ITEM_BYTES if "F" in name)
 """Element types of weights that are not quantized, as safetensors names them."""
@@ -35,11 +35,11 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsNaming:
-    """How a library names the files of a part's weights, and which it takes where there are several."""
+    """A library's names of weight files, and its choice if there are several."""
 
     stem: str
     prefers_index: bool
-    """Whether an index is taken where there is a whole file, too."""
+    """Whether an index is preferred to a whole file."""
 
     def whole(self, variant: str) -> str:
         """Return the name of a whole file."""
@@ -77,10 +77,10 @@ class Weights:
 
 
 def variants_of(folder: Path, naming: WeightsNaming) -> frozenset[str]:
-    """Return the variants that a part has weights of, "" for plain names.
+    """Return the variants of a part's weights, "" for plain names.
 
     Raises:
-        ValueError: With a sentence that names the folder, where it has no weights that could be loaded.
+        ValueError: There are no usable weights. The text is a sentence that names the folder.
     """
     names = _names(folder)
     if found := variants_in(names, naming):
@@ -89,22 +89,22 @@ def variants_of(folder: Path, naming: WeightsNaming) -> frozenset[str]:
 
 
 def variants_in(names: Iterable[str], naming: WeightsNaming) -> frozenset[str]:
-    """Return the variants that there are weights of among files of these names, "" for plain ones."""
+    """Return the variants of the weights among files of these names, "" for plain names."""
     stem = re.escape(naming.stem)
     pattern = re.compile(rf"{stem}(?:\.(\w+))?\.safetensors|{stem}\.safetensors\.index(?:\.(\w+))?\.json")
     return frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
 
 
 def choose_variant(variants: Mapping[str, frozenset[str]]) -> str:
-    """Return the variant that a model is loaded in: "" where all parts have plain weights.
+    """Return the variant in which a model is loaded: "" if all parts have plain weights.
 
-    With another one, parts that have no weights of it are loaded from plain ones, as Diffusers does.
+    With another variant, parts without it are loaded from plain weights, as in Diffusers.
 
     Args:
-        variants: By part, what it has weights of.
+        variants: Variants of the weights, by part.
 
     Raises:
-        ValueError: With a sentence, where no variant does for all parts.
+        ValueError: No variant is usable for all parts. The text is a sentence.
     """
     there = sorted(frozenset().union(*variants.values()) - {""})
     if all("" in found for found in variants.values()):
@@ -122,15 +122,14 @@ def choose_variant(variants: Mapping[str, frozenset[str]]) -> str:
 
 
 def weights_in(names: Iterable[str], naming: WeightsNaming, part: str) -> list[str]:
-    """Return which of the files of these names hold a part's weights, and their index where they are in shards.
+    """Return the names of a part's weight files, and of their index if there are shards.
 
     Args:
-        names: Of the files in the part's folder.
-        naming: Of the library that loads them.
-        part: Its name, for errors.
+        names: Names of the files in the part's folder.
+        part: Name of the part, for errors.
 
     Raises:
-        ValueError: With a sentence, where there are none that could be loaded.
+        ValueError: There are no usable weights. The text is a sentence.
     """
     names = sorted(names)
     variants = variants_in(names, naming)
@@ -149,7 +148,7 @@ def read_weights(folder: Path, naming: WeightsNaming, variant: str) -> Weights:
     """Return a part's weights of a variant, or its plain ones where it has none of it.
 
     Raises:
-        ValueError: With a sentence that names the file, where one cannot be used.
+        ValueError: A file cannot be used. The text is a sentence that names it.
     """
     names = _names(folder)
     for tried in dict.fromkeys((variant, "")):
@@ -175,9 +174,9 @@ def _read_shards(folder: Path, index: str, variant: str) -> Weights:
     if len(tensors) < sum(len(header.tensors) for header in headers.values()):
         raise ValueError(f"{where}: two of its files have tensors of one name; download the part {folder.name} again")
     for tensor in sorted(file_by_tensor.keys() ^ placed.keys()) or _misplaced(file_by_tensor, placed):
-        told, found = file_by_tensor.get(tensor, "no file"), placed.get(tensor, "none of its files")
+        named, found = file_by_tensor.get(tensor, "no file"), placed.get(tensor, "none of its files")
         raise ValueError(
-            f"{where}: it names {told} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {found}; "
+            f"{where}: it names {named} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {found}; "
             f"download the part {folder.name} again"
         )
     return Weights(variant=variant, files=tuple(folder / name for name in files), tensors=tensors)
@@ -188,7 +187,7 @@ def _misplaced(file_by_tensor: Mapping[str, str], placed: Mapping[str, str]) -> 
 
 
 def weight_map(index: Mapping[str, object]) -> dict[str, str]:
-    """Return the file of each tensor by an index. Raises ValueError where Diffusers would not take the index."""
+    """Return the file of each tensor from an index. Raises ValueError if Diffusers would not accept the index."""
     files = index.get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"weight_map is no object of tensors; {DOWNLOAD_AGAIN}")
@@ -245,7 +244,7 @@ def _names(folder: Path) -> frozenset[str]:
 
 
 def nothing_to_load(part: str, naming: WeightsNaming, names: Iterable[str]) -> str:
-    """Return a sentence that says why a folder with files of these names has no weights that could be loaded."""
+    """Return a sentence on why a folder with files of these names has no usable weights."""
     wanted = naming.whole("")
     if any(name.endswith(_PICKLED) for name in names):
         return (
