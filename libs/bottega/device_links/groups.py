@@ -1,12 +1,21 @@
-"""Process groups of two, which move the bytes of one direction of one link.
+"""Process groups of two, which move the bytes of one direction of one link, and the link's ends that use them.
 
-They are created without torch.distributed's world, so a failure affects only the link of its group.
+A group is created without torch.distributed's world, so a failure affects only its link. While it is set up, its ends
+exchange values over the connection of that direction. The connection is proven, so no stranger can take part, unlike
+with stores that listen on their own port. A group lives as long as the link.
+
+The sender enqueues its operation when the DATA frame is on its way, and the receiver when that frame has arrived, so a
+device only waits for a peer that is there. If the peer dies in the middle, the connection of the frames reports it and
+the group is aborted.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType, Store
 
+from bottega.device_links.ends import DeviceReceiver, DeviceSender, Inflow, pieces_of
 from bottega.device_links.streams import beside
-from bottega.errors import PeerDead
+from bottega.device_links.tensors import DeviceTensor
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
 from bottega.transport import Deadline
 
 # Without these settings, one failed link would end the whole process. With them, an operation that fails or times out
@@ -32,6 +43,11 @@ _OPERATION_S = 60.0
 # Shorter for Gloo, whose waits cannot be interrupted.
 _GLOO_OPERATION_S = 15.0
 _PAUSE_S = 5e-5
+_NOW = Deadline(at=0.0)
+# Lengths of a key and of its value.
+_LENGTHS = struct.Struct("<HI")
+# Addresses and identities of groups have some hundred bytes.
+_MAX_KEY_BYTES, _MAX_VALUE_BYTES = 512, 1 << 20
 
 
 class Transfer(Protocol):
@@ -172,3 +188,109 @@ class _NcclTransfer:
             pause.wait(_PAUSE_S)
         self._group.check()  # an interrupted operation counts as completed, too
         return True
+
+
+class GroupSender(DeviceSender):
+    """The sender's end of a process group."""
+
+    def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
+        super().__init__(connection, device)
+        self._group = group
+        self._under_way: list[Transfer] = []
+
+    def move(self, piece: DeviceTensor) -> None:
+        self._under_way = [transfer for transfer in self._under_way if not transfer.done(_NOW)]
+        with beside(self.device, piece.written):
+            self._under_way += [self._group.send(part) for part in pieces_of(piece.tensor)]
+
+    def shut_down(self, cause: LinkError) -> None:
+        super().shut_down(cause)
+        self._group.abort()
+
+    def close(self) -> None:
+        super().close()
+        self._group.abort()
+        self._under_way.clear()
+
+
+class GroupReceiver(DeviceReceiver):
+    """The receiver's end of a process group."""
+
+    def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
+        super().__init__(connection, device)
+        self._group = group
+
+    def begin(self, index: int, target: Tensor, start: int) -> Inflow:
+        return self._group.receive(target)
+
+    def shut_down(self, cause: LinkError) -> None:
+        super().shut_down(cause)
+        self._group.abort()
+
+    def close(self) -> None:
+        super().close()
+        self._group.abort()
+
+
+class LinkStore(Store):
+    """A torch.distributed store for two processes. Calls end by the deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
+        super().__init__()
+        self._connection: socket.socket | None = connection
+        self._deadline = deadline
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value at both ends. Raises OSError, DeadlineExceeded."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        if self._connection is not None:
+            self._limit(self._connection)
+            name = key.encode()
+            self._connection.sendall(_LENGTHS.pack(len(name), len(data)) + name + data)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, after waiting for the other end to set it. Raises PeerDead, DeadlineExceeded, BadFrame."""
+        while key not in self._values:
+            self._receive()
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Raises like `get`."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return all(key in self._values for key in keys)
+
+    def close(self) -> None:
+        """End the set-up: from now on the connection carries frames, and keys that are not set never will be."""
+        self._connection = None
+
+    def _receive(self) -> None:
+        connection = self._connection
+        if connection is None:
+            raise PeerDead("a process group reads a key that was not set during its set-up")
+        key_bytes, value_bytes = _LENGTHS.unpack(self._read(connection, _LENGTHS.size))
+        if key_bytes > _MAX_KEY_BYTES or value_bytes > _MAX_VALUE_BYTES:
+            raise BadFrame("the peer sent a longer key or value than any process group sets")
+        key = self._read(connection, key_bytes)
+        self._values[key.decode(errors="replace")] = self._read(connection, value_bytes)
+
+    def _read(self, connection: socket.socket, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._limit(connection)
+            got = connection.recv(count - len(data))
+            if not got:
+                raise PeerDead("the process at the other end left while the devices were linked")
+            data += got
+        return data
+
+    def _limit(self, connection: socket.socket) -> None:
+        left_s = self._deadline.left_s()
+        if left_s == 0:
+            raise DeadlineExceeded("the other end did not link its device in time")
+        connection.settimeout(left_s)

@@ -8,7 +8,7 @@ from bottega.v1 import error_pb2
 
 
 class LinkError(BottegaError, code=Code.UNAVAILABLE):
-    """One tensor link failed; others are not affected."""
+    """A tensor link failed. Others are not affected."""
 
 
 class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
@@ -27,7 +27,7 @@ class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
 
 
 class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
-    """One end closed the link."""
+    """The link was closed by one of its ends."""
 
 
 class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED):

@@ -3,6 +3,7 @@
 The gateway's scheduler and the worker's engine decide with the same functions, so that they agree.
 """
 
+from bottega.planning.addon_bounds import LEAST_LATENT_SIMILARITY, LEAST_SIMILARITY, latest_step, pipelines
 from bottega.planning.block_loading import BlockCost, StepPlan, least_end_s, plan_step, plan_steps
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.eviction import (
@@ -15,10 +16,8 @@ from bottega.planning.eviction import (
     Usage,
     decayed_lcbfu,
 )
-from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
-from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
 from bottega.planning.row_fractions import RowFractions, rounded_share, rows_in
 from bottega.planning.skip_profile import (
     BALANCED_ALPHA,

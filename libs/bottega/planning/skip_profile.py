@@ -46,7 +46,7 @@ class LengthClass:
     thresholds: Mapping[float, float]
     """Least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
 
-    Fractions are from bottega.latents.names.FRACTIONS. A fraction that is not named is never skipped. Thresholds never
+    Fractions are from bottega.latents.starts.FRACTIONS. A fraction that is not named is never skipped. Thresholds never
     fall with the fraction, because a latent that may replace more steps may replace fewer.
     """
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import psutil
+
 from bottega.errors import InternalError, Unavailable
 from bottega.process import sandbox_status
 from bottega.process.child import ChildProcess
-from bottega.process.cpu_time import CpuTime
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ _START_S = 60.0
 _STOP_S = 2.0
 # SIGXCPU comes from RLIMIT_CPU, SIGPROF from the timer that processes of many calls set for each call.
 _CPU_SIGNALS = frozenset({-signal.SIGXCPU, -signal.SIGPROF})
+# A child that spent less than this share of the deadline as processor time was not slow because of its work.
+_BUSY_SHARE = 0.5
 
 
 class Loss(StrEnum):
@@ -155,3 +158,26 @@ async def _is_ready(child: ChildProcess) -> bool:
             return await child.channel.recv() is not None
     except TimeoutError:
         return False
+
+
+class CpuTime:
+    """Processor time of one process, from when this object is made."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._began_s = self._now_s()
+
+    def spent_s(self) -> float:
+        """Return the processor seconds spent since then; 0 if the process is gone."""
+        return max(0.0, self._now_s() - self._began_s)
+
+    def stood_still(self, deadline_s: float) -> bool:
+        """Return whether the process hardly ran during the last `deadline_s` seconds."""
+        return self.spent_s() < _BUSY_SHARE * deadline_s
+
+    def _now_s(self) -> float:
+        try:
+            used = psutil.Process(self._pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(used.user + used.system)

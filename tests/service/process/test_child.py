@@ -16,7 +16,7 @@ import pytest
 
 from bottega.errors import Unavailable
 from bottega.process import ChildProcess
-from bottega.process.cpu_time import CpuTime
+from bottega.process.limited_process import CpuTime
 
 ECHO = """
 import argparse, os, resource, signal, sys, time

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bottega.process import ChildProcess, sandbox_status, seccomp
+from bottega.process import ChildProcess, sandbox, sandbox_status
 
 PROBE = """
 import argparse, ctypes, json, os, socket, subprocess, sys, threading
@@ -130,7 +130,7 @@ async def main():
 asyncio.run(main())
 """
 
-needs_library = pytest.mark.skipif(seccomp._library() is None, reason="neither seccomp nor pyseccomp is here")
+needs_library = pytest.mark.skipif(sandbox._library() is None, reason="neither seccomp nor pyseccomp is here")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from bottega.errors import DeadlineExceeded, PeerDead
 from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec
-from bottega.transport.keepalive import Keepalive
+from bottega.transport.connection import Keepalive
 from tests.support.transport_backends import LAYOUT, content, linked, patience
 
 SILENCE_S = 1.0

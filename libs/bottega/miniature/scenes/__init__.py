@@ -5,6 +5,7 @@ from bottega.miniature.scenes.captions import (
     any_caption,
     caption,
     placed_caption,
+    read_caption,
     unknown_words,
     unplaced_caption,
 )
@@ -21,11 +22,10 @@ from bottega.miniature.scenes.grammar import (
     held_out_scenes,
     near_miss,
     random_scene,
+    refine,
     training_scene,
 )
 from bottega.miniature.scenes.layout import Placed, SceneLayout, random_layout
-from bottega.miniature.scenes.reading import read_caption
-from bottega.miniature.scenes.refinement import refine
 from bottega.miniature.scenes.render import SIDE, coverage, render
 from bottega.miniature.scenes.styles import STYLES
 

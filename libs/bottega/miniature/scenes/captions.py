@@ -1,4 +1,4 @@
-"""Captions of scenes: a full sentence for prompts, and other phrasings for training, some of which omit details.
+"""Captions of scenes: full sentences for prompts, which can be read back, and other phrasings for training.
 
 Nearly every word is one token of the miniature's tokenizers, and every sentence fits their 24.
 """
@@ -20,6 +20,16 @@ _OTHER_WORDS = ("a", "an", "and", "at", "background", "image", "in", "of", "on",
 
 WORDS = frozenset(" ".join((*COLOURS, *SHAPES, *SIZES, *PLACES, *RELATIONS, *_OTHER_WORDS)).split())
 """All words that captions have, and so all that the miniature was trained on."""
+_COLOUR, _SHAPE = "|".join(COLOURS), "|".join(SHAPES)
+_ONE = re.compile(
+    rf"an? ({'|'.join(SIZES)}) ({_COLOUR}) ({_SHAPE}) (?:on|at|in) the ({'|'.join(PLACES)})"
+    rf" on an? ({_COLOUR}) background"
+)
+_TWO = re.compile(
+    rf"an? ({_COLOUR}) ({_SHAPE}) (left of|above|on the left and|at the top and) an? ({_COLOUR}) ({_SHAPE})"
+    rf"(?: on the right| at the bottom)? on an? ({_COLOUR}) background"
+)
+_RELATIONS = {"on the left and": "left of", "at the top and": "above"}
 
 
 def caption(scene: Scene) -> str:
@@ -110,3 +120,24 @@ def _ground(scene: Scene) -> str:
 
 def _a(name: str) -> str:
     return f"an {name}" if name.startswith("orange") else f"a {name}"
+
+
+def read_caption(text: str) -> Scene | None:
+    """Return the scene of which `text` is the caption or the placed caption; None for any other text."""
+    try:
+        scene = _read(text)
+    except ValueError:  # a thing of the ground's colour, or the same thing twice
+        return None
+    captions = [] if scene is None else [caption(scene), placed_caption(scene)]
+    return scene if text in captions else None
+
+
+def _read(text: str) -> Scene | None:
+    if found := _ONE.fullmatch(text):
+        size, colour, shape, place, ground = found.groups()
+        return Scene(things=(Thing(shape=shape, colour=colour),), ground=ground, size=size, place=place)
+    if found := _TWO.fullmatch(text):
+        colour, shape, relation, other_colour, other_shape, ground = found.groups()
+        things = (Thing(shape=shape, colour=colour), Thing(shape=other_shape, colour=other_colour))
+        return Scene(things=things, ground=ground, relation=_RELATIONS.get(relation, relation))
+    return None
