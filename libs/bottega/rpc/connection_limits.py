@@ -137,7 +137,7 @@ class ConnectionGuard:
             try:
                 # These checks take microseconds. A look at the connections takes milliseconds, so a thread does it.
                 floods, crowded, working = self._ledger.floods(), self._is_crowded(), self._is_working()
-                if crowded or floods or working or banned.is_due:
+                if crowded or floods or working or banned.is_due():
                     look = _Look(port=port, crowded=crowded, working=working, floods=floods)
                     await asyncio.to_thread(self._look, look, frozenset(self._busy()))
                     await asyncio.sleep(_FLOOD_ROUND_S)

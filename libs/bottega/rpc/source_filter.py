@@ -66,9 +66,8 @@ class SourceFilter:
         """Return whether a host is banned now."""
         return host in self._banned_until
 
-    @property
     def is_due(self) -> bool:
-        """Whether `lift` has something to do."""
+        """Return whether `lift` has something to do."""
         now = time.monotonic()
         return any(until <= now for until in self._banned_until.values())
 

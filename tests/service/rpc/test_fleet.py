@@ -138,8 +138,8 @@ async def test_nothing_is_reported_before_the_gateway_has_answered() -> None:
 
 async def test_a_stream_that_ends_without_the_gateways_word_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
     member = FleetMembership("127.0.0.1:1", fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
-    await member._on_failure(errors.InternalError("the call failed"), said=False)
-    await member._on_failure(errors.InternalError("a bug"), said=True)
+    await member._on_failure(errors.InternalError("the call failed"), answered=False)
+    await member._on_failure(errors.InternalError("a bug"), answered=True)
     assert [record.message for record in caplog.records] == [
         "fleet cannot be reached",
         "the fleet refuses this service",

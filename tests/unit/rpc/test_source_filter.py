@@ -52,9 +52,9 @@ def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port
 def test_a_host_whose_ban_is_over_is_not_banned_again_for_some_time(port: int) -> None:
     banned = SourceFilter(port, banned_s=0.0, probation_s=0.3)
     assert banned.ban(BANNED)
-    assert banned.is_due
+    assert banned.is_due()
     banned.lift()
-    assert not banned.is_due
+    assert not banned.is_due()
     assert not banned.ban(BANNED)
     assert banned.ban(OTHER)
     assert _connects(port, BANNED)
