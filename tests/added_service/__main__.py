@@ -16,7 +16,8 @@ from bottega.errors import BottegaError
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service, link_endpoints
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 from bottega.transport import (
     Connection,

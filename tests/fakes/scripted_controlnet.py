@@ -11,7 +11,8 @@ import grpc
 from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.rpc.fleet_membership import FleetMembership
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import to_grpc_status
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, fleet_pb2, hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted

@@ -14,7 +14,8 @@ import pytest
 from bottega import errors
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.operation import logs
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, lora_pb2, lora_pb2_grpc
 
 NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name

@@ -20,7 +20,8 @@ from pydantic import ConfigDict
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import memory
 from bottega.rpc.boot import ServiceHooks, boot
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 KEPT_VARIABLE = "KEPT_MIB"

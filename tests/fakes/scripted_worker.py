@@ -17,7 +17,8 @@ from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.security.tls import TlsConfig
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
 from bottega.v1.activations_pb2 import (

@@ -20,7 +20,8 @@ from bottega.errors import LinkError
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.transport import (
     Backend,
     Deadline,

@@ -21,7 +21,8 @@ from bottega.activations.config import ActivationLinksConfig, ActivationsConfig
 from bottega.activations.server import ActivationServer
 from bottega.errors import BottegaError
 from bottega.rpc.channel import open_channel
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_job_error
 from bottega.sections import DrawnTensors, SectionLayout, messages
 from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessageKind

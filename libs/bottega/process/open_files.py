@@ -17,7 +17,7 @@ from bottega.errors import TooManyOpenFiles
 
 # The limit in the systemd units. A container may allow a thousand million, and some programs loop over all of them.
 ENOUGH = 65_536
-# With less, a server accepts fewer connections than by default, see rpc.server.ServerConfig.
+# With less, a server accepts fewer connections than by default, see rpc.server_config.ServerConfig.
 LITTLE = 8_192
 # Advice for users.
 TODO = "raise LimitNOFILE in the service's unit (systemctl edit), or ulimit -Hn where it is started"

@@ -11,19 +11,16 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
-from pydantic import ConfigDict, Field
 
 from bottega.errors import ConfigError, Unavailable
 from bottega.rpc import telemetry
-from bottega.rpc.address import Address, is_loopback, split
+from bottega.rpc.address import is_loopback, split
 from bottega.rpc.channel import MAX_MESSAGE_MIB, Channels
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
 from bottega.rpc.interceptor.call_interceptor import CallInterceptor, RequestQuotas
@@ -37,8 +34,8 @@ from bottega.rpc.operation.metrics import CallMetrics, CertificateMetrics, Metri
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
 from bottega.rpc.security.certificate_calls import CertificateAuthenticator
-from bottega.rpc.security.tls import TlsConfig, TlsFiles
-from bottega.strict import STRICT
+from bottega.rpc.security.tls import TlsFiles
+from bottega.rpc.server_config import PLAIN_TEXT, ListenerConfig, ServerConfig, open_metrics_text, open_port_text
 
 # Time for clients that watch health to go elsewhere before calls are refused.
 _DRAIN_PAUSE_S = 0.2
@@ -66,142 +63,10 @@ _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
 # A message that is too large by at most this is refused with our error; a larger one with gRPC's.
 _REFUSABLE_BYTES = 1 << 20
-_PLAIN = "it is not encrypted (no server.tls)"
 
 _log = logging.getLogger(__name__)
 
 Step = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenerConfig:
-    """Settings of one listener (port) of a service."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    listen: Address = "127.0.0.1:0"
-    """Address of the listener, host:port. Port 0 takes any free port."""
-    max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
-    """Bound on one message in MiB."""
-    max_requests_mib: Annotated[int, Field(ge=1)] = 128
-    """Bound in MiB on requests with images that are being received or processed.
-
-    The service grows by up to five times that. One host (one tenant, if there are tenants) may use peer_share of it.
-    Streamed requests (members of the fleet, uploads) have as much room again, and small requests have room of their
-    own.
-    """
-    max_calls: Annotated[int, Field(ge=1)] = 2048
-    """Bound on unary calls (GetJob, SubmitJob, ...) that are served at once.
-
-    Health and reflection, and calls that stream requests, may be as many again.
-    """
-    max_streams: Annotated[int, Field(ge=1)] = 2048
-    """Bound on calls that stream answers (WatchJob, Generate) and are open at once.
-
-    They take no room of unary calls. As many ended calls of each kind may wait for callers that do not read; each takes
-    up to a third of a MiB. A call without room gets RESOURCE_EXHAUSTED and a time to try again.
-    """
-    peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of each of these bounds that one host may use.
-
-    One connection may use that share of the host's: by default a host 1,024 and a connection 512 of 2,048 streams.
-    Hosts get less while others use much, so that a new host finds room. A host with a proxy, or with hundreds of
-    waiting callers, needs more max_streams, or 1.0: then one host may use everything.
-    """
-    max_connections: Annotated[int, Field(ge=1)] = 4096
-    """Bound on open connections, each with up to 640 calls; at most a quarter of the limit of open files.
-
-    If one host has more than peer_share of them, its connections without calls are closed. A connection without calls
-    is closed after some minutes, and at once if its host makes more than 250 calls a second without being known. Such a
-    host is kept out for 10 s and then admitted for 5 s, so that other callers behind its address can get in. It is not
-    kept out if a known caller used it within the last day, nor with a peer_share of 1.0: it may be a proxy.
-    """
-    max_answers_mib: Annotated[int, Field(ge=1)] = 64
-    """Bound in MiB on large answers (images that travel with events) that callers have not read yet.
-
-    The service grows by up to four times that. Beyond it, images are sent only to callers that fetch them.
-    """
-    insecure: bool = False
-    """Listen where the network can reach it although callers are not identified.
-
-    That is without TLS, or with neither client certificates nor API keys. The service does not start otherwise.
-    """
-    client_certificates: bool = True
-    """With TLS, require a client certificate of the authority.
-
-    Set false for a gateway whose callers use API keys instead.
-    """
-    reflection: bool = True
-    """Let callers list the methods, as grpcurl does."""
-    answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds for a caller to read an answer of a stream, else its call ends with UNAVAILABLE.
-
-    It is 5 s while other callers are refused because of it. A caller that reads and waits for news is not affected. The
-    answer of a unary call stays until the caller's deadline or until its connection ends.
-    """
-    default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Deadline in seconds of calls whose caller sets none."""
-
-    def __post_init__(self) -> None:
-        if self.max_requests_mib < self.max_message_mib:
-            needed = f"at least max_message_mib, which is {self.max_message_mib}"
-            raise ValueError(f"max_requests_mib is {self.max_requests_mib}; {needed}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig(ListenerConfig):
-    """Settings of a service's server: its own listener, its metrics, its log and its end."""
-
-    metrics_listen: Address = "127.0.0.1:0"
-    """Address of the metrics over HTTP, host:port.
-
-    Port 0 takes any free port. Metrics are never encrypted; off loopback they need insecure: true.
-    """
-    tls: TlsConfig = field(default_factory=TlsConfig)
-    """TLS files of the service, for all its listeners and for its own calls."""
-    audit: str = ""
-    """File that receives a line of JSON for each call that changes something: caller, method, time and outcome.
-
-    It stays below about 600 MB. Empty: no audit.
-    """
-    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
-    """Seconds for running calls to end after SIGTERM. TimeoutStopSec of the unit is longer."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged."""
-
-
-def refused_ports(config: object) -> list[str]:
-    """Return the reasons why a service with this configuration would refuse to open its ports.
-
-    It only uses the file. The service itself also checks that callers are authenticated if there is TLS.
-    """
-    found = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
-    server = found.get("server")
-    if not isinstance(server, ServerConfig):
-        return []
-    listeners = {name: value for name, value in found.items() if isinstance(value, ListenerConfig)}
-    refusals = [
-        _open_port(f"{name}.listen", listener.listen, _PLAIN)
-        for name, listener in listeners.items()
-        if not (server.tls.given or listener.insecure or is_loopback(listener.listen))
-    ]
-    return [*refusals, *filter(None, [_open_metrics(server)])]
-
-
-def _open_port(key: str, listen: str, open_to: str) -> str:
-    return (
-        f"{key} {listen} can be reached from the network, and {open_to}: give it certificates (bottega certs), or set"
-        " insecure: true beside it if the network is trusted"
-    )
-
-
-def _open_metrics(config: ServerConfig) -> str | None:
-    if config.insecure or is_loopback(config.metrics_listen):
-        return None
-    return (
-        f"server.metrics_listen {config.metrics_listen} can be reached from the network, and metrics are not encrypted:"
-        " set server.insecure: true if the network is trusted"
-    )
 
 
 class GrpcListener:
@@ -310,9 +175,9 @@ class GrpcListener:
         if is_loopback(self._listen) or (self._tls is not None and self._authenticates):
             return
         key = f"{self.listener_name or 'server'}.listen"
-        open_to = "its callers are not identified" if self._tls else _PLAIN
+        open_to = "its callers are not identified" if self._tls else PLAIN_TEXT
         if not self._config.insecure:
-            raise ConfigError(_open_port(key, self._listen, open_to))
+            raise ConfigError(open_port_text(key, self._listen, open_to))
         _log.warning("a port is open to the network", extra={"listener": key, "listen": self._listen, "why": open_to})
 
 
@@ -372,7 +237,7 @@ class Server(GrpcListener):
 
     async def start(self) -> None:
         """Start all listeners; see GrpcListener."""
-        if (refusal := _open_metrics(self.config)) is not None:
+        if (refusal := open_metrics_text(self.config)) is not None:
             raise ConfigError(refusal)
         self._metrics.start()
         await super().start()

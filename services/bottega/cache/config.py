@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.address import OptionalAddress
-from bottega.rpc.server import ServerConfig
+from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.device_names import DeviceName
 from bottega.rpc.address import OptionalAddress
-from bottega.rpc.server import ServerConfig
+from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]

@@ -13,7 +13,7 @@ from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.gateway.jobs.job import MAX_ATTEMPTS
 from bottega.rpc.address import Address
 from bottega.rpc.security.tenant_file import read_tenants
-from bottega.rpc.server import ListenerConfig, ServerConfig
+from bottega.rpc.server_config import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"

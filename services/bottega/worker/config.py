@@ -15,7 +15,7 @@ from bottega.model_files import check_model_folder, folder_of
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.rpc.address import OptionalAddress
-from bottega.rpc.server import ServerConfig
+from bottega.rpc.server_config import ServerConfig
 from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
 

@@ -17,7 +17,8 @@ from bottega.rpc.operation import audit
 from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.security.caller import Caller, Role
 from bottega.rpc.security.method_roles import AUDITED, METHOD_ROLES
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.v1 import lora_pb2, lora_pb2_grpc
 from tests.support import lost_files
 from tests.support.certificates import Authority

@@ -16,7 +16,8 @@ from bottega import errors
 from bottega.rpc import fleet_membership
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.fakes.scripted_images import ScriptedFleet

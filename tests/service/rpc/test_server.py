@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import errors
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import NAME, Served, failure, scripted_images, stub

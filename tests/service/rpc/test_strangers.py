@@ -22,7 +22,8 @@ from bottega.rpc.interceptor import connection_ledger
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.peers import Peer, host_of_address, peer_of
 from bottega.rpc.security.caller import Caller, Metadata, Role
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.fakes.scripted_images import ScriptedImages, scripted_images, stub
 from tests.support.crowds import connections

@@ -26,7 +26,8 @@ from bottega.rpc.channel import PLAINTEXT, Channels, Target, open_channel
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.method_roles import METHOD_ROLES
 from bottega.rpc.security.tls import TlsConfig
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from tests.support.certificates import Authority
 

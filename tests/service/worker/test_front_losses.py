@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from bottega.errors import Code, ConfigError, InternalError
-from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.server import Server
+from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 from bottega.worker import worker

@@ -27,7 +27,7 @@ from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.process import open_files
 from bottega.rpc.security.method_roles import METHOD_ROLES
-from bottega.rpc.server import ServerConfig
+from bottega.rpc.server_config import ServerConfig
 from bottega.transport.handshake.credentials import GROUP_VARIABLE
 from bottega.worker.config import WorkerConfig
 

@@ -23,7 +23,7 @@ from bottega.errors import ConfigError
 from bottega.manifest import ServiceSpec, load_object
 from bottega.rpc.address import split
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
-from bottega.rpc.server import ServerConfig
+from bottega.rpc.server_config import ServerConfig
 
 # A user that owns no files: files that it can read are readable for any user of DynamicUser=.
 _NOBODY = 65_534

@@ -52,7 +52,7 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
     from bottega.client.checkup.start import check_files, find_used_ports
     from bottega.config import load
     from bottega.config_keys import keys_of, lines_of
-    from bottega.rpc.server import refused_ports
+    from bottega.rpc.server_config import refused_ports
 
     config = load(load_object(service.config), file)
     refused = refused_ports(config)
