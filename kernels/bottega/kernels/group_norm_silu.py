@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a map is divided into tiles and parts."""
+    """The division of a map into tiles and parts."""
 
     groups: int
     """Groups per tile."""

@@ -249,7 +249,7 @@ class DeviceReceiver(_DeviceEnd):
 
 
 class _LateCredits:
-    """Gives credit for messages once the device has read them. Its thread starts at the first one."""
+    """A thread that gives credit for messages once the device has read them. It starts with the first message."""
 
     def __init__(self, receiver: DeviceReceiver) -> None:
         self._receiver = receiver

@@ -22,7 +22,7 @@ _LEAST_PLACES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How an item was used."""
+    """The past use of an item."""
 
     frequency: float = 0.0
     """Number of uses.

@@ -89,7 +89,7 @@ class EngineTimeouts:
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
-    """Keeps one engine process running. Call `spawn`, then `watch` until the end, then `stop`.
+    """A supervisor that keeps one engine process running. Call `spawn`, then `watch` until the end, then `stop`.
 
     Subclasses define the messages. `lost` is the error of a command to an engine that is not running.
 

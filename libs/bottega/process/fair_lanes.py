@@ -42,7 +42,7 @@ class _Waiter(Generic[LaneT]):
 
 
 class FairLanes(Generic[LaneT]):
-    """Gives lanes to calls. All of it runs in one event loop.
+    """A scheduler that assigns lanes to calls, in one event loop.
 
     Args:
         lanes: All of them; the first of several serves small calls alone.

@@ -59,7 +59,7 @@ class ProcessLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """How a process is started: `python -m MODULE`, which sends its first frame when it is ready."""
+    """The settings of a process `python -m MODULE`, which sends its first frame when it is ready."""
 
     name: str
     """Name in the log and errors, such as "codec process"."""

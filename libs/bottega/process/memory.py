@@ -117,7 +117,7 @@ def measure_peak_bytes(run: Callable[[], object]) -> int | None:
 
 
 class MemoryMeter:
-    """Measures the resident memory of a service's processes every second.
+    """A meter of the resident memory of a service's processes, which it reads every second.
 
     Args:
         pids: Returns the process ids; called for each measurement.

@@ -43,7 +43,7 @@ class RateLimiter:
 
 
 class PieceSize:
-    """Chooses the size of the next piece: what the link moves in _PIECE_S, measured on earlier pieces.
+    """The size of the next piece: what the link moves in _PIECE_S, measured on earlier pieces.
 
     Args:
         slots: How many messages the receiver can hold. The time of slots + 1 pieces is measured: not all of them fit

@@ -36,7 +36,7 @@ class SealKeys:
 
 
 class Records:
-    """Seals what this end sends and opens what it receives, with at most one thread at a time for each."""
+    """The encryption of a link: one thread at a time may seal what this end sends, and one open what it receives."""
 
     def __init__(self, keys: SealKeys) -> None:
         self._sealing, self._opening = AESGCM(keys.ours), AESGCM(keys.theirs)

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Authenticator(Protocol):
-    """Decides about pending connections. All calls come from the acceptor's thread."""
+    """An interface that decides about pending connections. All calls come from the acceptor's thread."""
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
         """Return the token that this request has to prove, or the verdict that refuses it."""
