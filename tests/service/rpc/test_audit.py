@@ -101,7 +101,7 @@ def test_lines_go_to_the_file_that_has_the_name(tmp_path: Path, lose: Callable[[
 def test_a_disk_that_is_slow_holds_up_nobody_and_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_MOST_WAITING", 1)
+    monkeypatch.setattr(audit, "_MAX_WAITING", 1)
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path, service="gateway")
     for _ in range(5000):
