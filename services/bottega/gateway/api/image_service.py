@@ -17,13 +17,12 @@ from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFo
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
-from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
-from bottega.gateway.api.watching import EndedEvent, JobWatch, WatchEvent
+from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
-from bottega.gateway.jobs.values import StoredImage
+from bottega.gateway.jobs.values import QueuePosition, StoredImage
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants.access import Access
 from bottega.gateway.traces.job_traces import JobTraces
@@ -31,6 +30,7 @@ from bottega.rpc.interceptor import response_flow
 from bottega.rpc.operation import logs
 from bottega.rpc.peers import host_of
 from bottega.rpc.security.caller import caller
+from bottega.rpc.status import to_job_error
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
@@ -39,6 +39,10 @@ _CHUNK_BYTES = 256 << 10
 _SMALL_CHUNK_BYTES = 64 << 10
 # Upper bound on what the answer with a chunk has beside it.
 _ABOUT_CHUNK_BYTES = 4 << 10
+# Larger results do not come with events; callers fetch them by GetImage (contract: Image.data).
+_MAX_INLINE_BYTES = 2 << 20
+# Upper bound on the event of a completed job without its images: most of it is the provenance.
+_COMPLETED_BYTES = 64 << 10
 _DEFAULT_PAGE = 20
 # A page of ListJobs ends before it has more bytes, because clients take 4 MiB by default. It is read from the store in
 # parts of so many jobs.
@@ -46,7 +50,7 @@ _PAGE_BYTES = 2 << 20
 _PART_OF_PAGE = 5
 # A caller that pages through adapters gets all pages from one list, unless it pauses for longer than this.
 _LISTED_S = 5.0
-# Of so many callers.
+# Callers whose lists are kept.
 _MAX_LISTINGS = 8
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -128,7 +132,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Stream a finished image."""
         job = await self._job(request.job_id)
         async with await self._reader(job, request.index) as reader:
-            image: image_pb2.Image | None = image_to_wire(job, request.index)
+            image: image_pb2.Image | None = _image_to_wire(job, request.index)
             begin = 0
             while image is not None or begin < reader.size_bytes:
                 size_bytes = _chunk_bytes()
@@ -149,11 +153,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         )
         job = (await self._admission.admit(command)).job
         _bind(job)
-        return image_pb2.SubmitJobResponse(job=job_to_wire(job))
+        return image_pb2.SubmitJobResponse(job=_job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
         """Return a job as it is now."""
-        return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
+        return image_pb2.GetJobResponse(job=_job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """List jobs by state and time, newest first."""
@@ -171,7 +175,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             jobs, answer.next_page_token = await self._jobs.page(
                 wanted, size=part, max_bytes=room, token=answer.next_page_token
             )
-            listed = [job_to_wire(job) for job in jobs]
+            listed = [_job_to_wire(job) for job in jobs]
             answer.jobs.extend(listed)
             left, room = left - part, room - sum(job.ByteSize() for job in listed)
             if not answer.next_page_token:
@@ -193,7 +197,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Cancel a job, and return when that is durable."""
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
-        return image_pb2.CancelJobResponse(job=job_to_wire(job))
+        return image_pb2.CancelJobResponse(job=_job_to_wire(job))
 
     async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
         """Delete a job that has ended, and return when that is durable."""
@@ -264,9 +268,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
         """Convert an event. Images are left out while as many bytes as allowed wait for callers to read them."""
-        inline = isinstance(event, EndedEvent) and travels_inline(job) and response_flow.reserve(inline_bytes(job))
+        inline = isinstance(event, EndedEvent) and _travels_inline(job) and response_flow.reserve(_inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
-        return event_to_wire(job, event, data)
+        return _event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
         """Return the bytes of a picture, or none if it cannot be read: GetImage says why."""
@@ -312,3 +316,81 @@ def _bind(job: Job) -> None:
 
 def _unix_s(timestamp: Timestamp) -> float:
     return float(timestamp.seconds) + timestamp.nanos / 1e9
+
+
+def _job_to_wire(job: Job) -> image_pb2.Job:
+    """Return the message of a job as it stands, without the bytes of its images."""
+    return image_pb2.Job(
+        job_id=job.job_id,
+        request_id=job.request.request_id,
+        state=job.state,
+        spec=job.bare,
+        create_time=_timestamp(job.created_wall),
+        start_time=_timestamp(job.started_wall),
+        end_time=_timestamp(job.ended_wall),
+        steps_done=job.steps.done,
+        steps_total=job.steps.total,
+        images=[_image_to_wire(job, index) for index in range(len(job.images))],
+        provenance=job.provenance,
+        error=to_job_error(job.error) if job.error else None,
+        priority=job.request.priority,
+    )
+
+
+def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
+    """Return the message of a finished image."""
+    picture = job.images[index]
+    width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
+    return image_pb2.Image(
+        index=index,
+        seed=job.bare.seed + index,
+        format=job.bare.format,
+        width=width,
+        height=height,
+        size_bytes=picture.size_bytes,
+        digest=picture.digest,
+        data=data,
+    )
+
+
+def _event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
+    """Return the message of an event of a job. data: The bytes of its images if they are sent along."""
+    if isinstance(event, QueuePosition):
+        return image_pb2.JobEvent(
+            job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
+        )
+    if isinstance(event, RunningEvent):
+        previews = [image_pb2.Preview(index=index, jpeg=jpeg) for index, jpeg in event.previews.items()]
+        progress = image_pb2.Progress(steps_done=event.steps_done, steps_total=event.steps_total, previews=previews)
+        return image_pb2.JobEvent(job_id=job.job_id, progress=progress)
+    if job.error is not None:
+        return image_pb2.JobEvent(job_id=job.job_id, failed=to_job_error(job.error))
+    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, data))
+
+
+def _travels_inline(job: Job) -> bool:
+    """Return whether the images of a completed job may be sent along with the event."""
+    return _result_bytes(job) < _MAX_INLINE_BYTES
+
+
+def _inline_bytes(job: Job) -> int:
+    """Return the size of the event of a completed job with its images."""
+    return _result_bytes(job) + _COMPLETED_BYTES
+
+
+def _result_bytes(job: Job) -> int:
+    return sum(picture.size_bytes for picture in job.images)
+
+
+def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:
+    data = data or [b""] * len(job.images)
+    images = [_image_to_wire(job, index, data[index]) for index in range(len(job.images))]
+    return image_pb2.Completed(images=images, provenance=job.provenance)
+
+
+def _timestamp(unix_s: float | None) -> Timestamp | None:
+    if unix_s is None:
+        return None
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(int(unix_s * 1e9))
+    return timestamp
