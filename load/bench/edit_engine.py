@@ -79,10 +79,10 @@ class Edited:
 class EditEngine:
     """Draws edits with recordings in its memory, as a worker's engine does."""
 
-    def __init__(self, model: Model, limits: EngineLimits) -> None:
+    def __init__(self, model: Model, *, sparse: bool = True) -> None:
         self.model = model
-        self._addon = EngineEdits(model, MemoryActivations(_RECORDINGS_BYTES))
-        self._engine = Engine(model, limits, addons=(self._addon,))
+        self._addon = EngineEdits(model, MemoryActivations(_RECORDINGS_BYTES), sparse=sparse)
+        self._engine = Engine(model, EngineLimits(progress_interval_s=0.0), addons=(self._addon,))
 
     def draw(self, asks: Sequence[EditAsk]) -> list[Edited]:
         """In their order, drawn together."""

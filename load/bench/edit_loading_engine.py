@@ -141,7 +141,7 @@ class EditLoading:
         self._edits[LOAD_FREE].times = self._edits[RECORD].times
         self._engines = {way: Engine(loaded, EngineLimits(), addons=(edits,)) for way, edits in self._edits.items()}
         self._engines[RECORD].warm_up()
-        self._edits[RECORD].profile_blocks(SIZE, SIZE, lambda: None)
+        self._edits[RECORD].profile_blocks(self._engines[RECORD], SIZE, SIZE)
         self._planners = planners(self._stores, self._edits[RECORD].times)
         self._pixels = template()
         self._edits[RECORD].set_services([ServiceAddress(name="store", address=store)])

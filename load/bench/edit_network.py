@@ -18,7 +18,7 @@ from load.bench.side_process import SideProcess, serve
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bottega.diffusion.engine.forward import Denoiser
+    from bottega.diffusion.engine.denoiser import Denoiser
     from bottega.diffusion.rows import Half, Row
 
 # CLIP's.
@@ -72,11 +72,12 @@ class LoadedNetwork:
         return {"seconds": self._forward_s(ForwardAsk(**question))}
 
     def _forward_s(self, ask: ForwardAsk) -> float:
-        from bottega.diffusion.engine.forward import Denoiser
+        from bottega.diffusion.engine.denoiser import Denoiser
+        from bottega.diffusion.engine.forward import Network
         from bottega.diffusion.rows import RowActivations
 
         if ask.share == 1.0:
-            return Denoiser(self._plain).predict(self._rows).seconds
+            return Denoiser(Network(backbone=self._plain)).predict(self._rows).seconds
         denoiser, recordings = self._recordings(ask)
         # Masks stay the same tensors, as in an edit's steps.
         mask = self._masks.setdefault(ask.share, _computed(ask.share))
@@ -89,7 +90,8 @@ class LoadedNetwork:
         from bottega.diffusion.editing.masked.feature_maps import FullMaps
         from bottega.diffusion.editing.masked.transformer import Caching
         from bottega.diffusion.editing.sparse import SparseMaps
-        from bottega.diffusion.engine.forward import Denoiser
+        from bottega.diffusion.engine.denoiser import Denoiser
+        from bottega.diffusion.engine.forward import Network
         from bottega.diffusion.rows import RowActivations
 
         name = (ask.caching, ask.sparse)
@@ -98,7 +100,7 @@ class LoadedNetwork:
             backbone = MaskedBackbone(self._unet, caching=Caching(ask.caching), maps=maps)
             sinks = [InMemory() for _ in self._rows]
             edits = [RowActivations(sink=sink) for sink in sinks]
-            denoiser = Denoiser(self._plain, masked=backbone)
+            denoiser = Denoiser(Network(backbone=self._plain, strategies=(backbone,)))
             denoiser.predict([replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)])
             self._recorded[name] = denoiser, sinks
         return self._recorded[name]

@@ -23,7 +23,6 @@ import PIL.Image
 import torch
 from diffusers import StableDiffusionXLInpaintPipeline
 
-from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import load_model
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene
@@ -204,7 +203,7 @@ def _equal_outside(each: Compared) -> bool:
     return bool((ours[outside] == theirs[outside]).all())
 
 
-def bench_model_ratios(folder: Path, share: float, limits: EngineLimits, *, steps: int, rounds: int) -> TimeRatios:
+def bench_model_ratios(folder: Path, share: float, *, sparse: bool, steps: int, rounds: int) -> TimeRatios:
     """Those of a model of SDXL's topology, whose masks have so large a share of the tokens."""
     write_bench_model(folder, EDIT_SHAPE)
     mask = PIL.Image.fromarray(square_mask(share))
@@ -212,7 +211,7 @@ def bench_model_ratios(folder: Path, share: float, limits: EngineLimits, *, step
     wanted = tuple(random_scene(random.Random(seed), things=1) for seed in range(2))
     template = Template(picture=PIL.Image.fromarray(noise), mask=mask, wanted=wanted)
     model = load_model(folder, name="bench", device=torch.device("cpu"), dtype=torch.float32)
-    return time_ratios(EditEngine(model, limits), template, steps=steps, rounds=rounds)
+    return time_ratios(EditEngine(model, sparse=sparse), template, steps=steps, rounds=rounds)
 
 
 def main() -> None:
@@ -221,12 +220,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     chosen = templates(max(options.edits // EDITS_OF_A_TEMPLATE, 1), PROMPTS_OF_A_TEMPLATE)
     model = load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
-    limits = EngineLimits(sparse_convolutions=not options.full_convolutions, progress_interval_s=0.0)
-    engine = EditEngine(model, limits)
+    sparse = not options.full_convolutions
+    engine = EditEngine(model, sparse=sparse)
     share = mean(float(dilated(engine.model, template.mask).float().mean()) for template in chosen)
     with scratch() as folder:
-        ratios = bench_model_ratios(folder / "model", share, limits, steps=options.bench_steps, rounds=options.rounds)
-    own = time_ratios(EditEngine(model, limits), chosen[0], steps=options.steps, rounds=options.rounds)
+        ratios = bench_model_ratios(
+            folder / "model", share, sparse=sparse, steps=options.bench_steps, rounds=options.rounds
+        )
+    own = time_ratios(EditEngine(model, sparse=sparse), chosen[0], steps=options.steps, rounds=options.rounds)
     print(f"masked blocks with a model of SDXL's topology: {ratios}; with the embedded one: {own}", flush=True)
     stock = StockEdits()
     compared: list[Compared] = []

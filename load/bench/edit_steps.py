@@ -129,8 +129,8 @@ def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
     from load.bench.accelerations import accelerate
 
     loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
-    addon = EngineEdits(loaded, MemoryActivations(_ACTIVATIONS_BYTES))
-    engine = Engine(loaded, EngineLimits(sparse_convolutions=sparse), addons=(addon,))
+    addon = EngineEdits(loaded, MemoryActivations(_ACTIVATIONS_BYTES), sparse=sparse)
+    engine = Engine(loaded, EngineLimits(), addons=(addon,))
     accelerate(engine)
     engine.warm_up()
     pixels = torch.from_numpy(np.array(template()))

@@ -88,7 +88,7 @@ def _measured(model: Path, *, threads: int, rounds: int) -> TurnCosts:
 def _turn(engine: Engine) -> tuple[int, float, float]:
     """Draws all that is here: rows, computed tokens (in rows) and seconds of the last turn that all of it shared."""
     seen: list[tuple[int, float, float]] = []
-    predict = engine._forward.predict
+    predict = engine._denoiser.predict
 
     def timed(rows):  # type: ignore[no-untyped-def]
         prediction = predict(rows)
@@ -96,13 +96,13 @@ def _turn(engine: Engine) -> tuple[int, float, float]:
         seen.append((len(rows), tokens, prediction.seconds))
         return prediction
 
-    engine._forward.predict = timed  # type: ignore[method-assign]
+    engine._denoiser.predict = timed  # type: ignore[method-assign]
     try:
         while engine.busy:
             for event in engine.turn():
                 if isinstance(event, JobFailed):
                     raise event.error
     finally:
-        engine._forward.predict = predict  # type: ignore[method-assign]
+        engine._denoiser.predict = predict  # type: ignore[method-assign]
     most = max(rows for rows, _, _ in seen)
     return next(turn for turn in reversed(seen) if turn[0] == most)

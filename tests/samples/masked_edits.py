@@ -9,9 +9,9 @@ import PIL.Image
 from torch import Tensor
 
 from bottega.diffusion.editing.addon import EngineEdits
-from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
+from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
@@ -35,7 +35,7 @@ LEFT, RIGHT = box_mask((4, 4, 24, 40)), box_mask((44, 20, 60, 60))
 
 
 class EditDesk(ManualEngine):
-    """An engine that records. sparse: see EngineLimits.sparse_convolutions. options: of make_engine."""
+    """An engine that records. `sparse` is that of EngineEdits, and `options` are those of make_engine."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EditDesk(ManualEngine):
     ) -> None:
         self.source = self.make_source(mib << 20)
         self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0, sparse=sparse)
-        limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows, sparse_convolutions=sparse)
+        limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows)
         super().__init__(make_engine(model, limits, addons=(*addons, self.edits), **options))
 
     def make_source(self, budget_bytes: int) -> MemoryActivations:

@@ -10,7 +10,9 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from bottega.diffusion.engine.forward import stack
+from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.diffusion.engine.denoiser import Denoiser
+from bottega.diffusion.engine.forward import Network, stack
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.rows import Embeds, Factors, Half, KeptProjections, LoraSet, Row, RowActivations
@@ -40,6 +42,12 @@ def small_unet(seed: int = 0, **options: Any) -> UNet2DConditionModel:
             if parameter.dim() > 1:  # its own beginnings are small: what attention makes of them would not be seen
                 torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     return unet.eval()
+
+
+def denoiser_of(unet: UNet2DConditionModel, masked: MaskedBackbone | None = None, **options: Any) -> Denoiser:
+    """Return a denoiser with the plain network, and the masked one for rows of edits. `options` are Network's."""
+    strategies = () if masked is None else (masked,)
+    return Denoiser(Network(backbone=UNetBackbone(unet), strategies=strategies, **options))
 
 
 @dataclass(eq=False)

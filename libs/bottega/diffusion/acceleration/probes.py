@@ -1,31 +1,29 @@
-"""The probes by which accelerations are timed, at the model's own sizes, with the model's current operations.
+"""The engine's probes, by which accelerations are timed: at the model's own sizes, with the model's current operations.
 
-forward   a step of a guided request's two rows decode    one latent to pixels patch     a LoRA patched into layers of
-the network, and removed step      guidance and the Euler sampler's step of one image copies    two steps, and between
-them a latent copied to the host and a recording copied to the device masked    tokens packed and merged, and tiles cut
-and pasted, for a mask of a fifth of the picture
+- forward: a step of a guided request's two rows
+- decode: one latent to pixels
+- step: guidance and the Euler sampler's step of one image
+- copies: two steps, and between them a latent copied to the host and a recording copied to the device
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.acceleration.kernels.probes import masked_probe, step_probe
 from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.loras.lora import UNET
-from bottega.diffusion.loras.patching import Patcher
+from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.decode import decode_image
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Factors, LoraSet, Row
+from bottega.diffusion.model.sampler_choices import SamplerChoice
+from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.rows import Half, Row
 
-_RANK = 32
-# Bytes of weights that the probe's LoRA patches, which are copied meanwhile, and number of layers that are compared.
-_PATCHED_BYTES = 256 << 20
-_COMPARED_LAYERS = 4
+_GUIDANCE = Guidance(scale=5.0)
+_STEPS, _STEP = 20, 8
 # Bytes of a recorded SDXL block, and number of values that are compared.
 _COPIED_BYTES = 16 << 20
 _COMPARED_VALUES = 4096
@@ -47,9 +45,7 @@ def engine_probes(
         "copies": _copies_probe(model, predict, rows, latent),
         "forward": forward,
         "decode": decode,
-        "patch": _patch_probe(model),
         "step": step_probe(model),
-        "masked": masked_probe(model),
     }
 
 
@@ -72,39 +68,21 @@ def _copies_probe(
     return run
 
 
-def _patch_probe(model: Model) -> Probe:
-    """Return a probe that patches a LoRA and restores the weights bit for bit."""
-    unet = model.backbone.unet
-    layers = dict(_layers(unet))
+def step_probe(model: Model) -> Probe:
+    """Return a probe of guidance and a sampler step for one image, with Euler if the model supports it."""
+    height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
+    shape = (model.latent_channels, height, width)
     generator = torch.Generator("cpu").manual_seed(0)
-    factors = {path: _factors(layer, generator) for path, layer in layers.items()}
-    loras = LoraSet(key=(("self-check", 1.0),), components={UNET: factors})
-    compared = list(layers.values())[:_COMPARED_LAYERS]
+    latent, *noise = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(3))
+    halves = dict(zip(Half, noise, strict=True))
+    euler = SamplerChoice(kind=SamplerKind.EULER)
+    choice = model.samplers.default_choice(model.defaults.sampler) if model.samplers.refusals[euler] else euler
 
     def run() -> Sequence[Tensor]:
-        patcher = Patcher(unet, UNET, operations=model.operations)
-        try:
-            patcher.patch(loras)
-            return [layer.weight.detach().clone() for layer in compared]
-        finally:
-            patcher.restore()
+        sampler = model.samplers.open(choice, steps=_STEPS, begin=_STEP)
+        sampler.model_input(latent[None], _STEP)
+        return guided_step(
+            sampler, _STEP, latent[None], halves, guidance=_GUIDANCE, generator=None, operations=model.operations
+        )
 
     return run
-
-
-def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield projections of attention, which most LoRAs patch, up to a total size."""
-    size_bytes = 0
-    for path, module in unet.named_modules():
-        if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
-            size_bytes += module.weight.nbytes
-            if size_bytes > _PATCHED_BYTES:
-                return
-            yield path, module
-
-
-def _factors(layer: nn.Linear, generator: torch.Generator) -> Factors:
-    weight = layer.weight
-    down = torch.randn(_RANK, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
-    up = torch.randn(weight.shape[0], _RANK, generator=generator) * 0.05
-    return Factors(down=down.to(weight), up=up.to(weight))

@@ -6,21 +6,21 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from torch import Tensor
 
 from bottega import kinds
 from bottega.diffusion.editing.asking import PendingAnswer
-from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.job_edits import JobEdits
 from bottega.diffusion.editing.keeping import JobKeeping, open_keeping
 from bottega.diffusion.editing.loading.kept_blocks import kept_names
 from bottega.diffusion.editing.loading.planner import LoadPlanner
 from bottega.diffusion.editing.loading.profile import measure_blocks
 from bottega.diffusion.editing.loading.times import BlockTimes
-from bottega.diffusion.editing.masked.backbone import transformer_blocks
+from bottega.diffusion.editing.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import finest_stride
 from bottega.diffusion.editing.order import read_decision, read_order
@@ -33,14 +33,19 @@ from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
+from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.heartbeat import Heartbeat
+from bottega.diffusion.model.backbone import Backbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import MethodNotServed
+from bottega.errors import MethodNotServed, Unavailable
 from bottega.planning import StepTable
 from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse, Template
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -61,8 +66,11 @@ class EngineEdits(EngineAddOn):
     It must come after the ControlNet and LoRA add-ons: their reports decide whether a recording is usable.
 
     Args:
+        margin: Width of the ring of tokens around a mask that is computed too.
         fixed_rows: Whether every group has the same number of rows; edits then compute everything.
+        sparse: Whether convolutions of edits compute only what is around the mask.
         template_budget_bytes: Upper bound on one recording, in addition to the source's own; 0 for no bound.
+        heartbeat: Beats during forwards of masked rows.
     """
 
     kind = kinds.ACTIVATIONS
@@ -76,6 +84,7 @@ class EngineEdits(EngineAddOn):
         fixed_rows: bool = False,
         sparse: bool = True,
         template_budget_bytes: int = 0,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         unet = model.backbone.unet
         self.model = model
@@ -97,6 +106,15 @@ class EngineEdits(EngineAddOn):
         """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
         self.times = BlockTimes(unet, sparse=sparse)
+        self._masked: MaskedBackbone | None = None
+        if not self.unusable:
+            self._masked = MaskedBackbone(
+                unet,
+                maps=SparseMaps() if sparse else FullMaps(),
+                beat=None if heartbeat is None else heartbeat.beat,
+                operations=model.operations,
+                memory=model.memory,
+            )
         self.planner = LoadPlanner(source, self.times)
         self.projections_room = ProjectionsRoom()
         """Memory that all recordings share for kept keys and values."""
@@ -122,6 +140,10 @@ class EngineEdits(EngineAddOn):
         if not spec.edit.masked_blocks:
             return None
         return JobEdits(self, order, read_decision(order.decisions))
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return the masked backbone for groups with a row that reads or writes a recording."""
+        return None if self._masked is None else self._masked.backbone_for(rows)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """Set the addresses of the activation stores."""
@@ -198,13 +220,38 @@ class EngineEdits(EngineAddOn):
         )
         return ImageRecorder(self.source, recording, request, valid, kept=kept)
 
-    def profile_blocks(self, width: int, height: int, beat: Callable[[], None]) -> BlockProfile:
-        """Measure the blocks, and plan with the result. Raise MethodNotServed if this worker masks no blocks."""
+    def profile_blocks(self, engine: Engine, width: int, height: int) -> BlockProfile:
+        """Measure the blocks for pictures of a size, and plan with the result.
+
+        Args:
+            engine: The engine of this add-on, which must have no work.
+            width: Width in pixels; 0 is the model's own.
+            height: Height in pixels; 0 is the model's own.
+
+        Raises:
+            Unavailable: The engine has work, which would be measured too and would have to wait.
+            InvalidRequest: The model cannot draw this size.
+            TooLarge: This worker does not draw such large pictures.
+            MethodNotServed: This worker computes no masked blocks.
+        """
+        if engine.busy:
+            raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
+        defaults = self.model.defaults
+        width, height = width or defaults.width, height or defaults.height
+        spec = ResolvedSpec(
+            prompt="",
+            num_inference_steps=defaults.num_inference_steps,
+            width=width,
+            height=height,
+            sampler=defaults.sampler,
+            use_karras_sigmas=defaults.use_karras_sigmas,
+        )
+        engine.check_drawable(spec)
         if self.unusable:
             raise MethodNotServed(f"this worker computes no masked blocks: {self.unusable}")
         scale = self.model.latent_scale
         size = height // scale, width // scale
-        profile = measure_blocks(self.model, self.times.blocks(size), size, sparse=self.times.sparse, beat=beat)
+        profile = measure_blocks(self.model, self.times.blocks(size), size, sparse=self.times.sparse, beat=engine.beat)
         self.times.use(size, profile)
         return profile
 

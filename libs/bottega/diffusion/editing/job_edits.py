@@ -18,7 +18,6 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.diffusion.editing.asking import PendingAnswer
-from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
 from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.order import Decided, read_decision
@@ -28,6 +27,7 @@ from bottega.diffusion.editing.recordings.keys import RecordingKey
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn
+from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, encode_image
 from bottega.diffusion.engine.events import EditRecord, EngineRecord
 from bottega.diffusion.engine.forward import Prediction

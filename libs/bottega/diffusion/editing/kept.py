@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.edit import Trajectory
+from bottega.diffusion.engine.edit import Trajectory
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import same_noise
 from bottega.diffusion.spec import ResolvedSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.diffusion.editing.edit import Edit
+from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, encode_prompts
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.model.model import Model

@@ -1,21 +1,18 @@
-"""The interface of an add-on: what a job waits for before a step, what it decides, and what the provenance says of it.
+"""The interface between the engine and its add-ons, such as ControlNets, LoRAs, cached latents and edits.
 
-The engine has a list of add-ons and names none of them. Each gives a job its own part, when the job needs any:
+The engine has a list of add-ons and names none of them. An add-on gives each job that needs it a part:
 
-    submitted      EngineAddOn.open            asks for what takes time; refuses what can never be had
-    encoding       JobAddOn.prompt_ready       whether the prompt can be read
-                   EngineAddOn.before_prompt   makes the text encoders ready for this job
-    encoded        JobAddOn.attach             the job's requests exist: gives them what they need
-    before a turn  JobAddOn.update             takes in what has come
-                   JobAddOn.blocks             which requests cannot make their next step
+    submitted      EngineAddOn.open            requests what takes time; refuses what can never be served
+    encoding       JobAddOn.prompt_ready       whether the prompt can be encoded
+                   EngineAddOn.before_prompt   prepares the text encoders for the job
+    encoded        JobAddOn.attach             gives the job's requests what they need
+    before a turn  JobAddOn.update             takes what has arrived
+                   JobAddOn.blocks             whether a request must wait before its next step
                    JobAddOn.decision           what a later attempt has to repeat
-    each turn      EngineAddOn.before_group, after_forward or after_masked_forward
+    each turn      EngineAddOn.before_group, backbone_for, after_forward or after_masked_forward
                    JobAddOn.after_forward, after_step
     decoded        JobAddOn.after_decode, keep
     ended          JobAddOn.close, report, finish
-
-ControlNets (bottega.diffusion.controlnets.addon), LoRAs (bottega.diffusion.loras.addon) and cached latents
-(bottega.diffusion.cached_starts.addon) are some of them.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import Unavailable
-from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.hosted_pb2 import Hosted
 
@@ -40,38 +36,39 @@ if TYPE_CHECKING:
     from bottega.diffusion.engine.request import Request
     from bottega.diffusion.engine.residuals import ResidualProvider
     from bottega.diffusion.engine.spans import TracedSpan
+    from bottega.diffusion.model.backbone import Backbone
     from bottega.diffusion.parallel.offload import OffloadedPart
 
 
 class JobAddOn:
-    """What one job has of an add-on. What is not overridden does nothing."""
+    """An add-on's part of one job. Methods that are not overridden do nothing."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to come that the job may have to wait for."""
+        """Whether something that the job may have to wait for has not arrived."""
         return False
 
     @property
     def resumable(self) -> bool:
-        """Whether the job may go on from a checkpoint."""
+        """Whether the job may resume from a checkpoint."""
         return True
 
     @property
     def changes_prompt(self) -> bool:
-        """Whether the prompt was encoded as without it it would not have been."""
+        """Whether the add-on changed the encoding of the prompt."""
         return False
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Whether the prompt can be encoded. Raises the BottegaError for which it never can."""
+        """Return whether the prompt can be encoded. Raise BottegaError if it never can."""
         return True
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Take over what is needed of the job, whose prompt is encoded and whose requests are made.
+        """Prepare a job whose prompt has been encoded and whose requests exist.
 
         Args:
             job: The job.
-            conditions: Those of its first image. Only a job of several prompts has others; add-ons whose part depends
-                on the prompt are not open to it (rules.check_prompts).
+            conditions: Conditions of its first image. Only a job of several prompts has others, and add-ons that depend
+                on the prompt do not serve such jobs (rules.check_prompts).
             now_s: Monotonic seconds.
 
         Raises:
@@ -79,39 +76,40 @@ class JobAddOn:
         """
 
     def update(self, now_s: float) -> None:
-        """Takes in what has come, and gives back what is not needed any more.
+        """Take what has arrived, and release what is no longer needed.
 
-        Raises the BottegaError for which the job can never go on.
+        Raises:
+            BottegaError: The job can never go on.
         """
 
     def blocks(self, request: Request) -> bool:
-        """Whether the request, which is not done, cannot make its next step now."""
+        """Return whether a request that is not done must wait before its next step."""
         return False
 
     @property
     def decision(self) -> bytes | None:
-        """What a later attempt has to repeat, to draw the same picture, as a message of the add-on's own.
+        """What later attempts must repeat to draw the same picture, as a message of the add-on's own kind.
 
-        None as long as it has decided nothing. It is in EngineJob.pinned of later attempts.
+        None until it has decided anything. Later attempts find it in `EngineJob.pinned`.
         """
         return None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """A step of the job ran in this forward. Returns the seconds of it that the job waited for the add-on."""
+        """Learn that a step of the job ran in this forward. Return for how many seconds it waited for the add-on."""
         return 0.0
 
     def after_step(self, request: Request) -> None:
-        """A request of the job has made a step."""
+        """Learn that a request of the job has made a step."""
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """An image of the job is finished. pixels: uint8 [height, width, 3], not to be written to."""
+        """Learn that an image is finished. `pixels` is uint8 [height, width, 3] and must not be changed."""
 
     def keep(self, index: int) -> bytes | None:
-        """What is kept of an image that was handed out, with the job; None for nothing."""
+        """Return data to keep with the job for an image that was handed out; None for nothing."""
         return None
 
     def offload(self) -> OffloadedPart | None:
-        """What the add-on of the other worker of a pair has to know to compute rows of this job; None for nothing."""
+        """Return what the same add-on of a pair's other worker needs to compute rows of this job; None for nothing."""
         return None
 
     @property
@@ -120,147 +118,155 @@ class JobAddOn:
         return True
 
     def active_in(self, row: Row) -> int:
-        """What of the offloaded part is active in a row, for RemoteAddOn.activate; from 0 to 2^31."""
+        """Return what is active in a row, for `RemoteAddOn.activate`: a number in [0, 2^31)."""
         return 0
 
     def spans(self) -> Iterable[TracedSpan]:
-        """What of it took how long, for the trace of a job that ends."""
+        """Return the spans for the trace of the job, which has ended."""
         return ()
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """What happened to the job, with this add-on's part in it."""
+        """Return the record of the job with this add-on's part in it."""
         return record
 
     def finish(self, record: EngineRecord) -> None:
-        """All images have been handed out, and the job is told of as finished. record: with every part's report."""
+        """Learn that all images were handed out and the job was reported as finished, with this complete record."""
 
     def close(self) -> None:
-        """The job is over, or was never begun. Harmless the second time."""
+        """Release everything. Called at the end of every job, at least once."""
 
 
 class RemoteAddOn(Protocol):
-    """What this engine has of an add-on for a job of the other worker of its pair, whose rows it computes."""
+    """An add-on's part of a job of the pair's other worker, for which this engine computes rows."""
 
     def ready(self, now_s: float) -> bool:
-        """Whether rows can be computed. Raises the BottegaError for which they never can be."""
+        """Return whether rows can be computed. Raise BottegaError if they never can."""
         ...
 
     def activate(self, row: Row, active: int) -> Row:
-        """The row, with what is active in it. Raises ValueError where there is no such thing."""
+        """Return the row with what is active in it. Raise ValueError for an unknown number."""
         ...
 
     def close(self) -> None:
-        """The job is over."""
+        """Release everything."""
         ...
 
 
 class EngineAddOn:
-    """One kind of thing that jobs may need beside the model. What is not overridden does nothing.
-
-    kind: under which orders and decisions have what is its own: that of the services that it uses.
-    """
+    """A feature beside the plain model. Methods that are not overridden do nothing."""
 
     kind: ClassVar[str]
+    """Key of its data in orders and decisions; also the kind of the services that it uses."""
 
     @property
     def row_weights(self) -> RowWeights | None:
-        """What forwards enter with the LoRAs of their rows; one add-on has some at most."""
+        """What applies the LoRAs of rows in forwards. At most one add-on has it."""
         return None
 
     @property
     def residuals(self) -> ResidualProvider | None:
-        """Where forwards get residuals for the controls of their rows; one add-on has some at most."""
+        """Where forwards get residuals for rows with ControlNets. At most one add-on has it."""
+        return None
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return a backbone of the add-on's own to run a group, or None to leave it to others.
+
+        Add-ons are asked in order, and the model's own backbone runs what is left. With fixed rows none is asked.
+        """
         return None
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """The services of its kind that are there now, the best first."""
+        """Set the services of its kind that exist now, the best first."""
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """What a submitted job has of it; None where it needs nothing. Raises BottegaError where it can never be."""
+        """Return the add-on's part of a submitted job, or None if it needs none.
+
+        Raises:
+            BottegaError: The job can never be served.
+        """
         return None
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """What a job of the other worker of the pair has of it. halves: the job's conditions.
+        """Return the add-on's part of a job of the pair's other worker.
 
-        Raises BottegaError where it can never be, ValueError for a part that breaks a rule.
+        Args:
+            part: What that worker's add-on sent.
+            halves: The job's conditions.
+
+        Raises:
+            BottegaError: The job can never be served.
+            ValueError: The part is malformed.
         """
         raise Unavailable(f"no row with {self.kind} is computed for another worker")
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """The prompt of a job with this part, or with none, is encoded next. Raises BottegaError where it cannot be."""
+        """Prepare for encoding the prompt of a job with this part, if any. Raise BottegaError if that is impossible."""
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when more has come of what these wait for, or after the timeout. parts: some that are waiting."""
+        """Wait until something arrives for one of these parts, which are waiting, or until the timeout."""
         time.sleep(timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """A group is chosen next. Whether a request shares groups with others than before: its key has changed.
+        """Prepare for the choice of the next group. Return whether a request's group key has changed.
 
-        requests: all that may be in it. step_s: seconds of a step of all of them, 0 where that is not known.
+        Args:
+            requests: All requests that may be in the group.
+            step_s: Seconds of a step of all of them, 0 if unknown.
         """
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learns what a forward of these rows took. Whether one of as many plain rows takes as long.
+        """Learn the time of a forward of fully computed rows. Return whether as many plain rows take as long.
 
-        plain_s: what that is known to take.
+        Args:
+            rows: The rows.
+            seconds: What the forward took.
+            plain_s: What as many plain rows are known to take.
         """
         return True
 
     def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learns what a forward of these rows took, of which some are computed in part, or recorded."""
+        """Learn the time of a forward with rows that are partly computed, or recorded."""
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
-        """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""
+        """Measure what is needed before the engine serves.
 
-    # What operators ask of it.
-
-    def list_templates(self) -> ListTemplatesResponse:
-        """The images of which it has recorded activations for edits."""
-        return ListTemplatesResponse()
-
-    def drop_templates(self, prefix: str) -> int:
-        """Forgets those whose recordings' ids begin so, but for those in use. Returns how many."""
-        return 0
-
-    def profile_blocks(self, width: int, height: int, beat: Callable[[], None]) -> BlockProfile | None:
-        """Measures what the network's blocks take for edits of pictures of this size; None where that is not its own.
-
-        beat: see Heartbeat. Raises BottegaError where it cannot be measured.
+        Args:
+            row: A row of the model's usual size.
+            predict: Runs a forward of such rows.
         """
-        return None
 
     # What the worker reports of it.
 
     def hosted(self) -> Sequence[Hosted]:
-        """What this process has at hand itself."""
+        """Return what this process has in memory."""
         return ()
 
     @property
     def switch_s(self) -> float | None:
-        """Seconds that it takes to apply other ones to all that is computed; None where nothing is."""
+        """Seconds to switch weights for all rows; None if the add-on never does."""
         return None
 
     @property
     def open_links(self) -> int:
-        """How many links to services there are."""
+        """Number of open links to services."""
         return 0
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often what has happened since the start, by its name in snake case."""
+        """Number of events since the start, by name in snake case."""
         return {}
 
     def stop(self) -> None:
-        """The process ends: closes links. From any thread."""
+        """Close all links, because the process ends. May be called from any thread."""
 
 
 Parts = Mapping[EngineAddOn, JobAddOn]
-"""A job's parts, by add-on; of those that it needs."""
+"""The parts of a job by add-on, for add-ons that the job needs."""
 
 
 def open_parts(addons: Sequence[EngineAddOn], order: EngineOrder) -> Parts:
-    """The parts of a job that is submitted. Raises the BottegaError of the first add-on that cannot serve it."""
+    """Return the parts of a submitted job. Raise the BottegaError of the first add-on that cannot serve it."""
     parts: dict[EngineAddOn, JobAddOn] = {}
     try:
         for addon in addons:
@@ -274,6 +280,6 @@ def open_parts(addons: Sequence[EngineAddOn], order: EngineOrder) -> Parts:
 
 
 def close_parts(parts: Parts) -> None:
-    """Closes all of them."""
+    """Close all parts."""
     for part in parts.values():
         part.close()

@@ -1,6 +1,6 @@
-"""The engine's loop: every turn encodes at most one prompt, runs one group for one step, decodes at most one latent.
+"""The engine's loop. Each turn encodes at most one prompt, runs one group for one step, and decodes at most one latent.
 
-Jobs join and leave between any two turns.
+Jobs join and leave between turns.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ from types import MappingProxyType
 
 import torch
 
-from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult
+from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult, Probe
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.self_check import SelfCheck, SelfCheckSettings
 from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.span import Span
-from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-from bottega.diffusion.editing.masked.feature_maps import FullMaps
-from bottega.diffusion.editing.masked.support import unsupported
-from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.addon import EngineAddOn, close_parts
 from bottega.diffusion.engine.batcher import Batcher
-from bottega.diffusion.engine.bounded_forward import BoundedForward
 from bottega.diffusion.engine.decoding import Decoding, start_decoding
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.events import (
     Event,
     ImageDrawn,
@@ -34,10 +30,9 @@ from bottega.diffusion.engine.events import (
     JobFinished,
     JobKept,
 )
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
 from bottega.diffusion.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels
-from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.reporting import Reporter
 from bottega.diffusion.engine.request import Request
@@ -53,25 +48,25 @@ from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
 from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import MethodNotServed, Unavailable
 from bottega.planning import RowFractions, StepTimes
-from bottega.v1.activations_pb2 import BlockProfile
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
 
-# Weight of a new measurement of the time beside the steps.
+# Weight of a new measurement of `Engine.fixed_s`.
 _FIXED_WEIGHT = 0.2
 
 
 class Engine:
-    """Draws jobs on one device. One thread calls everything.
+    """Draws the pictures of jobs on one device. A single thread makes all calls.
 
-    addons: what jobs may need beside the model: ControlNets, LoRAs.
-    peer: the other worker of a pair, to which rows of its groups may be offloaded. heartbeat: beats while a turn runs.
-
-    fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    remote_jobs: the rows that this engine computes for its peer.
+    Args:
+        model: The model that draws.
+        limits: What the operator allows.
+        addons: Features beside the plain model, such as ControlNets and LoRAs.
+        peer: The other worker of a pair, which may compute rows of groups.
+        heartbeat: Beats during a turn.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -85,10 +80,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_fixed_rows(limits.fixed_rows, model.device)
-        if heartbeat is not None:  # first: fitting the preview runs the VAE
+        if heartbeat is not None:  # First, because fitting the preview runs the VAE.
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self.model = model
         self.fixed_s = 0.0
+        """Seconds that a job takes besides its steps: encoding, and decoding one image."""
         self.accelerations: Sequence[AccelerationResult] = ()
         self.step_times = StepTimes()
         self._limits = limits
@@ -113,34 +109,31 @@ class Engine:
             max_wait_turns=limits.max_wait_turns,
         )
         self._readiness = ReadinessGate(self._batcher, self.addons)
-        denoiser = Denoiser(
-            model.backbone,
-            next((addon.row_weights for addon in self.addons if addon.row_weights is not None), None),
-            next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
-            fixed_rows=limits.fixed_rows,
-            masked=_masked_backbone(model, limits, heartbeat),
-            device=model.runtime,
-            operations=model.operations,
-        )
-        self._denoiser = denoiser
-        self._bounded = BoundedForward(
-            denoiser,
-            model.memory,
+        heartbeat = heartbeat or Heartbeat()
+        self.beat = heartbeat.beat
+        self._denoiser = Denoiser(
+            Network(
+                backbone=model.backbone,
+                row_weights=next((addon.row_weights for addon in self.addons if addon.row_weights is not None), None),
+                residuals=next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
+                strategies=self.addons,
+                fixed_rows=limits.fixed_rows,
+                device=model.runtime,
+                operations=model.operations,
+            ),
+            addons=self.addons,
+            memory=model.memory,
             decoded_area=model.decoded_area,
-            splits=not limits.fixed_rows,
+            step_times=self.step_times,
+            row_fractions=self.row_fractions,
             heartbeat=heartbeat,
             compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
         )
-        self._forward = MeasuredForward(
-            self._bounded, self.step_times, self.addons, self.row_fractions, fixed_rows=limits.fixed_rows
-        )
         self._pair = None
         if peer is not None:
-            self._pair = Pair(
-                self._forward.predict, peer, self.step_times, self.row_fractions, heartbeat or Heartbeat()
-            )
+            self._pair = Pair(self._denoiser.predict, peer, self.step_times, self.row_fractions, heartbeat)
         self._stepper = Stepper(
-            self._forward,
+            self._denoiser,
             self._batcher,
             self._jobs_by_request,
             self.addons,
@@ -148,33 +141,33 @@ class Engine:
             device=model.runtime,
             splits=not limits.fixed_rows,
         )
-        self._beat = (heartbeat or Heartbeat()).beat
         self.remote_jobs = RemoteJobs(
-            self._forward.predict,
+            self._denoiser.predict,
             device=model.runtime,
             dtype=model.dtype,
             addons=self.addons,
             clock=clock,
         )
+        """Rows that this engine computes for its peer."""
 
     @property
     def jobs(self) -> Mapping[Hashable, EngineJob]:
-        """The jobs whose prompts have been encoded, by key, oldest first."""
+        """Jobs whose prompts have been encoded, by key, oldest first."""
         return MappingProxyType(self._jobs)
 
     @property
     def turns(self) -> int:
-        """Number of turns so far in which a group ran."""
+        """Number of turns in which a group ran."""
         return self._stepper.turns
 
     @property
     def steps(self) -> int:
-        """Number of denoising steps of requests, in all turns so far."""
+        """Number of denoising steps of requests in all turns."""
         return self._stepper.steps
 
     @property
     def max_pixels(self) -> int:
-        """Most pixels of one image: as configured, or what the model is made for and some more."""
+        """Largest number of pixels of one image; see `limits.max_pixels`."""
         return max_pixels(self._limits, self.model)
 
     @property
@@ -183,74 +176,94 @@ class Engine:
         return bool(self._waiting or self._jobs)
 
     def submit(self, order: EngineOrder) -> None:
-        """Takes a job in; its first event comes with the turn that encodes it.
+        """Accept a job. Its first event comes with the turn that encodes its prompt.
 
-        Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and what an add-on
-        raises that cannot serve it, Unavailable for instance.
+        Raises:
+            InvalidRequest: No worker can draw it.
+            TooLarge: It is too large for this worker.
+            BottegaError: An add-on cannot serve it.
         """
-        check_drawable(order.spec, self._limits, self.model)
+        self.check_drawable(order.spec)
         self._waiting.add(order)
 
+    def check_drawable(self, spec: ResolvedSpec) -> None:
+        """Raise InvalidRequest or TooLarge if this engine cannot draw a spec."""
+        check_drawable(spec, self._limits, self.model)
+
     def cancel(self, key: Hashable) -> None:
-        """Drops a job. Harmless when it is not here."""
+        """Drop a job, if it is here."""
         self._waiting.drop(key)
         if key in self._jobs:
             self._forget(self._jobs[key])
 
     def enable_previews(self, key: Hashable) -> None:
-        """The job's progress has previews from now on. Harmless when it is not here."""
+        """Add previews to the progress of a job, if it is here."""
         self._waiting.enable_previews(key)
         if key in self._jobs:
             job = self._jobs[key]
             job.order = replace(job.order, preview=True)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """These services are there now, the best first. Each add-on is told of those of its kind."""
+        """Tell each add-on which services of its kind exist now, the best first."""
         for addon in self.addons:
             addon.set_services([service for service in services if service.kind == addon.kind])
 
     def set_backlog(self, requests: int) -> None:
-        """So many requests wait elsewhere and will come when there is room."""
+        """Set how many requests wait elsewhere and will come when there is room."""
         self._batcher.set_backlog(requests)
         if self._pair is not None:
             self._pair.backlog = requests
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
-        """Every job that is here, with its steps to go, over all images."""
+        """Yield each job with the steps that are left over all of its images."""
         for job in self._jobs.values():
             yield job.key, job.steps_left
         for waiting in self._waiting:
             yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
 
     def computed_shares(self) -> Mapping[Hashable, float]:
-        """Of every job that denoises, the share of the tokens of its rows that its next turn computes."""
+        """Return, for each encoded job, the share of its rows' tokens that its next turn computes."""
         return {job.key: job.computed_share for job in self._jobs.values()}
 
     def check_accelerations(
-        self, candidates: Sequence[Acceleration], *, deadline_s: float, trials: TrialLog | None = None
+        self,
+        candidates: Sequence[Acceleration],
+        *,
+        deadline_s: float,
+        trials: TrialLog | None = None,
+        probes: Mapping[str, Probe] = MappingProxyType({}),
     ) -> None:
-        """Keeps of these what is faster here and draws the same. Before `warm_up`, which measures what is kept.
+        """Keep those accelerations that are faster here and give the same result.
 
-        Raises InternalError, see SelfCheck.
+        Call it before `warm_up`, which measures the engine with them.
+
+        Args:
+            candidates: The accelerations to try.
+            deadline_s: See `SelfCheckSettings`.
+            trials: See `SelfCheck`.
+            probes: Probes of features, in addition to the engine's own.
+
+        Raises:
+            InternalError: See `SelfCheck.run`.
         """
         if not candidates:
             return
         request = sample_job(self.model, self._device_clock).requests[0]
-        probes = engine_probes(self.model, self._denoiser.predict, request.rows(), request.latent)
-        settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self._beat, deadline_s=deadline_s)
-        self.accelerations = SelfCheck(self.model, probes, settings, trials).run(candidates)
+        own = engine_probes(self.model, self._denoiser.forward, request.rows(), request.latent)
+        settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self.beat, deadline_s=deadline_s)
+        self.accelerations = SelfCheck(self.model, {**own, **probes}, settings, trials).run(candidates)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every stage and measure it; what a large picture takes follows from a small one on a slow device."""
+        """Run and measure every stage. On a slow device, the time of a large picture is estimated from a small one."""
         stages = measure_stages(self.model, self._device_clock)
         self.fixed_s = stages.fixed_s
         row = stages.job.requests[0].rows()[0]
-        self._bounded.measure_memory(row, self.model.runtime)
-        self._forward.warm_up(row, self._batcher.max_rows)
+        self._denoiser.measure_memory(row, self.model.runtime)
+        self._denoiser.warm_up(row, self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
-        """One turn, and its events as they happen. Harmless when there is nothing to do."""
+        """Run one turn, and yield its events as they happen. Without work it does nothing."""
         yield from self._say_arrived()
         yield from self._encode_next()
         yield from self._update_readiness()
@@ -258,36 +271,10 @@ class Engine:
         yield from self._step()
         yield from self._decode_next()
         if self.turns == turns and self._decoding is not None:
-            self._decoding.wait()  # there is nothing else to do meanwhile
+            self._decoding.wait()  # There is nothing else to do.
         elif self.turns == turns:
-            self._readiness.wait(
-                [*(each.addons for each in self._waiting), *(job.addons for job in self._jobs.values())]
-            )
-
-    def profile_blocks(self, width: int, height: int) -> BlockProfile:
-        """Measures what the network's blocks take for edits of pictures of this size, 0 is the model's own.
-
-        Raises Unavailable while there is anything to draw, which would be measured as well and would wait for it;
-        InvalidRequest and TooLarge for a size that it does not draw; MethodNotServed where nothing is masked here.
-        """
-        if self.busy:
-            raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
-        defaults = self.model.defaults
-        width, height = width or defaults.width, height or defaults.height
-        spec = ResolvedSpec(
-            prompt="",
-            num_inference_steps=defaults.num_inference_steps,
-            width=width,
-            height=height,
-            sampler=defaults.sampler,
-            use_karras_sigmas=defaults.use_karras_sigmas,
-        )
-        check_drawable(spec, self._limits, self.model)
-        for addon in self.addons:
-            profile = addon.profile_blocks(width, height, self._beat)
-            if profile is not None:
-                return profile
-        raise MethodNotServed("this worker computes no masked blocks")
+            waiting = [order.addons for order in self._waiting]
+            self._readiness.wait([*waiting, *(job.addons for job in self._jobs.values())])
 
     def _encode_next(self) -> Iterator[Event]:
         """Encode the next prompt that has all it needs; fail those that never will."""
@@ -315,7 +302,7 @@ class Engine:
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
     def _update_readiness(self) -> Iterator[Event]:
-        """Lets requests go on whose add-ons are there; fails the jobs whose add-ons never will be."""
+        """Let requests run whose add-ons are ready. Fail jobs whose add-ons never will be."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
             try:
@@ -325,7 +312,7 @@ class Engine:
                 yield self._fail(job, error)
 
     def _step(self) -> Iterator[Event]:
-        """One denoising step of a group, and what there is to say about it."""
+        """Make one denoising step of a group, and yield its events."""
         outcome = self._stepper.step()
         if outcome is None:
             return
@@ -336,7 +323,7 @@ class Engine:
             yield from self._say(job)
 
     def _say_arrived(self) -> Iterator[Event]:
-        """Yield events of what has arrived from the device since the last turn."""
+        """Yield events about results that arrived from the device since the last turn."""
         self._stepper.note_times()
         for job in self._jobs.values():
             self._charge_encoding(job)
@@ -344,7 +331,7 @@ class Engine:
             yield from self._say(job)
 
     def _charge_encoding(self, job: EngineJob) -> None:
-        """Charge a job's tenant for its first stage once the device has done it."""
+        """Charge a job's tenant for encoding, once the device has finished it."""
         if not job.charged_encoding and job.encoding is not None and job.encoding.ready:
             job.charged_encoding = True
             self._charge(job, job.encoding.seconds)
@@ -355,17 +342,17 @@ class Engine:
         self._batcher.charge(job.order.share, seconds)
 
     def _say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
-        """What there is to say of a job, see Reporter."""
+        """Yield the reporter's events about a job."""
         try:
             yield from self._reporter.say(job, to_the_end=to_the_end)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._fail(job, error)
 
     def _decode_next(self) -> Iterator[Event]:
-        """Hand out what has been decoded, and have the next latent that is finished decoded.
+        """Hand out the decoded image, and start decoding the next finished latent.
 
-        Of the tenant that has used least of the device, the oldest is next. Where another one whose requests are
-        denoised has used less, its turns come before.
+        The oldest latent of the tenant that has used the device least is next. If another tenant whose requests are
+        being denoised has used less, its turns come first.
         """
         yield from self._collect()
         if self._decoding is not None:
@@ -375,7 +362,7 @@ class Engine:
             if request is not None and self._batcher.may_go_first(job.order.share.tenant):
                 try:
                     check_decodable(self.model, request.latent)
-                    with self._bounded.covered(("decode", request.latent.shape)):
+                    with self._denoiser.covered(("decode", request.latent.shape)):
                         self._decoding = start_decoding(self.model, job, request)
                 except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                     yield self._fail(job, error)
@@ -383,7 +370,7 @@ class Engine:
                 return
 
     def _collect(self) -> Iterator[Event]:
-        """Hands out the image that has been decoded."""
+        """Hand out the image, once it has been decoded."""
         if self._decoding is None or not self._decoding.ready:
             return
         decoding, self._decoding = self._decoding, None
@@ -425,7 +412,7 @@ class Engine:
         return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)), trace=job.trace())
 
     def _named(self, error: Exception, spec: ResolvedSpec) -> Exception:
-        """That the device had no memory, with what it had none for; else the error itself."""
+        """Return a refusal that names the picture's size if the device ran out of memory, else the error itself."""
         if not is_out_of_memory(error):
             return error
         _log.error("the device has no memory left for a job", extra={"why": str(error)})
@@ -444,17 +431,3 @@ class Engine:
             del self._jobs_by_request[request]
             self._batcher.remove(request)
             self._stepper.forget(request)
-
-
-def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | None) -> MaskedBackbone | None:
-    """Over the model's network; None for one of which it does not know all parts."""
-    if unsupported(model.backbone.unet):
-        return None
-    maps = SparseMaps() if limits.sparse_convolutions else FullMaps()
-    return MaskedBackbone(
-        model.backbone.unet,
-        maps=maps,
-        beat=heartbeat.beat if heartbeat else None,
-        operations=model.operations,
-        memory=model.memory,
-    )

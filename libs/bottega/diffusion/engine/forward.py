@@ -1,6 +1,6 @@
-"""One forward over a group of rows: blocks in order, residuals where they are due.
+"""One forward over a group of rows: the blocks in order, with ControlNets' residuals added where they are due.
 
-Rows whose residuals are late at the first barrier leave the forward; the others go on.
+Rows whose residuals are late at the first block that needs them leave the forward, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,41 +16,33 @@ from torch import Tensor
 
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-from bottega.diffusion.editing.masked.packing import RowSpans
-from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.engine.times import ForwardClock, ForwardTimes
-from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
+from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.diffusion.operations import Operations
 from bottega.diffusion.rows import LoraSet, Row
 from bottega.errors import Unavailable
 
-# How long a forward waits for residuals when none of its rows can go on without them: for a server that is busy or
-# slow. One that is dead or computes nothing is noticed sooner, over its link. Below stall_s, the time without a turn
-# after which an engine counts as hung.
+# How long a forward waits for residuals if none of its rows can go on without them, because a server is busy or slow.
+# A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
+# turn after which an engine counts as hung.
 RESIDUAL_TIMEOUT_S = 90.0
-# How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
-# ControlNet has died, and the others should not pay for that with more than a turn or two.
+# How long it waits at a later block for rows whose first residuals were in time. Their residuals are on their way, or
+# their ControlNet has died, and the other rows should not pay for that with more than a turn or two.
 STRAGGLER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """What a forward made, or what the device will have made of it.
+    """The result of a forward. Reading `seconds`, `waited_s` or `encoder_s` waits for the device."""
 
-    noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
-    again, with all rows of its owner. times: see there; `seconds`, `waited_s` and `encoder_s` wait for them.
-    blocks_reused: of rows with activations, how many transformer blocks took what is unmasked from the recording. A row
-    with activations that has none of it was computed in full and recorded nowhere: this network, or a fixed number of
-    rows, does not allow more. load_waits_s: of such rows, how long the forward waited for what was on its way from
-    recordings; `seconds` is without it, too.
+    noise: Mapping[Row, Tensor]
+    """[channels, height, width] of each row that was not late. A missing row must be predicted again, with all rows of
+    its owner.
     """
-
-    noise: dict[Row, Tensor]
     times: ForwardTimes
-    blocks_reused: Mapping[Row, int] = field(default_factory=dict)
     load_waits_s: Mapping[Row, float] = field(default_factory=dict)
+    """Seconds for which the thread waited for recorded activations of a row. `seconds` does not include them."""
 
     @property
     def seconds(self) -> float:
@@ -65,203 +57,185 @@ class Prediction:
         return self.times.encoder_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Needed:
-    """Residuals that the next block needs. patience_s: with rows that have none; clock: of the forward."""
-
-    points: tuple[int, ...]
-    patience_s: float
-    clock: ForwardClock
-
-
 class RowWeights(Protocol):
-    """What makes the LoRAs of rows count in a forward, beside the weights."""
+    """Applies the LoRAs of rows in a forward, without changing the weights."""
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """A forward of rows with these sets follows, or goes on with them. Raises what an add-on raises.
+        """Begin a forward of rows with these sets, or go on with fewer rows.
 
-        spans: where rows lie in each call of a layer; None where every call has them in dimension 0.
+        Args:
+            sets: The LoRAs of each row.
+            spans: Where rows lie in each call of a layer; None if every call has them in dimension 0.
+
+        Raises:
+            BottegaError: The add-on cannot apply them.
         """
         ...
 
     def leave(self) -> None:
-        """The forward is over."""
+        """End the forward."""
         ...
 
 
-class Denoiser:
-    """Predicts noise for groups of rows.
+class ForwardStrategy(Protocol):
+    """An add-on's own way to run some groups, for example only where an edit's mask is."""
 
-    row_weights: makes their LoRAs count; None where none has some. residuals: where those of their ControlNets are.
-    fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
-    masked: runs the groups in which a row has activations; never with fixed_rows, under which masks would change bits.
-    device: of the rows; without it, what they lie on says. operations: of the model, see Operations.
-    """
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return the backbone that runs this group, or None to leave the group to the model's own one."""
+        ...
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        row_weights: RowWeights | None = None,
-        residuals: ResidualProvider | None = None,
-        *,
-        fixed_rows: int = 0,
-        masked: MaskedBackbone | None = None,
-        device: Device | None = None,
-        operations: Operations | None = None,
-    ) -> None:
-        self._backbone = backbone
-        self._operations = operations or Operations()
-        self._masked = None if fixed_rows else masked
-        self._row_weights = row_weights
-        self._residuals = residuals
-        self._fixed_rows = fixed_rows
-        self._device = device
 
-    @torch.inference_mode()
-    def predict(self, rows: Sequence[Row]) -> Prediction:
-        """One forward; all rows share one GroupKey. Its order of rows is its own: those of one LoRA set side by side.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Network:
+    """Everything that forwards run on."""
 
-        Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
-        """
-        group = self._padded(rows)
-        masked = self._masked if any(row.activations for row in group) else None
+    backbone: Backbone
+    row_weights: RowWeights | None = None
+    """None if no row has LoRAs."""
+    residuals: ResidualProvider | None = None
+    """Where ControlNets' residuals come from; None if no row has ControlNets."""
+    strategies: Sequence[ForwardStrategy] = ()
+    """Asked in this order, unless `fixed_rows` is set: other backbones would change the last bits."""
+    fixed_rows: int = 0
+    """Number of rows to which every group is padded, so that results are equal byte for byte; 0 is off."""
+    device: Device | None = None
+    """Device of the rows; by default, the one that their tensors are on."""
+    operations: Operations = field(default_factory=Operations)
+
+    @property
+    def residual_provider(self) -> ResidualProvider:
+        """The provider of residuals. Raise Unavailable if there is none."""
+        if self.residuals is None:
+            raise Unavailable("this engine has no ControlNets")
+        return self.residuals
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone:
+        """Return the backbone that runs a group."""
+        for strategy in () if self.fixed_rows else self.strategies:
+            if (backbone := strategy.backbone_for(rows)) is not None:
+                return backbone
+        return self.operations.backbone or self.backbone
+
+    def device_of(self, rows: Sequence[Row]) -> Device:
+        return self.device or open_device(rows[0].sample.device)
+
+
+class Forward:
+    """One forward of rows that share a GroupKey. Rows with the same LoRAs are put side by side."""
+
+    def __init__(self, network: Network, rows: Sequence[Row]) -> None:
+        blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
+        self._network = network
+        self._rows = rows
+        self._device = network.device_of(rows)
+        self._group = [*_by_lora_set(rows), *[blank] * (network.fixed_rows - len(rows))]
+        self._backbone = network.backbone_for(self._group)
+        self._late: set[Hashable] = set()
+        """Owners of rows whose residuals were late."""
+        self._clock = ForwardClock(self._device)
+
+    def run(self) -> Prediction:
+        """Run the forward. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
+        network, group = self._network, self._group
         inputs = stack(group, self._device)
         controlled = [row for row in group if row.controls]
-        clock = ForwardClock(self._device_of(group))
         if controlled:
-            with clock.waiting():  # in this process, ControlNets run now
-                self._provider().ask(controlled)
-        backbone = masked or self._operations.backbone or self._backbone
-        self._enter(group, backbone)
+            with self._clock.waiting():  # ControlNets in this process run now.
+                network.residual_provider.ask(controlled)
+        self._enter()
         try:
-            activations = backbone.begin(inputs)
-            group, late, prediction = self._run(group, backbone, activations, clock)
+            predicted = self._run_blocks(self._backbone.begin(inputs))
         finally:
-            if self._row_weights is not None:
-                self._row_weights.leave()
-        noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
-        load_waits_s = _load_waits(rows)
+            if network.row_weights is not None:
+                network.row_weights.leave()
+        noise = {row: made for row, made in zip(self._group, predicted, strict=True) if row.owner not in self._late}
+        load_waits_s = _load_waits(self._rows)
         return Prediction(
-            noise={row: noise[row] for row in rows if row in noise},
-            times=clock.times(sum(load_waits_s.values())),
-            blocks_reused=_reused(group, activations),
+            noise={row: noise[row] for row in self._rows if row in noise},
+            times=self._clock.times(sum(load_waits_s.values())),
             load_waits_s=load_waits_s,
         )
 
-    @torch.inference_mode()
-    def ask_ahead(self, rows: Sequence[Row]) -> None:
-        """These will be in a later forward: the ControlNets of those that have some may begin."""
-        controlled = [row for row in rows if row.controls]
-        if controlled:
-            self._provider().ask_ahead(controlled)
-
-    def _padded(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows, and as many without an owner as are missing."""
-        blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
-        return [*_by_set(rows), *[blank] * (self._fixed_rows - len(rows))]
-
-    def _device_of(self, rows: Sequence[Row]) -> Device:
-        return self._device or open_device(rows[0].sample.device)
-
-    def _run(
-        self, group: list[Row], backbone: Backbone, activations: Activations, clock: ForwardClock
-    ) -> tuple[list[Row], set[Hashable], Tensor]:
-        """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
-        late: set[Hashable] = set()
+    def _run_blocks(self, activations: Activations) -> Tensor:
+        """Return the prediction [rows, channels, height, width] for the rows that are left in the group."""
         patience_s = 0.0
-        controlled = any(row.controls for row in group)
-        clock.blocks_begin()
-        for block in backbone.blocks:
+        controlled = any(row.controls for row in self._group)
+        self._clock.blocks_begin()
+        for block in self._backbone.blocks:
             if block.needs and controlled:
-                clock.residuals_needed()
-                late |= self._late(group, late, _Needed(points=block.needs, patience_s=patience_s, clock=clock))
+                self._clock.residuals_needed()
+                self._late |= self._wait_for_residuals(block.needs, patience_s)
                 patience_s = STRAGGLER_S
-                if all(row.owner in late for row in group if row.owner is not None):
-                    return group, late, activations.hidden  # nobody is left to go on for
-                if late and not self._fixed_rows:
-                    group = self._leave(group, late, activations)
-                    self._enter(group, backbone)
-                self._add_residuals(group, late, block.needs, activations)
+                if all(row.owner in self._late for row in self._group if row.owner is not None):
+                    return activations.hidden  # No row is left to go on for.
+                if self._late and not self._network.fixed_rows:
+                    self._drop_late_rows(activations)
+                    self._enter()
+                self._add_residuals(block.needs, activations)
             block.run(activations)
-        return group, late, backbone.finish(activations)
+        return self._backbone.finish(activations)
 
-    def _late(self, group: list[Row], gone: set[Hashable], needed: _Needed) -> set[Hashable]:
-        """The owners that have a late row after some patience; longer only while that would be all of them.
+    def _wait_for_residuals(self, points: tuple[int, ...], patience_s: float) -> set[Hashable]:
+        """Return the owners with a row that is late after `patience_s`, or whose residuals are void.
 
-        Those with a void row are not waited for. gone: owners that were late before.
+        The wait is longer only while all owners would be late.
         """
-        provider = self._provider()
-        owners = {row.owner for row in group if row.owner is not None} - gone
+        provider = self._network.residual_provider
+        owners = {row.owner for row in self._group if row.owner is not None} - self._late
         began_s = time.monotonic()
         while True:
-            controlled = [row for row in group if row.controls and row.owner not in gone]
+            controlled = [row for row in self._group if row.controls and row.owner not in self._late]
             void = {row.owner for row in controlled if provider.is_void(row)}
-            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, needed.points)]
+            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, points)]
             late = {row.owner for row in missing}
             waited_s = time.monotonic() - began_s
-            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else needed.patience_s) - waited_s
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else patience_s) - waited_s
             if not late or (left_s <= 0 and late != owners - void):
                 return late | void
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
-            with needed.clock.waiting():
-                provider.wait(missing, needed.points, left_s)
+            with self._clock.waiting():
+                provider.wait(missing, points, left_s)
 
-    def _leave(self, group: list[Row], late: set[Hashable], activations: Activations) -> list[Row]:
-        """Takes the rows of these owners out of the forward; returns the others."""
-        kept = [index for index, row in enumerate(group) if row.owner not in late]
-        activations.select(kept, self._device_of(group).to_device(torch.tensor(kept)))
-        return [group[index] for index in kept]
+    def _drop_late_rows(self, activations: Activations) -> None:
+        kept = [index for index, row in enumerate(self._group) if row.owner not in self._late]
+        activations.select(kept, self._device.to_device(torch.tensor(kept)))
+        self._group = [self._group[index] for index in kept]
 
-    def _enter(self, group: Sequence[Row], backbone: Backbone) -> None:
-        """Makes the LoRAs of these rows count in what the backbone runs next."""
-        if self._row_weights is not None:
-            spans = backbone.spans if isinstance(backbone, MaskedBackbone) else None
-            self._row_weights.enter([row.loras for row in group], spans)
+    def _enter(self) -> None:
+        """Apply the rows' LoRAs in what the backbone runs next."""
+        if self._network.row_weights is not None:
+            self._network.row_weights.enter([row.loras for row in self._group], self._backbone.spans)
 
-    def _add_residuals(
-        self, group: list[Row], late: set[Hashable], points: tuple[int, ...], activations: Activations
-    ) -> None:
-        provider = self._provider()
-        for index, row in enumerate(group):
-            if not row.controls or row.owner in late:
+    def _add_residuals(self, points: tuple[int, ...], activations: Activations) -> None:
+        provider = self._network.residual_provider
+        for index, row in enumerate(self._group):
+            if not row.controls or row.owner in self._late:
                 continue
             for point in points:
-                # Summed first, in request order, and added once: Diffusers' order of sums.
+                # Summed first, in the request's order, and added once: Diffusers' order of sums.
                 addends = provider.take(row, point)
                 total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
-                # Every block has read this tensor already: adding in place is seen by its taker alone.
+                # In place: all earlier blocks have read this tensor, and only the next one reads it again.
                 activations.points[point][index] += total
 
-    def _provider(self) -> ResidualProvider:
-        if self._residuals is None:
-            raise Unavailable("this engine has no ControlNets")
-        return self._residuals
 
-
-def _by_set(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one LoRA set side by side, sets with equally many rows next to each other, rows without at the end."""
+def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
+    """Put rows of one LoRA set side by side: sets with most rows first, rows without LoRAs last."""
     counts = Counter(row.loras.key for row in rows if row.loras is not None)
     if not counts:
         return list(rows)
     return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
 
 
-def _reused(group: Sequence[Row], activations: Activations) -> dict[Row, int]:
-    """By row of an edit, its transformer blocks that took what is unmasked from a recording."""
-    if not isinstance(activations, MaskedActivations):
-        return {}
-    return {row: count for row, count in zip(group, activations.reused, strict=True) if row.activations is not None}
-
-
 def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
-    """By row that has waited for what was on its way from a recording."""
+    """Return for how long each row waited for recorded activations, without rows that did not wait."""
     recorded = ((row, row.activations.recorded) for row in rows if row.activations is not None)
-    return {row: each.waited_s for row, each in recorded if each is not None and each.waited_s}
+    return {row: step.waited_s for row, step in recorded if step is not None and step.waited_s}
 
 
 def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
-    """The inputs of one forward, row by row. device: of the rows; without it, what they lie on says."""
+    """Return the inputs of one forward. `device` is that of the rows; by default, the one that their tensors are on."""
     device = device or open_device(rows[0].sample.device)
     return Inputs(
         sample=torch.stack([row.sample for row in rows]),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.device.span import Span
-from bottega.diffusion.editing.edit import latent_mask
 from bottega.diffusion.engine.addon import Parts
 from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
+from bottega.diffusion.engine.edit import latent_mask
 from bottega.diffusion.engine.encode import Conditions, encode_all_prompts, encode_image
 from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction

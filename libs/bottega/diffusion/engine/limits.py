@@ -29,8 +29,7 @@ class EngineLimits:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is reported at most so often.
-    sparse_convolutions: whether masked blocks convolve around the mask alone, for about as many bytes of a recording
-    again. compile_s: that the first forward of a kind may take on a GPU, before a silent engine counts as hung.
+    compile_s: that the first forward of a kind may take on a GPU, before a silent engine counts as hung.
     """
 
     max_rows: int = 16
@@ -39,7 +38,6 @@ class EngineLimits:
     max_pixels: int = 0
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
-    sparse_convolutions: bool = True
     compile_s: float = 300.0
 
 

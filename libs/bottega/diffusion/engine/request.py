@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.edit import Edit
+from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.model import Model

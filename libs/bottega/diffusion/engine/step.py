@@ -17,9 +17,9 @@ from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.batcher import Batcher, BatchTurn
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob
-from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.diffusion.rows import Half, Row
@@ -112,7 +112,7 @@ class Stepper:
         steps: Number of steps of requests that these have made.
 
     Args:
-        forward: Predicts noise.
+        denoiser: Predicts noise.
         batcher: Chooses the group of each turn.
         jobs: By request, as they come and go.
         addons: Those of the engine.
@@ -123,7 +123,7 @@ class Stepper:
 
     def __init__(
         self,
-        forward: MeasuredForward,
+        denoiser: Denoiser,
         batcher: Batcher[Request],
         jobs: Mapping[Request, EngineJob],
         addons: Sequence[EngineAddOn],
@@ -132,7 +132,7 @@ class Stepper:
         device: Device,
         splits: bool = True,
     ) -> None:
-        self._forward = forward
+        self._denoiser = denoiser
         self._batcher = batcher
         self._jobs = jobs
         self._addons = addons
@@ -216,7 +216,7 @@ class Stepper:
 
     def _cost(self, request: Request, rows: Sequence[Row]) -> RequestCost:
         return RequestCost(
-            rows=len(rows) * self._forward.cost(request),
+            rows=len(rows) * self._denoiser.cost(request),
             waits=any(row.controls for row in rows),
             patched=request.loras_now is not None,
         )
@@ -234,8 +234,8 @@ class Stepper:
         if not requests:
             return  # what is in the weights stays: the next job may want the same
         height, width = requests[0].key.shape[1:]
-        rows = sum(request.row_count * self._forward.cost(request) for request in requests)
-        step_s = self._forward.step_times.seconds((height, width), rows)
+        rows = sum(request.row_count * self._denoiser.cost(request) for request in requests)
+        step_s = self._denoiser.step_times.seconds((height, width), rows)
         regrouped = [addon.before_group(requests, step_s or 0.0) for addon in self._addons]
         if any(regrouped):
             self._batcher.regroup()
@@ -243,7 +243,7 @@ class Stepper:
     def _predict(self, rows: list[Row], jobs: Sequence[EngineJob]) -> Prediction:
         """The noise of these rows, some of it by the other worker of a pair where that pays."""
         if self._pair is None:
-            return self._forward.predict(rows)
+            return self._denoiser.predict(rows)
         offloadable: dict[Hashable, Offloadable] = {
             request: Offloadable(remote_job=job.remote_job, image=request.index, active=job.active_parts)
             for job in jobs
@@ -281,7 +281,7 @@ class Stepper:
         Not in a pair: only at their turn is it decided which worker computes which rows, and asks for them.
         """
         if self._pair is None:
-            self._forward.ask_ahead([row for request in requests if not request.done for row in request.rows()])
+            self._denoiser.ask_ahead([row for request in requests if not request.done for row in request.rows()])
 
     def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
         """A request that was alone fails its job; of several, each runs alone from now on, to find which one it is."""

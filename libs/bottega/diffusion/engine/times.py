@@ -1,4 +1,4 @@
-"""What a forward took, by events of the device: known when it has got there, which on a GPU is a turn later."""
+"""The times of a forward, from events of the device. On a GPU they are known a turn later."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from bottega.diffusion.device.span import Span
 
 
 class ForwardTimes(Protocol):
-    """The times of a forward. What is read before it is ready waits for the device."""
+    """The times of a forward. Reading them before they are ready waits for the device."""
 
     @property
     def ready(self) -> bool:
-        """Whether they are known. Never waits."""
+        """Whether the times are known. Never waits."""
         ...
 
     def wait(self) -> None:
-        """Until they are."""
+        """Wait until they are known."""
         ...
 
     @property
     def waits(self) -> Sequence[Span]:
-        """In which the device had nothing to do but to wait for residuals."""
+        """Times during which the device only waited for residuals."""
         ...
 
     @property
     def seconds(self) -> float:
-        """That the network took, without waiting for residuals, or for what was on its way from recordings."""
+        """Seconds that the network took, without waiting for residuals or recorded activations."""
         ...
 
     @property
     def waited_s(self) -> float:
-        """For residuals."""
+        """Seconds of waiting for residuals."""
         ...
 
     @property
     def encoder_s(self) -> float:
-        """What of `seconds` went by before the first of them was needed."""
+        """Part of `seconds` before the first residual was needed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTimes:
-    """Times that are known."""
+    """Times that are already known."""
 
     seconds: float
     waited_s: float = 0.0
@@ -61,20 +61,19 @@ class KnownTimes:
         return ()
 
     def wait(self) -> None:
-        """They are known."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredTimes:
-    """whole: of the forward. waits: in it, in which the device had nothing to do. encoder: None without residuals.
-
-    load_waits_s: that the thread has waited for recordings.
-    """
+    """Times between events of the device."""
 
     whole: Span
     waits: tuple[Span, ...]
     encoder: Span | None
+    """Until the first residual was needed; None if none was."""
     load_waits_s: float
+    """Seconds for which the thread waited for recorded activations."""
 
     @property
     def ready(self) -> bool:
@@ -85,7 +84,7 @@ class MeasuredTimes:
 
     @property
     def seconds(self) -> float:
-        # The thread may have waited for a load while the device was still at work.
+        # The thread may have waited for a load while the device was still busy.
         return max(0.0, self.whole.seconds - self.waited_s - self.load_waits_s)
 
     @property
@@ -97,8 +96,39 @@ class MeasuredTimes:
         return 0.0 if self.encoder is None else self.encoder.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedTimes:
+    """The times of forwards that ran one after the other."""
+
+    parts: Sequence[ForwardTimes]
+
+    @property
+    def ready(self) -> bool:
+        return all(part.ready for part in self.parts)
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        return [wait for part in self.parts for wait in part.waits]
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(part.waited_s for part in self.parts)
+
+    @property
+    def encoder_s(self) -> float:
+        return sum(part.encoder_s for part in self.parts)
+
+
 class ForwardClock:
-    """Marks one forward's moments in the device's stream; it begins now."""
+    """Records events of one forward in the device's stream. The forward begins when the clock is made."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -109,23 +139,23 @@ class ForwardClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts to the waits what the device idles in the block, or computes there for ControlNets."""
+        """Count the time in this context as waiting, whether the device idles or computes for ControlNets."""
         began = self._device.record()
         yield
         self._waits.append(Span(begin=began, end=self._device.record()))
 
     def blocks_begin(self) -> None:
-        """The first block is next."""
+        """Record that the first block begins."""
         self._blocks = self._device.record()
 
     def residuals_needed(self) -> None:
-        """The next block needs some. The first time ends the encoder."""
+        """Record that the next block needs residuals. The first call ends the encoder."""
         if self._encoder is None:
             assert self._blocks is not None, "blocks have begun"
             self._encoder = Span(begin=self._blocks, end=self._device.record())
 
     def times(self, load_waits_s: float) -> MeasuredTimes:
-        """The forward ends now."""
+        """Return the times of the forward, which ends now."""
         return MeasuredTimes(
             whole=Span(begin=self._began, end=self._device.record()),
             waits=tuple(self._waits),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.lora import UNET
+from bottega.diffusion.model.backbone import RowSpans
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20

@@ -16,12 +16,12 @@ from torch import nn
 
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.device.span import Span
-from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
 from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.unmerged import STACKED_BYTES, UnmergedLoras
+from bottega.diffusion.model.backbone import RowSpans
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import LoraSet, SetKey
 from bottega.errors import TooLarge

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from diffusers import UNet2DConditionModel
 from torch import Tensor
@@ -72,10 +72,38 @@ class Block:
     needs: tuple[int, ...] = ()
 
 
+class RowSpans:
+    """The offsets of each row in dimension 0 of the current layer call, for hooks that treat rows differently."""
+
+    __slots__ = ("_next", "offsets")
+
+    def __init__(self) -> None:
+        self.offsets: tuple[int, ...] | None = None
+        """Row i is [offsets[i], offsets[i + 1]); None if dimension 0 is the rows."""
+        self._next: tuple[int, ...] | None = None
+
+    def packed(self, offsets: tuple[int, ...]) -> Self:
+        """Return a context in which layers get packed items: tokens [items, channels], or tiles of feature maps."""
+        self._next = offsets
+        return self
+
+    # Written as a class, because one is entered for each layer, and a generator would take as long as a small layer.
+    def __enter__(self) -> None:
+        self.offsets = self._next
+
+    def __exit__(self, *_: object) -> None:
+        self.offsets = None
+
+
 class Backbone(Protocol):
     """A denoising network in blocks."""
 
     blocks: Sequence[Block]
+
+    @property
+    def spans(self) -> RowSpans | None:
+        """Where rows lie in each call of a layer; None if every call has them in dimension 0."""
+        ...
 
     def begin(self, inputs: Inputs) -> Activations:
         """Embeds the inputs; `hidden` is what the first block takes."""
@@ -92,6 +120,8 @@ class UNetBackbone:
     Residual points 0 to n-1 are the skips in the order in which the encoder makes them, n is the
     output of the middle block: the order of a ControlNet's residuals in Diffusers.
     """
+
+    spans: RowSpans | None = None
 
     def __init__(self, unet: UNet2DConditionModel) -> None:
         self.unet = unet

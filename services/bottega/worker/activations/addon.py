@@ -44,6 +44,7 @@ class WorkerEdits(EngineEdits):
             fixed_rows=config.fixed_rows > 0,
             sparse=config.sparse_convolutions,
             template_budget_bytes=config.activations_template_mib << 20,
+            heartbeat=context.heartbeat,
         )
 
     def hosted(self) -> Sequence[Hosted]:

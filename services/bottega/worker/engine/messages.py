@@ -31,7 +31,7 @@ from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.sampler_choices import ModelSamplers
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, MethodNotServed
 from bottega.latents import format_start
 from bottega.planning import Shape
 from bottega.rpc.operation.link_metrics import link_counts
@@ -147,13 +147,11 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
 def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:
     """Return the answer to a request about templates: it drops those that are to go, and lists the rest."""
     answer = engine_pb2.EngineTemplates(request=question.request)
+    edits = _edits_of(engine)
     if question.HasField("drop"):
-        answer.dropped.dropped = sum(addon.drop_templates(question.drop.id) for addon in engine.addons)
-    for addon in engine.addons:
-        listed = addon.list_templates()
-        answer.listed.templates.extend(listed.templates)
-        answer.listed.used_bytes += listed.used_bytes
-        answer.listed.budget_bytes += listed.budget_bytes
+        answer.dropped.dropped = 0 if edits is None else edits.drop_templates(question.drop.id)
+    if edits is not None:
+        answer.listed.CopyFrom(edits.list_templates())
     return engine_pb2.EngineEvent(templates=answer)
 
 
@@ -161,10 +159,18 @@ def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> eng
     """Return the answer to a request for a profile: the measured times, or an error."""
     answer = engine_pb2.EngineProfile(request=question.request)
     try:
-        answer.profile.CopyFrom(engine.profile_blocks(question.profile.width, question.profile.height))
+        edits = _edits_of(engine)
+        if edits is None:
+            raise MethodNotServed("this worker computes no masked blocks")
+        answer.profile.CopyFrom(edits.profile_blocks(engine, question.profile.width, question.profile.height))
     except Exception as error:  # noqa: BLE001 - the boundary of a command
         answer.error.CopyFrom(to_job_error(to_job_failure(error)))
     return engine_pb2.EngineEvent(profile=answer)
+
+
+def _edits_of(engine: Engine) -> EngineEdits | None:
+    """Return the engine's add-on for edits, if it has one."""
+    return next((addon for addon in engine.addons if isinstance(addon, EngineEdits)), None)
 
 
 def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -> engine_pb2.EngineEvent:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.device_links import device_links
+from bottega.diffusion.acceleration.kernels.probes import feature_probes
 from bottega.diffusion.acceleration.registry import candidates
 from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.device.threads import compute_with
@@ -141,7 +142,12 @@ def load_runtime(
     accelerations = candidates(config.accelerations, model)
     if accelerations:
         reporter.begin("checking accelerations")
-    engine.check_accelerations(accelerations, deadline_s=config.self_check_s, trials=TrialLog(trials))
+    engine.check_accelerations(
+        accelerations,
+        deadline_s=config.self_check_s,
+        trials=TrialLog(trials),
+        probes=feature_probes(model) if accelerations else {},
+    )
     reporter.begin("warming up")
     engine.warm_up()
     heartbeat.unsubscribe(reporter.advance)
@@ -170,7 +176,6 @@ def _limits(config: EngineConfig) -> EngineLimits:
         fixed_rows=config.fixed_rows,
         max_wait_turns=config.max_wait_turns,
         max_pixels=config.max_pixels,
-        sparse_convolutions=config.sparse_convolutions,
         compile_s=config.compile_s,
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,

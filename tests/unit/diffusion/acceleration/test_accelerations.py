@@ -19,10 +19,12 @@ from bottega.diffusion.acceleration import attention
 from bottega.diffusion.acceleration.attention import AttentionBackend
 from bottega.diffusion.acceleration.channels_last import ChannelsLast
 from bottega.diffusion.acceleration.compiled import RegionalCompile
+from bottega.diffusion.acceleration.kernels.probes import feature_probes
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.warm_up import sample_job
@@ -38,7 +40,7 @@ EXACT = 1e-5
 
 def forward(model: Model) -> Sequence[Tensor]:
     row = engine_row(model)
-    return list(Denoiser(model.backbone).predict([row]).noise.values())
+    return list(Denoiser(Network(backbone=model.backbone)).predict([row]).noise.values())
 
 
 def engine_row(model: Model):  # type: ignore[no-untyped-def]
@@ -97,7 +99,7 @@ def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: 
 def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     engine = Engine(model, EngineLimits())
     request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
-    probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
+    probes = engine_probes(model, Denoiser(Network(backbone=model.backbone)).forward, request.rows(), request.latent)
     (before,) = probes["decode"]()
     last = ChannelsLast("vae")
     last.enable(model)
@@ -218,7 +220,8 @@ def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: 
     before = {name: weight.clone() for name, weight in model.backbone.unet.state_dict().items()}
     engine = Engine(model, EngineLimits())
     request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
-    probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
+    forward = Denoiser(Network(backbone=model.backbone)).forward
+    probes = {**engine_probes(model, forward, request.rows(), request.latent), **feature_probes(model)}
     assert {each.probe for each in all_accelerations()} <= probes.keys()
     with torch.inference_mode():
         for name, probe in probes.items():

@@ -15,7 +15,8 @@ from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward, record
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.engine.forward import Denoiser, stack
+from bottega.diffusion.engine.denoiser import Denoiser
+from bottega.diffusion.engine.forward import Network, stack
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.warm_up import sample_job
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, UNetBackbone
@@ -260,7 +261,7 @@ def test_an_engine_computes_by_graphs_until_they_are_taken_out(model: Model) -> 
     capture = ReplayedCapture()
     graphs = Graphs(lambda _: capture)
     row = sample_job(model, DeviceClock(model.runtime)).requests[0].rows()[0]
-    denoiser = Denoiser(model.backbone, operations=model.operations)
+    denoiser = Denoiser(Network(backbone=model.backbone, operations=model.operations))
 
     def noise(row: Row) -> Tensor:
         return next(iter(denoiser.predict([row]).noise.values()))

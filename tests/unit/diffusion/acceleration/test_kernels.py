@@ -18,18 +18,19 @@ from bottega.diffusion.acceleration.kernels.group_norm import GroupNormSilu
 from bottega.diffusion.acceleration.kernels.guided_euler import GuidedEulerStep
 from bottega.diffusion.acceleration.kernels.lora_patch import LoraPatch
 from bottega.diffusion.acceleration.kernels.masked_moves import KernelMoves, MaskedMoves
-from bottega.diffusion.acceleration.kernels.probes import masked_probe, step_probe
+from bottega.diffusion.acceleration.kernels.probes import masked_probe
+from bottega.diffusion.acceleration.probes import step_probe
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.sparse import SparseMaps
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.denoiser import Denoiser
+from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.loras import UNET, LoraSet, Patcher
-from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerKind
 from bottega.diffusion.operations import EulerStep, GuidedEuler, Operations
 from bottega.diffusion.rows import Factors, Half, Row
-from tests.samples.masked_networks import StepInMemory, box, masked, plain_row, recording
+from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording
 
 EXACT = 2e-5
 SIZE = (16, 16)
@@ -73,7 +74,7 @@ def own_row(model: Model, seed: int = 1) -> Row:
 
 def forward_of(model: Model) -> list[Tensor]:
     rows = [own_row(model, seed) for seed in (1, 2)]
-    noise = Denoiser(model.backbone).predict(rows).noise
+    noise = Denoiser(Network(backbone=model.backbone)).predict(rows).noise
     return [noise[row] for row in rows]
 
 
@@ -103,7 +104,7 @@ def recorded_by_torch(model: Model) -> StepInMemory:
     kernels."""
     recorded = StepInMemory()
     backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
-    denoiser = Denoiser(UNetBackbone(model.backbone.unet), masked=backbone)
+    denoiser = denoiser_of(model.backbone.unet, backbone)
     denoiser.predict([recording(own_row(model), recorded)])
     return recorded
 
@@ -113,7 +114,7 @@ def edited(model: Model) -> list[Tensor]:
     recorded = recorded_by_torch(model)
     masks = box(5, 4, 3, 6, size=SIZE), box(0, 11, 4, 5, size=SIZE)
     backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
-    denoiser = Denoiser(UNetBackbone(model.backbone.unet), masked=backbone)
+    denoiser = denoiser_of(model.backbone.unet, backbone)
     rows = [masked(own_row(model, 7), recorded, each) for each in masks]
     noise = denoiser.predict([rows[0], own_row(model, 9), rows[1]]).noise
     return list(noise.values())

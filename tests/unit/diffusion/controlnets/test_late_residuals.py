@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.engine import forward
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.request import ActiveControl, Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
@@ -74,7 +75,7 @@ def rows_of(*requests: Request) -> list[Row]:
 
 
 def build(model: Model, residuals: Residuals, fixed_rows: int = 0) -> Denoiser:
-    return Denoiser(model.backbone, residuals=residuals, fixed_rows=fixed_rows)
+    return Denoiser(Network(backbone=model.backbone, residuals=residuals, fixed_rows=fixed_rows))
 
 
 @pytest.mark.parametrize("fixed_rows", [0, 6])
@@ -94,7 +95,7 @@ def test_what_a_device_idles_for_residuals_is_counted_when_it_has_got_there(mode
     late = request(model, 1, controlled=True)
     # Long waits, and a device far enough behind, also while others use the processor.
     device, residuals = DelayedDevice(), Residuals(late={late: 2}, wait_s=0.3)
-    denoiser = Denoiser(model.backbone, residuals=residuals, device=device)
+    denoiser = Denoiser(Network(backbone=model.backbone, residuals=residuals, device=device))
     with device.running(0.02):
         denoiser.predict(rows_of(request(model, 2, controlled=False)))  # warm
         times = denoiser.predict(rows_of(late)).times

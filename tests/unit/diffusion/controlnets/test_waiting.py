@@ -15,9 +15,10 @@ import pytest
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
 from bottega.diffusion.engine import forward, readiness
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.events import JobStarted
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
@@ -186,7 +187,7 @@ def test_asked_before_it_is_loaded_a_row_is_late_and_alone_it_is_waited_for(mode
     gate = Gate()
     with shelves(load=gate) as shelf:
         controlnets = LocalControlNets(shelf)
-        predict = Denoiser(model.backbone, residuals=controlnets).predict
+        predict = Denoiser(Network(backbone=model.backbone, residuals=controlnets)).predict
         late = opened(model, controlnets, controlled())
         other = Request(model, PLAIN, encode_prompts(model, PLAIN))
         assert {row.owner for row in predict([*late.rows(), *other.rows()]).noise} == {other}
@@ -209,5 +210,5 @@ def test_asked_for_what_can_never_be_there_it_says_why_at_once(
         late = opened(model, controlnets, controlled())
         began_s = time.monotonic()
         with pytest.raises(ControlNetUnusable, match="ControlNet edges"):
-            Denoiser(model.backbone, residuals=controlnets).predict(late.rows())
+            Denoiser(Network(backbone=model.backbone, residuals=controlnets)).predict(late.rows())
         assert time.monotonic() - began_s < WAIT_S / 2

@@ -13,13 +13,12 @@ from diffusers import UNet2DConditionModel
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.cross_attention import PromptCache
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.loras import UnmergedLoras
-from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from tests.samples.masked_edits import FIRST, EditDesk
-from tests.samples.masked_networks import StepInMemory, plain_row, random_loras, recording, small_unet
+from tests.samples.masked_networks import StepInMemory, denoiser_of, plain_row, random_loras, recording, small_unet
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def unet() -> UNet2DConditionModel:
 
 @pytest.fixture
 def denoiser(unet: UNet2DConditionModel) -> Denoiser:
-    return Denoiser(UNetBackbone(unet), UnmergedLoras(unet), masked=MaskedBackbone(unet))
+    return denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet))
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def test_a_prompt_is_projected_once_for_all_steps(unet: UNet2DConditionModel, de
         denoiser.predict([other, later])
         denoiser.predict([later])
         assert seen == [1, 2]
-    plain = Denoiser(UNetBackbone(unet)).predict([later]).noise[later]
+    plain = denoiser_of(unet).predict([later]).noise[later]
     assert (ours - plain).abs().max() < 1e-5
 
 
@@ -65,7 +64,7 @@ def test_loras_that_come_later_project_it_anew(unet: UNet2DConditionModel, denoi
     styled = replace(row, loras=random_loras(unet, 3, ("attn2.to_k", "attn2.to_v")))
     without = denoiser.predict([row]).noise[row]
     ours = denoiser.predict([styled]).noise[styled]
-    plain = Denoiser(UNetBackbone(unet), UnmergedLoras(unet)).predict([styled]).noise[styled]
+    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet)).predict([styled]).noise[styled]
     assert (ours - plain).abs().max() < 1e-5
     assert (ours - without).abs().max() > 0.01
     assert torch.equal(denoiser.predict([row]).noise[row], without)

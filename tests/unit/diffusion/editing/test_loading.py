@@ -249,13 +249,13 @@ def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
 
 def test_a_store_s_profile_counts_until_blocks_are_measured_here(desk: LoadingDesk) -> None:
     size, (recording,) = (16, 16), desk.source.recordings
-    theirs = desk.engine.profile_blocks(64, 64)
+    theirs = desk.edits.profile_blocks(desk.engine, 64, 64)
     other = LoadingDesk(desk.edits.model)
     other.draw(FIRST)
     other.source.recordings[0].profile = theirs
     other.draw(SECOND)
     assert other.edits.times.profile(size) == theirs
-    ours = other.engine.profile_blocks(64, 64)
+    ours = other.edits.profile_blocks(other.engine, 64, 64)
     other.draw(replace(SECOND, key="again"))
     assert other.edits.times.profile(size) == ours != theirs
     assert recording.profile is None

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone, UnsupportedNetwork, transformer_blocks
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.masked.transformer import Caching
-from bottega.diffusion.engine.forward import Denoiser
-from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.rows import Row, RowActivations
-from tests.samples.masked_networks import StepInMemory, box, masked, plain_row, recording, small_unet
+from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 
 # Outputs are of the order of 1; a recording rounds to 11 bits in each of 13 blocks.
 EXACT, FLOAT16 = 1e-5, 5e-3
@@ -38,7 +36,7 @@ def unet() -> UNet2DConditionModel:
 def noise_of(unet: UNet2DConditionModel, rows: Sequence[Row], caching: Caching | None = None) -> list[Tensor]:
     """What the plain backbone predicts, or the masked one where that is asked for."""
     backbone = None if caching is None else MaskedBackbone(unet, caching=caching)
-    prediction = Denoiser(UNetBackbone(unet), masked=backbone).predict(rows)
+    prediction = denoiser_of(unet, backbone).predict(rows)
     return [prediction.noise[row] for row in rows]
 
 
@@ -169,22 +167,22 @@ def test_a_masked_row_records_what_it_computes_and_hands_on_the_rest(unet: UNet2
 
 @pytest.mark.parametrize("caching", Caching)
 def test_a_block_that_was_not_recorded_is_computed_in_full(unet: UNet2DConditionModel, caching: Caching) -> None:
-    row, recorded, names = plain_row(1), StepInMemory(), transformer_blocks(unet)
+    row, recorded = plain_row(1), StepInMemory()
     (plain,) = noise_of(unet, [recording(row, recorded)], caching)
     whole = dict(recorded.outputs)
     backbone = MaskedBackbone(unet, caching=caching)
-    denoiser = Denoiser(UNetBackbone(unet), masked=backbone)
+    denoiser = denoiser_of(unet, backbone)
     edit = masked(row, recorded, MASKS["corner"])
     reuses = []
     for kept in (len(whole), len(whole) // 2, 0):
         recorded.outputs = dict(list(whole.items())[:kept])
         recorded.asked.clear()
+        recorded.reused.clear()
         prediction = denoiser.predict([edit, plain_row(2)])
         assert distance(prediction.noise[edit], plain) < (FLOAT16 if kept else EXACT)
-        assert list(prediction.blocks_reused) == [edit]
-        reuses.append(prediction.blocks_reused[edit])
+        reuses.append(len(recorded.reused))
         assert len(set(recorded.asked)) == len(recorded.asked), "each was asked for once"
-    assert reuses[0] == len(names) > reuses[1] > reuses[2] == 0
+    assert reuses[0] == len(whole) > reuses[1] > reuses[2] == 0
 
 
 def test_a_block_between_others_may_be_missing(unet: UNet2DConditionModel) -> None:
@@ -212,12 +210,12 @@ def test_without_rows_of_edits_and_with_fixed_rows_the_plain_backbone_runs(unet:
     never = NeverBegun(unet)
     row, recorded = plain_row(1), StepInMemory()
     (plain,) = noise_of(unet, [row])
-    prediction = Denoiser(UNetBackbone(unet), masked=never).predict([row])
+    prediction = denoiser_of(unet, never).predict([row])
     assert torch.equal(prediction.noise[row], plain)
     edit = masked(row, recorded, MASKS["corner"], recorded)
-    fixed = Denoiser(UNetBackbone(unet), masked=never, fixed_rows=4).predict([edit])
+    fixed = denoiser_of(unet, never, fixed_rows=4).predict([edit])
     assert distance(fixed.noise[edit], plain) < EXACT
-    assert not fixed.blocks_reused
+    assert not recorded.reused
     assert not recorded.outputs
 
 

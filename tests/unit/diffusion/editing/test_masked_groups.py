@@ -15,13 +15,13 @@ from bottega.diffusion.editing.masked.backbone import MaskedBackbone, transforme
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.sparse import SparseMaps
-from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.loras import UnmergedLoras
-from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.rows import Row
 from tests.samples.masked_networks import (
     StepInMemory,
     box,
+    denoiser_of,
     masked,
     patch,
     plain_row,
@@ -115,7 +115,7 @@ def make(
     def made(late: str = "") -> Denoiser:
         provider = Residuals(addends=residuals, late={late} if late else set())
         masked = MaskedBackbone(unet, maps=request.param())
-        return Denoiser(UNetBackbone(unet), UnmergedLoras(unet), provider, masked=masked)
+        return denoiser_of(unet, masked, row_weights=UnmergedLoras(unet), residuals=provider)
 
     return made
 
@@ -137,10 +137,11 @@ def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_de
     for row in rows:
         alone = denoiser.predict([row])
         assert (together.noise[row] - alone.noise[row]).abs().max() < NEIGHBOUR
-        assert together.blocks_reused.get(row) == alone.blocks_reused.get(row)
-    everything = len(transformer_blocks(unet))
-    assert [together.blocks_reused.get(row) for row in rows] == [None, None, None, 0, *[everything] * 10]
-    plain = Denoiser(UNetBackbone(unet), UnmergedLoras(unet), Residuals(addends=residuals)).predict(rows[:4])
+    for row in rows[4:]:
+        assert row.activations is not None
+        assert row.activations.recorded is not None
+        assert set(transformer_blocks(unet)) <= set(row.activations.recorded.reused)
+    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet), residuals=Residuals(addends=residuals)).predict(rows[:4])
     for row in rows[:4]:
         assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR
 
@@ -162,11 +163,11 @@ def test_loras_in_the_weights_and_beside_them_agree_on_masked_rows(linear: bool)
     unet, patched = (small_unet(use_linear_projection=linear) for _ in range(2))
     loras, template, recorded, computed = random_loras(unet, 4, TOUCHED), plain_row(1), StepInMemory(), box(2, 3, 5, 5)
     patch(patched, loras)
-    beside = Denoiser(UNetBackbone(unet), UnmergedLoras(unet), masked=MaskedBackbone(unet))
-    inside = Denoiser(UNetBackbone(patched), masked=MaskedBackbone(patched))
+    beside = denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet))
+    inside = denoiser_of(patched, MaskedBackbone(patched))
     inside.predict([recording(template, recorded)])
     edit = masked(plain_row(2, loras=loras), recorded, computed)
     ours = beside.predict([edit, plain_row(3)]).noise[edit]
     assert (ours - inside.predict([edit]).noise[edit]).abs().max() < NEIGHBOUR
-    without = Denoiser(UNetBackbone(unet), masked=MaskedBackbone(unet)).predict([edit]).noise[edit]
+    without = denoiser_of(unet, MaskedBackbone(unet)).predict([edit]).noise[edit]
     assert (ours - without).abs().max() > 0.05

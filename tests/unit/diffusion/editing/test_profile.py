@@ -19,7 +19,7 @@ SIZE = (8, 8)
 
 def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None:
     desk = EditDesk(model)
-    profile = desk.engine.profile_blocks(0, 0)
+    profile = desk.edits.profile_blocks(desk.engine, 0, 0)
     blocks = desk.edits.times.blocks(SIZE)
     assert [block.name for block in profile.blocks] == [block.name for block in blocks]
     assert [block.size_bytes for block in profile.blocks] == [block.size_bytes for block in blocks]
@@ -47,14 +47,15 @@ def test_the_device_that_is_waited_for_is_the_models_own(model: Model, monkeypat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the current device may be another one"))
     device = CountingDevice()
     desk = EditDesk(replace(model, runtime=device))
-    desk.engine.profile_blocks(0, 0)
+    desk.edits.profile_blocks(desk.engine, 0, 0)
     assert device.waits > len(desk.edits.times.blocks(SIZE))
 
 
 @pytest.mark.alone
 def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
     desk = EditDesk(model)
-    profiles = [desk.engine.profile_blocks(256, 256) for _ in range(3)]  # what else runs makes some of them slower
+    # Other processes make some of them slower.
+    profiles = [desk.edits.profile_blocks(desk.engine, 256, 256) for _ in range(3)]
     full_s = min(sum(block.full_s for block in profile.blocks) for profile in profiles)
     least, middle, most = (
         min(sum(block.masked_s[place] for block in profile.blocks) for profile in profiles) for place in range(3)
@@ -65,7 +66,7 @@ def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
 def test_plans_count_with_what_was_measured_of_this_size_alone(model: Model) -> None:
     desk = EditDesk(model)
     times = desk.edits.times
-    profile = desk.engine.profile_blocks(32, 32)
+    profile = desk.edits.profile_blocks(desk.engine, 32, 32)
     assert times.profile(SIZE) == profile
     assert times.profile((16, 16)) is None
     full_s, known = times.full_s(SIZE), [block.full_s for block in profile.blocks]
@@ -76,13 +77,14 @@ def test_plans_count_with_what_was_measured_of_this_size_alone(model: Model) -> 
 def test_what_cannot_be_measured_is_refused(model: Model) -> None:
     desk = EditDesk(model)
     with pytest.raises(InvalidRequest, match="width"):
-        desk.engine.profile_blocks(63, 64)
+        desk.edits.profile_blocks(desk.engine, 63, 64)
     with pytest.raises(TooLarge, match="max_pixels"):
-        desk.engine.profile_blocks(8192, 8192)
+        desk.edits.profile_blocks(desk.engine, 8192, 8192)
+    without = EditDesk(model, mib=0)
     with pytest.raises(MethodNotServed, match="keeps no activations"):
-        EditDesk(model, mib=0).engine.profile_blocks(0, 0)
+        without.edits.profile_blocks(without.engine, 0, 0)
     desk.submit(
         EngineOrder(key="plain", spec=ResolvedSpec(prompt="a star", num_inference_steps=4, width=64, height=64))
     )
     with pytest.raises(Unavailable, match="draws pictures now"):
-        desk.engine.profile_blocks(0, 0)
+        desk.edits.profile_blocks(desk.engine, 0, 0)

@@ -19,12 +19,10 @@ from bottega.diffusion.editing.recordings.projections import ProjectionsRoom, St
 from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.editing.sparse import SparseMaps
-from bottega.diffusion.engine.forward import Denoiser
-from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Half, Projections, Row
 from tests.samples.masked_edits import SPEC, EditDesk, masked_order
-from tests.samples.masked_networks import StepInMemory, box, masked, plain_row, recording, small_unet
+from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 
 # Sums over other numbers of tokens have other last bits.
 EXACT = 1e-5
@@ -47,7 +45,7 @@ def template(unet: UNet2DConditionModel) -> StepInMemory:
 
 def denoise(unet: UNet2DConditionModel, rows: Sequence[Row]) -> list[Tensor]:
     backbone = MaskedBackbone(unet, maps=SparseMaps())
-    prediction = Denoiser(UNetBackbone(unet), masked=backbone).predict(rows)
+    prediction = denoiser_of(unet, backbone).predict(rows)
     return [prediction.noise[row] for row in rows]
 
 

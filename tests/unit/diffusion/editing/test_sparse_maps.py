@@ -18,7 +18,7 @@ from bottega.diffusion.editing.sparse import SparseMaps, norms
 from bottega.diffusion.editing.sparse.norms import Statistics
 from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import Denoiser, stack
+from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.model.backbone import Backbone, UNetBackbone
 from bottega.diffusion.rows import Row, RowActivations
@@ -26,6 +26,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.masked_networks import (
     StepInMemory,
     box,
+    denoiser_of,
     masked,
     patch,
     plain_row,
@@ -58,7 +59,7 @@ def unet() -> UNet2DConditionModel:
 def noise_of(unet: UNet2DConditionModel, rows: Sequence[Row], *, sparse: bool = True) -> list[Tensor]:
     """What the plain backbone predicts, or the masked one with sparse convolutions."""
     backbone = MaskedBackbone(unet, maps=SparseMaps()) if sparse else None
-    prediction = Denoiser(UNetBackbone(unet), masked=backbone).predict(rows)
+    prediction = denoiser_of(unet, backbone).predict(rows)
     return [prediction.noise[row] for row in rows]
 
 
@@ -129,7 +130,7 @@ def test_of_a_recording_that_each_step_brings_to_a_device_statistics_are_compute
     monkeypatch.setattr(norms, "_outside", counted)
     row = plain_row(1, size=SIZE)
     brought = BroughtStep(recorded_of(unet, row).outputs)
-    predict = Denoiser(UNetBackbone(unet), masked=MaskedBackbone(unet, maps=SparseMaps())).predict
+    predict = denoiser_of(unet, MaskedBackbone(unet, maps=SparseMaps())).predict
     edit = masked(row, brought, MASKS["middle"])
     (first,) = predict([edit]).noise.values()
     once = len(computed)
@@ -297,7 +298,7 @@ def test_loras_beside_the_weights_count_in_rectangles_as_they_do_in_the_weights(
     ]
     group = [edits[0], plain_row(9, size=SIZE), edits[1]]
     backbone = MaskedBackbone(unet, maps=SparseMaps())
-    beside = Denoiser(UNetBackbone(unet), UnmergedLoras(unet), masked=backbone).predict(group)
+    beside = denoiser_of(unet, backbone, row_weights=UnmergedLoras(unet)).predict(group)
     for edit, each in zip(edits, sets, strict=True):
         patched = small_unet()
         patch(patched, each)

@@ -7,23 +7,26 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.engine.bounded_forward import BoundedForward
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.events import JobFinished
-from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.engine.forward import Network, Prediction
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
+from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import TooLarge
+from tests.samples.masked_networks import small_unet
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
@@ -128,16 +131,17 @@ def blank_row(owner: str, half: Half = Half.CONDITIONAL) -> Row:
     return Row(owner=owner, step=0, half=half, sample=torch.zeros(4, 8, 8), timestep=torch.tensor(1.0), embeds=embeds)
 
 
-class ScriptedForward:
+class ScriptedDenoiser(Denoiser):
     """most: rows that find memory. late: rows that are late. held: what failed forwards had computed."""
 
-    def __init__(self, *, most: int = 99, late: Sequence[Row] = ()) -> None:
+    def __init__(self, *, most: int = 99, late: Sequence[Row] = (), **options: Any) -> None:
+        super().__init__(Network(backbone=UNetBackbone(small_unet())), **options)
         self.held: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
         self._most = most
         self._late = late
 
-    def predict(self, rows: Sequence[Row]) -> Prediction:
+    def forward(self, rows: Sequence[Row]) -> Prediction:
         gc.disable()  # what is freed is freed by itself
         self.alive.append(sum(held() is not None for held in self.held))
         computed = torch.zeros(1000)
@@ -149,22 +153,19 @@ class ScriptedForward:
             noise={row: row.sample for row in rows if row not in self._late}, times=KnownTimes(seconds=0.5)
         )
 
-    def ask_ahead(self, rows: Sequence[Row]) -> None: ...
-
 
 def test_an_owner_of_whom_one_part_was_late_is_late_with_all_rows() -> None:
     rows = [blank_row(owner, half) for owner in ("one", "other") for half in Half]
-    forward = ScriptedForward(most=1, late=[rows[1]])
-    prediction = BoundedForward(forward, MemoryPlan()).predict(rows)
+    prediction = ScriptedDenoiser(most=1, late=[rows[1]]).predict(rows)
     assert list(prediction.noise) == rows[2:]
     assert prediction.seconds == 4 * 0.5
 
 
 def test_what_a_failed_forward_had_computed_is_freed_before_its_parts_run() -> None:
-    forward = ScriptedForward(most=1)
-    BoundedForward(forward, MemoryPlan()).predict([blank_row(str(owner)) for owner in range(4)])
-    assert len(forward.held) == 3
-    assert set(forward.alive) == {0}
+    denoiser = ScriptedDenoiser(most=1)
+    denoiser.predict([blank_row(str(owner)) for owner in range(4)])
+    assert len(denoiser.held) == 3
+    assert set(denoiser.alive) == {0}
 
 
 def test_the_heart_beats_from_a_thread_while_the_first_forward_of_a_kind_compiles() -> None:
@@ -172,17 +173,17 @@ def test_the_heart_beats_from_a_thread_while_the_first_forward_of_a_kind_compile
     beats: list[str] = []
     heartbeat.subscribe_covered(lambda: beats.append("compiling"))
 
-    class Compiling(ScriptedForward):
-        def predict(self, rows: Sequence[Row]) -> Prediction:
+    class Compiling(ScriptedDenoiser):
+        def forward(self, rows: Sequence[Row]) -> Prediction:
             if len(rows) == 1:
                 wait_until(lambda: bool(beats), "a beat")
-            return super().predict(rows)
+            return super().forward(rows)
 
-    bounded = BoundedForward(Compiling(), MemoryPlan(), heartbeat=heartbeat, compile_s=60.0)
-    bounded.predict([blank_row("one")])
+    denoiser = Compiling(heartbeat=heartbeat, compile_s=60.0)
+    denoiser.predict([blank_row("one")])
     before = len(beats)
     beats.extend(["ours", "ours"])
-    bounded.predict([blank_row("one")])  # the same kind: nothing compiles any more
+    denoiser.predict([blank_row("one")])  # the same kind: nothing compiles any more
     assert len(beats) == before + 2
 
 

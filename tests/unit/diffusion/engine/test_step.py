@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from bottega.diffusion.acceleration.channels_last import ChannelsLast
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
-from bottega.diffusion.engine.forward import Denoiser, Prediction
+from bottega.diffusion.engine.forward import Network, Prediction
 from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
 from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
@@ -235,14 +235,14 @@ def test_warming_up_measures_turns_of_growing_width_and_the_time_beside_them(mod
 class SlowDenoiser(Denoiser):
     """Two seconds for each row, as it says."""
 
-    def predict(self, rows: Sequence[Row]) -> Prediction:
+    def forward(self, rows: Sequence[Row]) -> Prediction:
         return Prediction(noise={row: row.sample for row in rows}, times=KnownTimes(seconds=2.0 * len(rows)))
 
 
 def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
     times = StepTimes()
     row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
-    MeasuredForward(SlowDenoiser(model.backbone), times, ()).warm_up(row, 16)
+    SlowDenoiser(Network(backbone=model.backbone), step_times=times).warm_up(row, 16)
     assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
     assert times.seconds((8, 8), 0.5) == 1.0
 
@@ -252,7 +252,7 @@ class HeldUpDenoiser(Denoiser):
 
     forwards = 0
 
-    def predict(self, rows: Sequence[Row]) -> Prediction:
+    def forward(self, rows: Sequence[Row]) -> Prediction:
         self.forwards += 1
         return Prediction(noise={row: row.sample for row in rows}, times=KnownTimes(seconds=0.005 * self.forwards**2))
 
@@ -263,9 +263,10 @@ def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(mod
     seconds, widths = {}, {}
     for fixed_rows in (0, 4):
         times = StepTimes()
-        forward = MeasuredForward(HeldUpDenoiser(model.backbone), times, (), fixed_rows=fixed_rows)
-        forward.warm_up(row, 4)
-        forward.predict([row, replace(row)])
+        network = Network(backbone=model.backbone, fixed_rows=fixed_rows)
+        denoiser = HeldUpDenoiser(network, step_times=times)
+        denoiser.warm_up(row, 4)
+        denoiser.predict([row, replace(row)])
         seconds[fixed_rows] = [times.seconds((8, 8), rows) or 0.0 for rows in range(5)]
         widths[fixed_rows] = best_width(
             [RemainingWork(steps=20, rows=2)] * 2,

@@ -37,8 +37,9 @@ from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.work import blocks_of
 from bottega.diffusion.editing.sparse.maps import SparseMaps
+from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import Denoiser, stack
+from bottega.diffusion.engine.forward import Network, stack
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.backbone import UNetBackbone
@@ -540,7 +541,7 @@ def assert_masks_as_plain(model: Model) -> None:
 
 
 def noise_of(backbone: UNetBackbone, masks: MaskedBackbone | None, row: Row) -> list[Tensor]:
-    return list(Denoiser(backbone, masked=masks).predict([row]).noise.values())
+    return list(Denoiser(Network(backbone=backbone, strategies=(masks,))).predict([row]).noise.values())
 
 
 def some_row(unet: UNet2DConditionModel) -> Row:

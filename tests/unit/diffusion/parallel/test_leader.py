@@ -29,9 +29,9 @@ class Network:
 
     def __call__(self, rows: Sequence[Row]) -> Prediction:
         self._times.observe((8, 8), len(rows), OWN_S * len(rows))
-        reused = {row: 3 for row in rows if row.activations is not None}
+        waits_s = {row: 0.5 for row in rows if row.activations is not None}
         return Prediction(
-            noise={row: row.sample for row in rows}, times=KnownTimes(seconds=OWN_S * len(rows)), blocks_reused=reused
+            noise={row: row.sample for row in rows}, times=KnownTimes(seconds=OWN_S * len(rows)), load_waits_s=waits_s
         )
 
 
@@ -139,7 +139,7 @@ def test_rows_that_read_recordings_or_make_them_are_computed_where_those_are() -
     prediction = pair.predict([*edited, *rows_of("plain")], offloadable("edited", "plain"))
     assert isinstance(prediction, PairPrediction)
     assert prediction.offloaded == {"plain"}
-    assert prediction.blocks_reused == dict.fromkeys(edited, 3)
+    assert prediction.load_waits_s == dict.fromkeys(edited, 0.5)
     turns = follower.turns
     pair.predict(edited, offloadable("edited"))
     assert follower.turns == turns

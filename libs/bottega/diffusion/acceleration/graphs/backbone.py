@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bottega.diffusion.acceleration.graphs.capture import Capture
 from bottega.diffusion.acceleration.graphs.recorded import RecordedForward, Segment, key_of, record
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
-from bottega.diffusion.model.backbone import Activations, Block, Inputs, UNetBackbone
+from bottega.diffusion.model.backbone import Activations, Block, Inputs, RowSpans, UNetBackbone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class GraphedActivations(Activations):
 
 class GraphedBackbone:
     """A backbone with the blocks of another one, which runs recorded shapes as graphs."""
+
+    spans: RowSpans | None = None
 
     def __init__(self, plain: UNetBackbone, recordings: RecordedForwards, capture: Capture) -> None:
         self._plain = plain

@@ -1,56 +1,43 @@
-"""Probes for kernels that neither a forward nor a decoding shows: the sampler's step, and masked rows' moves.
+"""Probes for kernels that speed up features: LoRAs patched into weights, and the moves of masked rows.
 
 Each has the model's own sizes and uses the model's current operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.editing.masked.packing import pack_rows
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.sparse.pieces import Tiles
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
-from bottega.diffusion.engine.guided_step import Guidance, guided_step
+from bottega.diffusion.loras.lora import UNET
+from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.sampler_choices import SamplerChoice
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.rows import Half
+from bottega.diffusion.rows import Factors, LoraSet
 
-_GUIDANCE = Guidance(scale=5.0)
-_STEPS, _STEP = 20, 8
+_RANK = 32
+# Bytes of weights that the probe's LoRA patches, which are copied meanwhile, and number of layers that are compared.
+_PATCHED_BYTES = 256 << 20
+_COMPARED_LAYERS = 4
 # Side of the probe's mask, as a share of the picture's: a fifth of the area.
 _MASKED = 0.45
 # Both halves of a guided request.
 _ROWS = 2
 
 
-def step_probe(model: Model) -> Probe:
-    """Return a probe of guidance and a sampler step for one image, with Euler if the model supports it."""
-    shape = (model.latent_channels, *_latent_size(model))
-    generator = torch.Generator("cpu").manual_seed(0)
-    latent, *noise = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(3))
-    halves = dict(zip(Half, noise, strict=True))
-    euler = SamplerChoice(kind=SamplerKind.EULER)
-    choice = model.samplers.default_choice(model.defaults.sampler) if model.samplers.refusals[euler] else euler
-
-    def run() -> Sequence[Tensor]:
-        sampler = model.samplers.open(choice, steps=_STEPS, begin=_STEP)
-        sampler.model_input(latent[None], _STEP)
-        return guided_step(
-            sampler, _STEP, latent[None], halves, guidance=_GUIDANCE, generator=None, operations=model.operations
-        )
-
-    return run
+def feature_probes(model: Model) -> Mapping[str, Probe]:
+    """Return the probes by name: "patch" and "masked"."""
+    return {"patch": _patch_probe(model), "masked": masked_probe(model)}
 
 
 def masked_probe(model: Model) -> Probe:
     """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
-    height, width = _latent_size(model)
+    height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
     channels = int(model.backbone.unet.config.block_out_channels[0])
     generator = torch.Generator("cpu").manual_seed(0)
     maps = torch.randn(_ROWS, channels, height, width, generator=generator).to(model.device, model.dtype)
@@ -75,8 +62,42 @@ def masked_probe(model: Model) -> Probe:
     return run
 
 
-def _latent_size(model: Model) -> tuple[int, int]:
-    return model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
+def _patch_probe(model: Model) -> Probe:
+    """Return a probe that patches a LoRA and restores the weights bit for bit."""
+    unet = model.backbone.unet
+    layers = dict(_layers(unet))
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = {path: _factors(layer, generator) for path, layer in layers.items()}
+    loras = LoraSet(key=(("self-check", 1.0),), components={UNET: factors})
+    compared = list(layers.values())[:_COMPARED_LAYERS]
+
+    def run() -> Sequence[Tensor]:
+        patcher = Patcher(unet, UNET, operations=model.operations)
+        try:
+            patcher.patch(loras)
+            return [layer.weight.detach().clone() for layer in compared]
+        finally:
+            patcher.restore()
+
+    return run
+
+
+def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield projections of attention, which most LoRAs patch, up to a total size."""
+    size_bytes = 0
+    for path, module in unet.named_modules():
+        if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
+            size_bytes += module.weight.nbytes
+            if size_bytes > _PATCHED_BYTES:
+                return
+            yield path, module
+
+
+def _factors(layer: nn.Linear, generator: torch.Generator) -> Factors:
+    weight = layer.weight
+    down = torch.randn(_RANK, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+    up = torch.randn(weight.shape[0], _RANK, generator=generator) * 0.05
+    return Factors(down=down.to(weight), up=up.to(weight))
 
 
 def _middle(height: int, width: int) -> Rectangle:

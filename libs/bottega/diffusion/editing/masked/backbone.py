@@ -17,13 +17,13 @@ from torch import Tensor
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.cross_attention import PromptCache
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps
-from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import TokenCache
 from bottega.diffusion.editing.masked.transformer import Caching, MaskedTransformer
-from bottega.diffusion.model.backbone import Activations, Inputs, UNetBackbone
+from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
 from bottega.diffusion.operations import Operations
+from bottega.diffusion.rows import Row
 
 
 class UnsupportedNetwork(ValueError):
@@ -53,7 +53,7 @@ class MaskedBackbone(UNetBackbone):
         reason = unsupported(unet)
         if reason:
             raise UnsupportedNetwork(reason)
-        self.spans = RowSpans()
+        self.spans: RowSpans = RowSpans()
         self._tokens = TokenCache()
         self._prompts = PromptCache(memory=memory)
         self._maps: FeatureMaps = maps or FullMaps()
@@ -64,6 +64,10 @@ class MaskedBackbone(UNetBackbone):
         }
         self.block_names = transformer_blocks(unet)
         super().__init__(unet)
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return this backbone for groups with a row that reads or writes a recording, else None."""
+        return self if any(row.activations is not None for row in rows) else None
 
     def begin(self, inputs: Inputs) -> MaskedActivations:
         sample, embedding = self.embed(inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,29 +15,6 @@ from torch import Tensor
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.masked.tokens import TokenSet
 from bottega.diffusion.operations import Moves
-
-
-class RowSpans:
-    """The offsets of each row in dimension 0 of the current layer call, for hooks that treat rows differently."""
-
-    __slots__ = ("_next", "offsets")
-
-    def __init__(self) -> None:
-        self.offsets: tuple[int, ...] | None = None
-        """Row i is [offsets[i], offsets[i + 1]); None if dimension 0 is the rows."""
-        self._next: tuple[int, ...] | None = None
-
-    def packed(self, offsets: tuple[int, ...]) -> Self:
-        """Return a context in which layers get packed items: tokens [items, channels], or tiles of feature maps."""
-        self._next = offsets
-        return self
-
-    # Written as a class, because one is entered for each layer, and a generator would take as long as a small layer.
-    def __enter__(self) -> None:
-        self.offsets = self._next
-
-    def __exit__(self, *_: object) -> None:
-        self.offsets = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

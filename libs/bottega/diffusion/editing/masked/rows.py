@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.cross_attention import PromptProjections
-from bottega.diffusion.editing.masked.packing import Packing, RowSpans, pack_rows
+from bottega.diffusion.editing.masked.packing import Packing, pack_rows
 from bottega.diffusion.editing.masked.tokens import MaskTokens, TokenCache
-from bottega.diffusion.model.backbone import Activations
+from bottega.diffusion.model.backbone import Activations, RowSpans
 from bottega.diffusion.operations import Moves
 from bottega.diffusion.rows import RowActivations
 
@@ -29,18 +29,12 @@ class MaskedActivations(Activations):
     """Kept projections of each row's prompt; empty if none are kept."""
     moves: Moves | None = None
     """Kernels that move tokens and tiles; None for plain torch."""
-    reused: list[int] = field(init=False)
-    """Number of transformer blocks that reused activations, by row."""
     _packings: dict[tuple[int, int, tuple[bool, ...]], Packing] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.reused = [0] * len(self.edits)
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
         """Keep only these rows, in this order. `index` is the same as int64 on their device."""
         Activations.select(self, rows, index)
         self.edits = [self.edits[row] for row in rows]
-        self.reused = [self.reused[row] for row in rows]
         self.prompts = [self.prompts[row] for row in rows] if self.prompts else []
         self._packings.clear()
 
@@ -64,11 +58,6 @@ class MaskedActivations(Activations):
         for edit, output in zip(self.edits, outputs, strict=True):
             if edit is not None and edit.sink is not None:
                 edit.sink.put(name, output)
-
-    def count(self, reuses: Sequence[bool]) -> None:
-        """Count a transformer block for the rows that reused activations."""
-        for row, reused in enumerate(reuses):
-            self.reused[row] += reused
 
     def packing(self, size: tuple[int, int], masked: Sequence[bool]) -> Packing:
         """Return the packing of masked rows' computed tokens and of all tokens of the others, at a size in tokens."""

@@ -56,7 +56,6 @@ class MaskedTransformer:
         for place, block in enumerate(self._blocks):
             recorded = forward.recorded(self.names[place])
             masked = [rest is not None for rest in recorded]
-            forward.count(masked)
             packing = forward.packing(size, masked)
             if not place:
                 made = _packed_input(tokens, masked, packing)
@@ -90,7 +89,6 @@ class MaskedTransformer:
         packing = forward.packing(size, masked)
         items = packing.pack(whole)
         for place, (block, path) in enumerate(zip(self._blocks, self._paths, strict=True)):
-            forward.count(masked)
             normed = block.norm1(items)
             whole_keys = packing.merge(_packed(block.attn1.to_k, normed, packing, forward), _where(keys[place], masked))
             whole_values = packing.merge(
