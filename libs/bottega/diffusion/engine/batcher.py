@@ -1,13 +1,18 @@
-"""Which requests share the next turn, and how long one may be passed over.
+"""Chooses which requests share the next turn, and bounds how long a request may be passed over.
 
-A turn is led by the tenant that has used least of the device for its weight, in seconds (bottega.fair_order).
-A turn is charged to the tenants of its requests when it begins, by the measured step times, and corrected when it is
-known what it took (`settle`). Of that tenant's requests the oldest leads, and the turn is as wide as pays off by the
-measured step times. A request is passed over for a bounded number of turns of its own tenant. Where step times are
-outdated, one turn is made wider, to measure it again.
+The tenant that has used least of the device for its weight leads the turn, in seconds (bottega.fair_order). Of its
+requests the oldest leads, and the turn is as wide as pays off by the measured step times. A request may be passed over
+for a bounded number of its tenant's turns. If step times are outdated, one turn is made wider to measure them again.
 
-Requests of other tenants that compute the same share the turn. A tenant that comes and is behind, because it asked for
-little, has turns of its own for a while: beside others its own would take as long as theirs.
+A turn is charged to the tenants of its requests when it begins, by the measured step times. The charge is corrected
+when the time of the turn is known (`settle`).
+
+Requests of other tenants that compute the same share the turn. A tenant that arrives and is behind, because it asked
+for little, has turns of its own for a while: shared turns would take as long as those of the others.
+
+A turn that is much longer than those of another tenant delays that tenant if it comes meanwhile. Such turns are kept
+short while the other tenant is here or is expected back. It is expected for about twice the time that it last stayed
+away, and only for a moment after its first visit.
 """
 
 from __future__ import annotations
@@ -29,33 +34,37 @@ from bottega.planning import (
     most_on_trial,
 )
 
-# Turns after which the widths are chosen anew though nobody came or went: step times drift.
+# Widths are chosen again after this many turns even if no request came or left, because step times drift.
 _REPLAN_TURNS = 16
-# What a tenant that asked for less than its share may be ahead of the others, in seconds of so many rows: about four
-# guided images of 50 steps, as some come together. Rows of the smallest requests that are here: nobody is held up for
-# four large images by somebody who was idle.
+# How far a tenant that asked for less than its share may get ahead of the others, in seconds of so many rows: about
+# four guided images of 50 steps, because some are submitted together. These are rows of the smallest requests that are
+# here, so that no tenant is held up for four large images by one that was idle.
 _CREDIT_ROWS = 400.0
-# Turns after its coming in which a tenant that is behind shares none with others.
+# Number of turns after its arrival in which a tenant that is behind shares no turn with others.
 _OWN_TURNS = 256
-# A turn so many times as long as another tenant's is split, where that tenant had one within so many seconds of turns.
-_LONG_TURN, _RECENT_S = 4.0, 600.0
-# Seconds of a row while nothing was measured: any number, the same for all.
+# A turn is too long if it takes this many times as long as another tenant's.
+_LONG_TURN = 4.0
+# How long a tenant is expected back, in seconds of the device: after its first visit, and at most. Shorter turns cost
+# throughput, so a single small picture must not keep them short for minutes.
+_FIRST_RETURN_S, _MAX_RETURN_S = 10.0, 600.0
+# Seconds of a row while nothing has been measured: any number, the same for all.
 _UNMEASURED_ROW_S = 1.0
-_EVERYBODYS = Share()
+_DEFAULT_SHARE = Share()
 
 
 class BatchCandidate(Protocol):
-    """What the batcher sees of a request. row_count: rows of each of its turns. steps: in all.
-
-    computed_share: of the tokens of its rows, what the next turn computes.
-    """
+    """A request as the batcher sees it."""
 
     @property
     def key(self) -> GroupKey: ...
     @property
-    def row_count(self) -> int: ...
+    def row_count(self) -> int:
+        """Number of rows in each of its turns."""
+
     @property
-    def computed_share(self) -> float: ...
+    def computed_share(self) -> float:
+        """Share of its rows' tokens that the next turn computes."""
+
     @property
     def steps(self) -> int: ...
     @property
@@ -67,59 +76,68 @@ Request = TypeVar("Request", bound=BatchCandidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTurn(Generic[Request]):
-    """The requests of one turn, and what their tenants were charged for it."""
+    """One turn: its requests, and what their tenants were charged."""
 
     requests: list[Request]
-    """Empty where nobody was ready for a turn."""
+    """Empty if no request was ready."""
     shares: Sequence[Share] = ()
-    """Whose the requests are, in the same order."""
+    """Tenant and weight of each request."""
     charged_s: Sequence[float] = ()
-    """Seconds of the device that were charged for each, in the same order."""
+    """Seconds of the device that were charged for each request."""
     splits: bool = False
-    """Whether the rows of its only request should be predicted in two turns: they would hold up another tenant."""
+    """Whether the rows of its only request should be predicted in two turns: one would delay another tenant."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecentTurn:
-    """The last turn that a tenant had."""
+@dataclass(slots=True, kw_only=True)
+class _Visitor:
+    """A tenant that had a turn, and is here or may come back. Times are in seconds of turns since the start."""
 
-    at_s: float
-    """When it ended, in seconds of turns since the start."""
-    seconds: float
-    """What it was expected to take."""
+    last_s: float
+    """End of its last turn."""
+    turn_s: float
+    """Expected length of its last turn."""
+    return_s: float = _FIRST_RETURN_S
+    """How long it is expected back after its last turn."""
+
+    def come_back(self, now_s: float) -> None:
+        """Expect the tenant for twice as long as it stayed away this time, but at least half as long as before."""
+        away_s = now_s - self.last_s
+        self.return_s = min(max(2 * away_s, self.return_s / 2, _FIRST_RETURN_S), _MAX_RETURN_S)
 
 
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[Request]):
-    """A request in the batcher.
-
-    turn: its tenant's turn in which it made its last step, or was admitted. exclusive: shares no group.
-    """
+    """A request in the batcher."""
 
     request: Request
     share: Share
     turn: int = 0
+    """Number of its tenant's turn in which it made its last step, or was admitted."""
     admitted: bool = False
     exclusive: bool = False
+    """Whether it shares no group."""
 
     @property
     def group(self) -> object:
-        """What it must have in common with the others of its group."""
+        """Key that all requests of its group have in common."""
         return self if self.exclusive else self.request.key
 
     @property
     def rows(self) -> int:
-        """Rows that it puts into a turn."""
+        """Number of rows in each of its turns."""
         return self.request.row_count
 
 
 class Batcher(Generic[Request]):
-    """The requests being denoised, in order of arrival.
+    """The requests that are being denoised, in order of arrival.
 
-    times: of plain rows. fractions: what rows cost of which a part is computed; the bounds count them as rows.
-    max_rows: of one group; a request with more rows runs by itself. max_wait_turns: of its tenant, in which a request
-    may be passed over once it is admitted. Of each tenant as many are admitted, first come first, as one group more
-    than so many turns can hold; the others wait.
+    Of each tenant, the oldest requests are admitted: as many as fit into `max_wait_turns` + 1 turns. The others wait.
+
+    Args:
+        times: Step times of plain rows.
+        fractions: Cost of rows that are computed in part. Bounds on rows count such rows in full.
+        max_rows: Upper bound on rows in one group. A request with more rows runs alone.
+        max_wait_turns: Number of its tenant's turns in which an admitted request may be passed over.
     """
 
     def __init__(
@@ -132,7 +150,7 @@ class Batcher(Generic[Request]):
         self._order = FairOrder()
         self._came: dict[str, int] = {}
         self._turns_of: dict[str, int] = {}
-        self._recent: dict[str, _RecentTurn] = {}
+        self._visitors: dict[str, _Visitor] = {}  # The one whose last turn is newest is last.
         self._device_s = 0.0
         self._slots: dict[Request, _Slot[Request]] = {}
         self._admitted: list[_Slot[Request]] = []
@@ -142,48 +160,50 @@ class Batcher(Generic[Request]):
         self._planned_at = -_REPLAN_TURNS
         self._backlog = 0
 
-    def add(self, request: Request, share: Share = _EVERYBODYS) -> None:
-        """Takes in a request that is not done. share: of whose it is."""
+    def add(self, request: Request, share: Share = _DEFAULT_SHARE) -> None:
+        """Add a request that is not done."""
         if all(slot.share.tenant != share.tenant for slot in self._slots.values()):
             if not self._slots:
                 self._order.begin_alone(share.tenant)
             self._came[share.tenant], self._turns_of[share.tenant] = self._turn, 0
+            if share.tenant in self._visitors:
+                self._visitors[share.tenant].come_back(self._device_s)
         self._slots[request] = _Slot(request, share)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
-        """Forgets a request, done or not. Harmless when it is not here."""
+        """Remove a request, done or not, if it is here."""
         slot = self._slots.pop(request, None)
         if slot is not None:
             if all(other.share.tenant != slot.share.tenant for other in self._slots.values()):
                 del self._came[slot.share.tenant], self._turns_of[slot.share.tenant]
-            # At once: while nothing runs there is no next plan, and a request that is kept holds a device's memory.
+            # Now, because an idle batcher makes no next plan, and a request that is referred to holds device memory.
             self.regroup()
 
     @property
     def requests(self) -> Iterator[Request]:
-        """Those that are here, in order of arrival."""
+        """All requests, in order of arrival."""
         return iter(self._slots)
 
     def __contains__(self, request: object) -> bool:
         return request in self._slots
 
     def regroup(self) -> None:
-        """Requests share groups with others than before: their keys have changed."""
+        """Choose groups again, because the keys of requests have changed."""
         self._admitted, self._widths, self._trials = [], {}, {}
         self._planned_at = -_REPLAN_TURNS
 
     def make_exclusive(self, request: Request) -> None:
-        """From now on the request shares no group: somebody in its last one made the turn fail."""
+        """Let a request share no group from now on, because a request of its last group made the turn fail."""
         self._slots[request].exclusive = True
         self._planned_at = -_REPLAN_TURNS
 
     def set_backlog(self, backlog: int) -> None:
-        """So many requests wait elsewhere and will come when there is room."""
+        """Set how many requests wait elsewhere and will come when there is room."""
         self._backlog = min(backlog, MAX_BACKLOG)
 
     def next_turn(self) -> BatchTurn[Request]:
-        """Return the requests of the next turn, which begins now. `settle` it when it is known what it took."""
+        """Return the next turn, which begins now. Call `settle` when its time is known."""
         if self._turn - self._planned_at >= _REPLAN_TURNS:
             self._plan()
         self._turn += 1
@@ -197,36 +217,36 @@ class Batcher(Generic[Request]):
         if lack < 0:
             members = self._shortened(self._fill(own[0], [*own, *others], self._width_now(own[0])))
         else:
-            # Just in time is enough to be served in turn; later than that, the group takes all it can.
+            # If the most urgent request is just in time, the group has its usual width; if it is late, all that fit.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], [*urgent, *others], width)
         for slot in members:
             slot.turn = self._turns_of[slot.share.tenant]
         if self._trials and len(members) > self._widths[members[0].group]:
             self._times.tried()
-            self._planned_at = -_REPLAN_TURNS  # the next turn is as wide as pays off by what this one took
+            self._planned_at = -_REPLAN_TURNS  # The width of the next turn follows from what this one took.
         return self._charged(members)
 
     def settle(self, turn: BatchTurn[Request], seconds: Sequence[float]) -> None:
-        """Charge what a turn took of the device instead of what was expected; for each of its requests."""
+        """Correct the charges of a turn to the seconds of the device that each of its requests took."""
         for share, charged_s, took_s in zip(turn.shares, turn.charged_s, seconds, strict=True):
             self.charge(share, took_s - charged_s)
 
     def used(self, tenant: str) -> float:
-        """Return what a tenant has used of the device, over its weight; below that of others it goes first."""
+        """Return how much of the device a tenant has used, over its weight. The tenant with least goes first."""
         return self._order.next_tag(tenant)
 
     def may_go_first(self, tenant: str) -> bool:
-        """Return whether no tenant with requests here has used less: else work of this one beside its turns waits."""
+        """Return whether a tenant may use the device outside of turns: no tenant with requests here has used less."""
         used = self.used(tenant)
         return all(used <= self.used(other) for other in self._came)
 
     def charge(self, share: Share, seconds: float) -> None:
-        """Charge a tenant for seconds of the device beside its turns."""
+        """Charge a tenant for seconds of the device outside of turns."""
         self._order.charge(share.tenant, cost=seconds, weight=share.weight)
 
     def _plan(self) -> None:
-        """Chooses the widths, and whom to admit: as many as the bound on waiting allows."""
+        """Choose the widths, and admit as many requests as the bound on waiting allows."""
         self._planned_at = self._turn
         self._widths = {group: self._width(slots) for group, slots in _by_group(self._slots.values()).items()}
         longest_s = max(map(self._turn_s, self._slots.values()), default=0.0)
@@ -238,7 +258,7 @@ class Batcher(Generic[Request]):
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
     def _by_tenant(self) -> dict[str, list[_Slot[Request]]]:
-        """Return the requests of each tenant: those that are admitted, then the others, oldest first."""
+        """Return the requests of each tenant: admitted ones first, then the others, each oldest first."""
         slots: dict[str, list[_Slot[Request]]] = {}
         for slot in sorted(self._slots.values(), key=lambda slot: not slot.admitted):
             slots.setdefault(slot.share.tenant, []).append(slot)
@@ -255,20 +275,20 @@ class Batcher(Generic[Request]):
                 slot.admitted, slot.turn = True, self._turns_of[slot.share.tenant]
 
     def _least_row_s(self) -> float:
-        """Return the seconds of a row of the smallest requests that are here."""
+        """Return the seconds of a row of the cheapest requests that are here."""
         shapes = {(_shape(slot.request), slot.rows) for slot in self._slots.values()}
         return min((self._seconds(shape, rows) / rows for shape, rows in shapes), default=0.0)
 
     def _seconds(self, shape: Shape, rows: float) -> float:
-        """Return what a turn is expected to take."""
+        """Return the expected seconds of a turn."""
         measured = self._times.seconds(shape, rows)
         return rows * _UNMEASURED_ROW_S if measured is None else measured
 
     def _by_share(self) -> tuple[list[_Slot[Request]], list[_Slot[Request]]]:
         """Return the admitted requests of the tenant that has used least, and those that may share its turn.
 
-        Both are oldest first, the others by what their tenants have used. Those of a tenant that came lately and is
-        behind share its turns with nobody.
+        The first are sorted by age, the second by how much their tenants have used. A tenant that arrived lately and is
+        behind shares its turns with no other.
         """
         first = self._admitted[0].share.tenant
         if all(slot.share.tenant == first for slot in self._admitted):
@@ -278,7 +298,7 @@ class Batcher(Generic[Request]):
         tenant = min(tags, key=tags.__getitem__)
         self._order.served(tags[tenant])
         own = [slot for slot in self._admitted if slot.share.tenant == tenant]
-        # Those who alternate are a turn apart.
+        # Tenants that alternate are a turn apart.
         apart_s = max(self._turn_s(slot) / slot.share.weight for slot in self._admitted)
         behind = tags[tenant] < max(tags.values()) - apart_s
         if behind and self._came[tenant] >= self._turn - _OWN_TURNS:
@@ -287,57 +307,60 @@ class Batcher(Generic[Request]):
         return own, sorted(others, key=lambda slot: tags[slot.share.tenant])
 
     def _turn_s(self, slot: _Slot[Request]) -> float:
-        """Return the seconds of a turn that is as wide as pays off for a request."""
+        """Return the expected seconds of a turn of a request's group, at the width that pays off."""
         return self._seconds(_shape(slot.request), self._work(slot.request).rows * self._widths[slot.group])
 
     def _shortened(self, members: list[_Slot[Request]]) -> list[_Slot[Request]]:
-        """Return as many of a turn's requests, one at least, as hold up no other tenant for long."""
+        """Return as many of a turn's requests, at least one, as delay no other tenant for long."""
         count = len(members)
-        while count > 1 and self._holds_up(members[0].share.tenant, self._seconds_of(members[:count])):
+        while count > 1 and self._delays_another(members[0].share.tenant, self._seconds_of(members[:count])):
             count -= 1
         return members[:count]
 
-    def _holds_up(self, tenant: str, turn_s: float) -> bool:
-        """Return whether a turn is much longer than those of another tenant that was here lately, and may come again.
-
-        Args:
-            tenant: Whose turn it is.
-            turn_s: Seconds of the turn.
-        """
-        others = (turn.seconds for name, turn in self._recent.items() if name != tenant)
+    def _delays_another(self, tenant: str, turn_s: float) -> bool:
+        """Return whether a turn of a tenant is much longer than those of another that is here or expected back."""
+        others = (visitor.turn_s for name, visitor in self._visitors.items() if name != tenant and self._expects(name))
         return turn_s > _LONG_TURN * min(others, default=turn_s)
 
-    def _note(self, tenant: str, turn_s: float) -> None:
-        """Note a tenant's turn, and forget tenants that were not here for long."""
+    def _expects(self, tenant: str) -> bool:
+        visitor = self._visitors[tenant]
+        return tenant in self._came or visitor.last_s + visitor.return_s >= self._device_s
+
+    def _note_turn(self, tenant: str, turn_s: float) -> None:
+        """Note a tenant's turn, and forget tenants that have stayed away for long."""
         self._device_s += turn_s
-        self._recent.pop(tenant, None)
-        self._recent[tenant] = _RecentTurn(at_s=self._device_s, seconds=turn_s)  # the last one is the newest
-        while next(iter(self._recent.values())).at_s < self._device_s - _RECENT_S:
-            del self._recent[next(iter(self._recent))]
+        visitor = self._visitors.pop(tenant, None) or _Visitor(last_s=self._device_s, turn_s=turn_s)
+        visitor.last_s, visitor.turn_s = self._device_s, turn_s
+        self._visitors[tenant] = visitor
+        for name in list(self._visitors):
+            if self._visitors[name].last_s >= self._device_s - _MAX_RETURN_S:
+                return
+            if name not in self._came:
+                del self._visitors[name]
 
     def _seconds_of(self, members: Sequence[_Slot[Request]]) -> float:
-        """Return what a turn of these is expected to take."""
+        """Return the expected seconds of a turn of these requests."""
         return self._seconds(_shape(members[0].request), sum(self._work(slot.request).rows for slot in members))
 
     def _charged(self, members: Sequence[_Slot[Request]]) -> BatchTurn[Request]:
-        """Charge a turn that begins to those who are in it, by their rows."""
+        """Charge a turn that begins to the tenants of its requests, by their rows."""
         rows = [self._work(slot.request).rows for slot in members]
         row_s = self._seconds(_shape(members[0].request), sum(rows)) / sum(rows)
         for slot, count in zip(members, rows, strict=True):
             self.charge(slot.share, count * row_s)
         tenant, turn_s = members[0].share.tenant, sum(rows) * row_s
-        self._note(tenant, turn_s)
+        self._note_turn(tenant, turn_s)
         return BatchTurn(
-            splits=len(members) == 1 and self._holds_up(tenant, turn_s),
+            splits=len(members) == 1 and self._delays_another(tenant, turn_s),
             requests=[slot.request for slot in members],
             shares=[slot.share for slot in members],
             charged_s=[count * row_s for count in rows],
         )
 
     def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
-        """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not.
+        """Return how many requests of a group should share one turn to measure its outdated time; 0 for no trial.
 
-        Only plain rows measure anything.
+        Only turns of plain rows measure step times.
         """
         if any(slot.request.computed_share < 1.0 for slot in slots):
             return 0
@@ -362,7 +385,7 @@ class Batcher(Generic[Request]):
         return RemainingWork(rows=request.row_count * cost, steps=request.steps_left)
 
     def _fits(self, slots: Sequence[_Slot[Request]]) -> bool:
-        """Return whether the bound on waiting allows these of one tenant, in wider groups than planned where needed."""
+        """Return whether these requests of one tenant meet the bound on waiting, after widening groups as needed."""
         counts = {
             group: (len(same), max(1, self.max_rows // max(slot.rows for slot in same)))
             for group, same in _by_group(slots).items()
@@ -376,24 +399,26 @@ class Batcher(Generic[Request]):
         return True
 
     def _turns_for(self, counts: Mapping[object, tuple[int, int]]) -> int:
-        """Return the turns in which all are served, in whatever order groups are filled.
+        """Return the number of turns that serve all requests, in whatever order groups are filled.
 
-        counts: by group, how many there are, and how many of the largest among them fit into a turn.
+        Args:
+            counts: Number of requests of each group, and how many of its largest ones fit into a turn.
         """
         return sum(-(-count // min(self._widths[group], capacity)) for group, (count, capacity) in counts.items())
 
     def _lack(self, urgent: Sequence[_Slot[Request]], now: int) -> int:
-        """Return the turns that are missing if somebody else than the most urgent is served now; below 0, none are.
+        """Return how many turns are missing if this turn does not serve the most urgent request; negative if none.
 
-        urgent: all admitted requests of the tenant whose turn it is, those that have waited longest first. now: the
-        number of this turn among those of the tenant.
+        Args:
+            urgent: All admitted requests of the tenant whose turn it is; the one that has waited longest is first.
+            now: The number of this turn among those of the tenant.
         """
-        # Each may wait for so many turns more, this one included; the groups up to its own must fit into them.
+        # Turns that each may still wait, this one included. The groups up to its own must fit into them.
         spare = [self._max_wait_turns - (now - 1 - slot.turn) for slot in urgent]
         return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
 
     def _places(self, slots: Sequence[_Slot[Request]]) -> list[int]:
-        """For each of `slots`, in which turn it is served when groups are filled in this order, from 1."""
+        """Return in which turn, from 1, each slot is served if groups are filled in this order."""
         filling: dict[object, _Filling] = {}
         places: list[int] = []
         turns = 0
@@ -408,7 +433,7 @@ class Batcher(Generic[Request]):
         return places
 
     def _width_now(self, leader: _Slot[Request]) -> int:
-        """How many the group that `leader` leads takes in this turn."""
+        """Return the width of the leader's group in this turn."""
         return self._trials.get(leader.group, self._widths[leader.group])
 
     def _fill(self, leader: _Slot[Request], order: Sequence[_Slot[Request]], width: int) -> list[_Slot[Request]]:
@@ -427,14 +452,15 @@ class Batcher(Generic[Request]):
 
 @dataclass(slots=True, kw_only=True)
 class _Filling:
-    """A group that is being filled. turn: in which it is served."""
+    """A group that is being filled."""
 
     turn: int = 0
+    """The turn in which it is served."""
     requests: int = 0
     rows: int = 0
 
     def takes(self, rows: int, width: int, max_rows: int) -> bool:
-        """Whether a request of `rows` rows has room."""
+        """Return whether a request of so many rows has room."""
         return self.requests < width and self.rows + rows <= max_rows
 
 

@@ -270,6 +270,47 @@ def test_turns_that_would_hold_up_a_tenant_that_was_here_lately_have_one_request
     assert (len(turn.requests), turn.splits) == (1, True)
 
 
+def test_one_small_picture_keeps_long_turns_short_for_ten_seconds_only() -> None:
+    chosen = batcher(shared)
+    for _ in range(4):
+        chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    visit(chosen, "light")
+    assert seconds_of_short_turns(chosen, 60.0) == pytest.approx(10.0, abs=1.0)
+
+
+def test_a_tenant_that_comes_back_is_expected_for_twice_as_long_as_it_stayed_away() -> None:
+    chosen = batcher(shared)
+    for _ in range(4):
+        chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    visit(chosen, "light")
+    seconds_of_short_turns(chosen, 60.0)
+    visit(chosen, "light")
+    assert seconds_of_short_turns(chosen, 60.0) == pytest.approx(60.0, abs=1.0), "all of them"
+    visit(chosen, "light")
+    visit(chosen, "light")  # at once: it is still expected for a while
+    assert seconds_of_short_turns(chosen, 200.0) == pytest.approx(60.0, abs=1.0)
+    seconds_of_short_turns(chosen, 1000.0)
+    visit(chosen, "light")
+    assert seconds_of_short_turns(chosen, 60.0) == pytest.approx(10.0, abs=1.0), "as if it came for the first time"
+
+
+def visit(chosen: Batcher[Asked], tenant: str) -> None:
+    """Let a tenant draw one small picture."""
+    chosen.add(one := Asked(1, row_count=1), Share(tenant=tenant))
+    assert chosen.next_turn().requests == [one]
+    chosen.remove(one)
+
+
+def seconds_of_short_turns(chosen: Batcher[Asked], seconds: float) -> float:
+    """Run turns for so long, and return how much of that had one request per turn."""
+    total = short = 0.0
+    while total < seconds:
+        turn = chosen.next_turn()
+        total += sum(turn.charged_s)
+        short += sum(turn.charged_s) if len(turn.requests) == 1 else 0.0
+    return short
+
+
 def test_work_beside_turns_counts_and_waits_for_tenants_that_used_less() -> None:
     chosen = batcher(proportional)
     heavy, light = Asked(9999), Asked(9999)
