@@ -1,4 +1,4 @@
-"""What a failure of one job is called outside the engine."""
+"""The errors that callers see when a job fails in the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 def to_job_failure(error: Exception) -> BottegaError:
-    """The error as callers may see it; what they may not is logged here."""
+    """Return an error as callers may see it. Details that they must not see are logged here."""
     if isinstance(error, BottegaError):
         return error
     if is_out_of_memory(error):
         _log.error("the device has no memory left for a job", extra={"why": str(error)})
-        return TooLarge("the device has not enough memory for this job", metadata={"limit": "device_memory"})
+        return TooLarge("the device does not have enough memory for this job", metadata={"limit": "device_memory"})
     _log.error("a job failed", exc_info=error)
     return InternalError("the engine failed; its log says more")
 
@@ -29,10 +29,10 @@ def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = (
     """Return the error of a job whose values are not finite.
 
     Args:
-        loras: Of the job, where they had a part in these values: a likely cause.
-        controlnets: Likewise.
+        loras: LoRAs of the job that affected these values, which are a likely cause.
+        controlnets: ControlNets, likewise.
     """
-    what = "the model computed values that are no numbers"
+    what = "the model computed values that are not numbers"
     scales = {
         "LoRAs": [(lora.name, lora.scale) for lora in loras],
         "ControlNets": [(net.name, net.controlnet_conditioning_scale) for net in controlnets],
@@ -53,15 +53,15 @@ def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
     """Return the error of a VAE whose output is not finite although its input is.
 
     Args:
-        what: What it did: "decoded a latent" or "encoded the image".
-        dtype: The element type that it ran in.
+        what: "decoded a latent" or "encoded the image".
+        dtype: Element type in which it ran.
     """
     if dtype == torch.float32:
         advice = "its weights are damaged or it is no VAE for this model; use another one, or download the model again"
     else:
         advice = "a sum was too large for that type, or its weights are damaged; set the worker's vae_dtype to float32"
     name = str(dtype).removeprefix("torch.")
-    return NotFinite(f"the VAE {what} to values that are no numbers, in {name}: {advice}", metadata={"part": "vae"})
+    return NotFinite(f"the VAE {what} to values that are not numbers, in {name}: {advice}", metadata={"part": "vae"})
 
 
 def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
@@ -72,6 +72,6 @@ def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
         advice = "a sum was too large for that type, or their weights are damaged; set the worker's dtype to float32"
     name = str(dtype).removeprefix("torch.")
     return NotFinite(
-        f"the text encoders computed values that are no numbers, in {name}: {advice}",
+        f"the text encoders computed values that are not numbers, in {name}: {advice}",
         metadata={"part": "text_encoder"},
     )

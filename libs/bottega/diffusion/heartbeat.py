@@ -1,4 +1,4 @@
-"""Signs of life from inside a long turn, so that one that is slow is not taken for one that hangs."""
+"""Signs of life from within a long turn, so that a slow turn is not taken for a hang."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
-# Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
 _COVERED_BEAT_S = 1.0
+# Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
 _BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D)
 
 
 class Heartbeat:
-    """What takes long in the engine's thread calls `beat` often; it calls all subscribers, which must be quick."""
+    """Calls all subscribers at every beat. Long work in the engine's thread beats often, so that they must be quick."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[], None]] = []
         self._covered_subscribers: list[Callable[[], None]] = []
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Calls this at every beat from now on."""
+        """Call this at every beat from now on."""
         self._subscribers.append(subscriber)
 
     def unsubscribe(self, subscriber: Callable[[], None]) -> None:
-        """Stop calling this, in whichever way it is called."""
+        """Stop calling a subscriber of either kind."""
         for subscribers in (self._subscribers, self._covered_subscribers):
             while subscriber in subscribers:
                 subscribers.remove(subscriber)
 
     def beat(self) -> None:
-        """The thread lives."""
+        """Call all subscribers, because the thread is alive."""
         for subscriber in self._subscribers:
             subscriber()
 
     def subscribe_covered(self, subscriber: Callable[[], None]) -> None:
-        """Calls this, in a thread of its own, from time to time while something is covered."""
+        """Call this now and then, in a thread of its own, while `covering` is in force."""
         self._covered_subscribers.append(subscriber)
 
     @contextmanager
     def covering(self, deadline_s: float) -> Iterator[None]:
-        """The thread may be silent in this block for so long, because it compiles; beyond that it counts as hung.
+        """Let the thread be silent in this context for so long, because it compiles. After that it counts as hung.
 
-        A compiler runs no blocks, so nothing beats from inside it.
+        A compiler runs no blocks, so that nothing beats from within it.
         """
         over = threading.Event()
         until_s = monotonic() + deadline_s
@@ -68,9 +68,9 @@ class Heartbeat:
 
 
 def call_after_blocks(networks: Iterable[nn.Module], callback: Callable[[], None]) -> None:
-    """Calls this each time a block of one of the networks has run. It must be quick.
+    """Call this each time a block of one of the networks has run. It must be quick.
 
-    Of blocks in one another only the outermost: see acceleration.compiled, which leaves alone what has hooks inside.
+    Of nested blocks only the outermost counts, because acceleration.compiled does not compile blocks with hooks inside.
     """
 
     def hook(*_: object) -> None:

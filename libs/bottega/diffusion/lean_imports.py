@@ -1,7 +1,4 @@
-"""How an engine process imports its libraries: only those that it needs, and without looking for garbage meanwhile.
-
-Knows how Python finds modules and keeps objects, and nothing of the engine.
-"""
+"""How an engine process imports its libraries: only those that it needs, and without garbage collection meanwhile."""
 
 from __future__ import annotations
 
@@ -15,19 +12,18 @@ UNUSED = ("peft", "scipy")
 
 @contextlib.contextmanager
 def lean_imports() -> Iterator[None]:
-    """Torch, transformers and Diffusers are imported in this block, before anybody else of the process has them.
+    """Import torch, transformers and Diffusers in this context, before anything else in the process does.
 
-    PEFT and SciPy are not to be had from here on, even where they are installed: wherever Diffusers finds them, it
-    imports them at once, which takes a second for each. The engine itself adds LoRAs to weights
-    (bottega.diffusion.loras), and serves no sampler whose sigmas follow a distribution of SciPy's.
-    Source: the language reference, "The module cache": a module whose entry is None cannot be found.
+    PEFT and SciPy cannot be imported from here on, even if they are installed: Diffusers imports them at once if it
+    finds them, which takes a second for each. The engine applies LoRAs itself (bottega.diffusion.loras), and serves no
+    sampler that needs SciPy. Source: the language reference, "The module cache": a module whose entry is None cannot be
+    found.
 
-    What the libraries consist of stays for as long as the process, so it is left to no later search for garbage either:
-    one through all of it takes a quarter of a second, in the middle of somebody's step. Source: gc.freeze's
-    documentation.
+    The libraries' objects live as long as the process, so that they are exempt from later garbage collections. A
+    collection of all of them takes a quarter of a second, in the middle of a step. Source: gc.freeze's documentation.
     """
     for unused in UNUSED:
-        sys.modules[unused] = None  # type: ignore[assignment]  # a gap in its types
+        sys.modules[unused] = None  # type: ignore[assignment]  # Missing in its type annotations.
     gc.disable()
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the engine computes by functions that an acceleration may put others in place of.
+"""Operations of the engine that an acceleration may replace.
 
-Each slot is empty at first: who uses it computes the plain way then, which stands beside it. What is put in computes
-the same; it is changed between two turns alone.
+Each is None at first, and the code that uses it then computes the plain way. A replacement computes the same, and is
+set only between turns.
 """
 
 from __future__ import annotations
@@ -18,76 +18,89 @@ from bottega.diffusion.rows import Factors
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightSum:
-    """weight = before + up @ down, rounded once; written in place. before: of its shape; may be the weight itself, and
-    may lie on the host where the weight does not."""
+    """The assignment weight = before + up @ down, rounded once."""
 
     weight: Tensor
+    """Written in place."""
     before: Tensor
+    """In the shape of `weight`. May be `weight` itself, and may be on the host if `weight` is not."""
     factors: Factors
 
 
 class SumWriter(Protocol):
-    """Puts LoRAs into weights."""
+    """Patches LoRAs into weights."""
 
     def __call__(self, sums: Iterable[WeightSum]) -> None:
-        """Each weight once. Iterating may copy weights, and raise where there is no memory for that."""
+        """Write each sum once. Iterating may copy weights, and raise an error if there is no memory for that."""
         ...
 
 
 class Moves(Protocol):
-    """What masked rows compute, taken out of whole tensors and put back."""
+    """Moves the tokens and tiles that masked rows compute out of whole tensors, and back."""
 
     def pack(self, whole: Tensor, index: Tensor) -> Tensor:
-        """The items [items, channels] at these places of [rows, tokens, channels]; index: int64 [items]."""
+        """Return the items [items, channels] at these places, int64 [items], of [rows, tokens, channels]."""
         ...
 
     def merge(
         self, items: Tensor, index: Tensor, slots: Tensor, recorded: Sequence[Tensor | None], tokens: int
     ) -> Tensor:
-        """[rows, tokens, channels] of items and, at the other places, what was recorded.
+        """Return [rows, tokens, channels], made of computed items and recorded tokens.
 
-        slots: int32 [rows * tokens], the item of each place, -1 where it has none. recorded: see Packing.merge.
+        Args:
+            items: Computed tokens, [items, channels].
+            index: Place of each item, int64 [items].
+            slots: Item of each place, int32 [rows * tokens]; -1 for places that take recorded tokens.
+            recorded: See `Packing.merge`.
+            tokens: Number of tokens of each row.
         """
         ...
 
     def cut(
         self, parts: Sequence[Tensor], rows: Sequence[int], corners: Sequence[tuple[int, int]], shape: tuple[int, int]
     ) -> Tensor:
-        """Windows of feature maps, see sparse.pieces.windows."""
+        """Return windows of feature maps; see sparse.pieces.windows."""
         ...
 
     def paste(self, whole: Tensor, tiles: Tensor, rows: Sequence[int], corners: Sequence[tuple[int, int]]) -> None:
-        """Writes tiles that lie in the picture to feature maps, each to its row, from its top and left on."""
+        """Write tiles into feature maps, each into its row, from its top and left on."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EulerStep:
-    """A step of Euler's method from one noise level to the next. velocity: what the model predicts; else noise."""
+    """A step of Euler's method from one noise level to the next."""
 
     sigma: float
     next_sigma: float
     velocity: bool
+    """Whether the model predicts velocity rather than noise."""
 
 
 class GuidedEuler(Protocol):
-    """Guidance and a step of Euler's method at once."""
+    """Applies guidance and a step of Euler's method at once."""
 
     def __call__(
         self, conditional: Tensor, unconditional: Tensor | None, latent: Tensor, *, scale: float, step: EulerStep
     ) -> tuple[Tensor, Tensor]:
-        """The next latent, and the estimate of the finished one; all [1, channels, height, width].
+        """Return the next latent, and the estimate of the finished one. All are [1, channels, height, width].
 
-        unconditional: None without guidance. scale: of guidance.
+        Args:
+            conditional: Prediction for the conditional row.
+            unconditional: Prediction for the unconditional row; None without guidance.
+            latent: The latent before the step.
+            scale: Guidance scale.
+            step: The step.
         """
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operations:
-    """Of one model. None: the plain way. backbone: computes groups without masked rows in the place of the model's."""
+    """The replaced operations of one model; None computes the plain way."""
 
     backbone: Backbone | None = None
+    """Runs groups that no add-on's backbone runs, instead of the model's own one."""
     write_sums: SumWriter | None = None
     moves: Moves | None = None
     guided_euler: GuidedEuler | None = None

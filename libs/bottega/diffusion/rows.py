@@ -1,7 +1,7 @@
-"""What shares a forward: rows, and the key that the rows of one group have in common.
+"""The rows of a forward, and the key that the rows of one group have in common.
 
-A row is one request's conditional or unconditional half at its current step. This file fixes what
-a turn sees of a request.
+A row is the conditional or the unconditional half of one request at its current step. It contains everything that a
+turn needs to know about the request.
 """
 
 from __future__ import annotations
@@ -69,139 +69,137 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embeds:
-    """One half's conditions.
-
-    prompt: [tokens, features]; pooled: [features]; time_ids: [6], SDXL's size and crop.
-    """
+    """The conditions of one half."""
 
     prompt: Tensor
+    """[tokens, features]."""
     pooled: Tensor
+    """[features]."""
     time_ids: Tensor
+    """[6], SDXL's size and crop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKey:
-    """What rows must share in one forward.
-
-    shape: latent [channels, height, width]; tokens: length of the prompt embeddings;
-    weights: the LoRA set patched into the weights; empty for untouched weights. Rows whose LoRAs go
-    by the side path need untouched weights, so they share groups with rows that have none.
-    """
+    """The properties that rows must share to run in one forward."""
 
     shape: tuple[int, int, int]
+    """Shape of the latent, [channels, height, width]."""
     tokens: int
+    """Length of the prompt embeddings."""
     dtype: torch.dtype
     weights: SetKey = ()
+    """The LoRA set that is patched into the weights; empty for unchanged weights. Rows whose LoRAs are applied beside
+    the weights need unchanged ones, so that they share groups with rows without LoRAs.
+    """
 
 
 class StepActivations(Protocol):
-    """What blocks put out at one timestep and in one half, by the path of their module, for one row.
+    """Outputs of blocks at one timestep, for one row, by the path of their module.
 
-    Tensors are float16: tokens [tokens, channels] in row-major order, feature maps [channels, height, width].
+    Tensors are float16: tokens [tokens, channels] in row-major order, or feature maps [channels, height, width].
     """
 
     def get(self, name: str) -> Tensor | None:
-        """What a block put out, on the model's device; None where that was not recorded."""
+        """Return a block's output on the model's device, or None if it was not recorded."""
         ...
 
     def put(self, name: str, output: Tensor) -> None:
-        """Keeps a copy of it, or of what there is room for."""
+        """Keep a copy of an output, if there is room for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projections:
-    """Keys and values of a block's self-attention, [tokens, channels] each, as they follow from what was recorded.
-
-    unknown: those of which they do not, as TokenSet.bits.
-    """
+    """Keys and values of a block's self-attention that follow from recorded activations, [tokens, channels] each."""
 
     keys: Tensor
     values: Tensor
     unknown: int
+    """Tokens whose projections do not follow from the recording, as `TokenSet.bits`."""
 
     @property
     def size_bytes(self) -> int:
-        """Of both."""
+        """Bytes of both."""
         return self.keys.nbytes + self.values.nbytes
 
 
 class KeptProjections(Protocol):
-    """Projections of one recorded step, by the name of their block. They are a recording's shadow: worth keeping where
-    memory is cheaper than computing them again, and never needed."""
+    """Projections of one recorded step, by the name of their block.
+
+    They follow from the recording, and are kept only where memory is cheaper than computing them again.
+    """
 
     def get(self, name: str) -> Projections | None:
-        """Those of a block."""
+        """Return the projections of a block, or None."""
         ...
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        """Whether `put` would keep so much of a block."""
+        """Return whether `put` would keep so many bytes for a block."""
         ...
 
     def put(self, name: str, projections: Projections) -> None:
-        """Keeps them, where there is room; nobody writes to them from now on."""
+        """Keep projections, if there is room. They must not be changed from now on."""
         ...
 
 
 class RecordedActivations(StepActivations, Protocol):
-    """Those that a row takes from. `get` may wait for what is on its way; None then is what has not come in time.
+    """Recorded activations that a row reuses.
 
-    It brings tensors to the row's device, so that each call may return another one.
+    `get` may wait for a pending load, and returns None for what has not come in time. It copies tensors to the row's
+    device, so that each call may return another one.
     """
 
     def stored(self, name: str) -> Tensor | None:
-        """Where `get` has it from: one tensor for all steps and rows that take it. None for what is not here."""
+        """Return the tensor that `get` copies from, the same for all steps and rows; None if it is not here."""
         ...
 
     @property
     def projections(self) -> KeptProjections | None:
-        """Of the same step; None where none are kept."""
+        """Kept projections of the same step; None if none are kept."""
         ...
 
     @property
     def reused(self) -> Collection[str]:
-        """Names that the row has taken so far."""
+        """Names of the outputs that the row has reused so far."""
         ...
 
     @property
     def waited_s(self) -> float:
-        """That it has waited so far."""
+        """Seconds that it has waited so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowActivations:
-    """What a row of an edit takes from a recording, and gives to one.
-
-    computed: bool [latent height, latent width], where blocks are computed; None computes all. share: that this is of
-    the tokens at the finest level of attention.
-    recorded: where the rest comes from; None where all is computed. sink: where outputs go; None keeps none.
-    """
+    """The activations that a row of an edit reads from a recording, and those that it writes to one."""
 
     computed: Tensor | None = None
+    """bool [latent height, latent width], where blocks are computed; None to compute all."""
     share: float = 1.0
+    """Share of the tokens that this is, at the finest level of attention."""
     recorded: RecordedActivations | None = None
+    """Where the rest is read from; None if all is computed."""
     sink: StepActivations | None = None
+    """Where outputs are written; None to keep none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One half of one request at one step.
-
-    owner: who the row belongs to; rows of one owner stay together.
-    sample: the scaled latent [channels, height, width]; timestep: scalar.
-    controls: the request's ControlNets that control this half at this step, in the request's order: handles
-    of whoever provides the residuals.
-    loras: its LoRAs, whether they are in the weights or go beside them.
-    activations: of an edit; None for a row that is computed in full and recorded nowhere.
-    """
+    """A half of one request at one step."""
 
     owner: Hashable
+    """The request that the row belongs to. Rows of one owner stay together."""
     step: int
     half: Half
     sample: Tensor
+    """Scaled latent, [channels, height, width]."""
     timestep: Tensor
+    """A scalar."""
     embeds: Embeds
     controls: tuple[Hashable, ...] = ()
+    """Handles of the ControlNets that control this half at this step, in the request's order."""
     loras: LoraSet | None = None
+    """Its LoRAs, whether they are patched into the weights or applied beside them."""
     activations: RowActivations | None = None
+    """None for a row that is computed in full and not recorded."""

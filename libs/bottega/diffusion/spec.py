@@ -1,4 +1,4 @@
-"""What to draw, as the engine takes it: every default filled in. Plain values."""
+"""What to draw, as the engine takes it: plain values, with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -13,74 +13,66 @@ from bottega.planning import control_steps, rows_per_image, steps_to_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSpec:
-    """One ControlNet of a job. Names and meanings are Diffusers'.
-
-    image_digest: SHA-256 of its control image, hex. digest: of the version meant, hex; empty is any. A checkpoint fits
-    no other ones. measured: whether to measure how similar its residuals are from step to step.
-    """
+    """A ControlNet of a job. Names and meanings are those of Diffusers."""
 
     name: str
     image_digest: str
+    """SHA-256 of its control image, hex. A checkpoint fits no other image."""
     digest: str = ""
+    """Digest of its version, hex; empty for any. A checkpoint fits no other version."""
     controlnet_conditioning_scale: float = 1.0
     control_guidance_start: float = 0.0
     control_guidance_end: float = 1.0
     guess_mode: bool = False
     measured: bool = False
+    """Whether to measure how similar its residuals are from step to step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """One LoRA of a job. digest: SHA-256 of its canonical file, hex.
-
-    from_step: the denoising step at which it goes in, where that is pinned. Else it goes in when it is there, but
-    before the job has made `bound` steps without it; with 0 it is waited for before the first one: exact.
-    measured: whether to measure how similar the latents with and without are; then it is waited for as well.
-    """
+    """A LoRA of a job."""
 
     name: str
     digest: str
+    """SHA-256 of its canonical file, hex."""
     scale: float = 1.0
     from_step: int | None = None
+    """The step at which it is applied, if that is pinned. Else it is applied when it arrives."""
     bound: int = 0
+    """Largest number of steps without it, if its step is not pinned; 0 waits for it, which is exact."""
     measured: bool = False
+    """Whether to measure how similar latents with and without it are. Then the job waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditSpec:
-    """The mask of a job that edits its image.
-
-    mask_digest, image_digest: SHA-256 of mask and image as they were sent, hex. A checkpoint fits no other ones, nor
-    ones that were read in another way: mask_alpha, padding_mask_crop.
-    masked_blocks: whether blocks may be computed for masked tokens alone. any_prompt: whether they
-    may take what was computed with another prompt even where the model's blocks follow it.
-    """
+    """The mask of a job that edits its image. A checkpoint fits only the same mask and image, read in the same way."""
 
     mask_digest: str
+    """SHA-256 of the mask as it was sent, hex."""
     image_digest: str
+    """SHA-256 of the image as it was sent, hex."""
     mask_alpha: bool = False
     padding_mask_crop: int | None = None
     masked_blocks: bool = False
+    """Whether blocks may be computed for masked tokens only."""
     any_prompt: bool = False
+    """Whether they may reuse activations of another prompt even if the model's blocks follow the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSpec:
-    """A job of `num_images` images. Image i is drawn with seed + i and, where there are `prompts`, with prompts[i].
+    """A job of `num_images` images. Image i is drawn with seed + i and, if there are `prompts`, with prompts[i].
 
-    Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
-    where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
-    controlnets: their residuals are summed in this order. stale_residuals: whether they may be one step old.
-    loras: summed; all go in at one step, by the least bound.
-    edit: the mask of an edit, which also needs image and strength; None without one. keep_for_editing: whether to keep
-    the latents of its steps, and to record what edits of its pictures use again.
+    Names and meanings are those of Diffusers.
     """
 
     prompt: str
     prompts: tuple[str, ...] = ()
-    """Prompt of each image, where they have several; else empty."""
+    """Prompt of each image, if they differ; else empty."""
     prompt_2: str | None = None
     negative_prompt: str | None = None
+    """None and "" differ: None conditions on zeros if the model says so."""
     negative_prompt_2: str | None = None
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
@@ -92,11 +84,17 @@ class ResolvedSpec:
     sampler: SamplerKind = SamplerKind.EULER
     use_karras_sigmas: bool = False
     strength: float | None = None
+    """Set for image-to-image, which needs an image; None for text-to-image."""
     controlnets: tuple[ControlSpec, ...] = ()
+    """Their residuals are summed in this order."""
     stale_residuals: bool = False
+    """Whether residuals may be one step old."""
     loras: tuple[LoraSpec, ...] = ()
+    """They are summed and all applied at one step, by the least bound."""
     edit: EditSpec | None = None
+    """The mask of an edit, which also needs image and strength; None without one."""
     keep_for_editing: bool = False
+    """Whether to keep the latents of its steps, and to record activations that edits of its pictures reuse."""
 
     @property
     def sampling(self) -> SamplerChoice:
@@ -105,22 +103,22 @@ class ResolvedSpec:
 
     @property
     def guided(self) -> bool:
-        """Whether classifier-free guidance takes a second row."""
+        """Whether classifier-free guidance adds a second row."""
         return self.rows > 1
 
     @property
     def rows(self) -> int:
-        """Rows that one image puts into a turn."""
+        """Number of rows of one image in a turn."""
         return rows_per_image(self.guidance_scale)
 
     @property
     def steps(self) -> int:
-        """Steps of one image."""
+        """Number of steps of one image."""
         return steps_to_run(self.num_inference_steps, self.strength)
 
     @property
     def begin_step(self) -> int:
-        """The first step that runs: 0, or later for image-to-image."""
+        """The first step that runs; later than 0 for image-to-image."""
         return self.num_inference_steps - self.steps
 
     @property
@@ -130,25 +128,27 @@ class ResolvedSpec:
 
     @property
     def lora_bound(self) -> int:
-        """The step that does not run without its LoRAs, where none is pinned."""
+        """The first step that waits for its LoRAs, if their step is not pinned."""
         least = 0 if self.loras_measured else min((lora.bound for lora in self.loras), default=0)
         return self.begin_step + min(least, self.steps - 1)
 
     @property
     def lora_step(self) -> int | None:
-        """The step at which its LoRAs go in, where that is pinned."""
+        """The step at which its LoRAs are applied, if that is pinned; else None."""
         return self.loras[0].from_step if self.loras else None
 
     def control_steps(self, control: ControlSpec) -> tuple[int, int]:
-        """The steps [first, last) in which one of its ControlNets is active; its fractions are of those that run."""
+        """Return the steps [first, last) in which a ControlNet is active. Its fractions are of the steps that run."""
         first, last = control_steps(control.control_guidance_start, control.control_guidance_end, self.steps)
         return self.begin_step + first, self.begin_step + last
 
 
 def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
-    """Why nothing can be drawn of it: a job without work would never end.
+    """Yield why a spec cannot be drawn. A job without work would never end.
 
-    size_multiple: the model's, in pixels.
+    Args:
+        spec: The spec.
+        size_multiple: Number of pixels that width and height must be multiples of with this model.
     """
     if spec.prompts and len(spec.prompts) != spec.num_images:
         yield Violation(field="spec.prompts", description="must be as many as num_images")

@@ -1,23 +1,23 @@
-"""Says how far an engine's start is: which stage it is in, and how many bytes of it are done."""
+"""Reports the progress of an engine's start: its stage, and how many bytes of the stage are done."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Between two words on the same stage: often enough to be a sign of life, seldom enough to cost nothing.
+# Between two reports of the same stage: often enough to be a sign of life, and rare enough to cost nothing.
 _INTERVAL_S = 0.5
 
 SendProgress = Callable[[str, int, int], None]
-"""Called with a stage, the bytes of it that are done, and all of them; 0 where there are none to count."""
+"""Called with a stage, its finished bytes and all of its bytes; both are 0 if it has none to count."""
 
 
 class StartReporter:
     """Reports the stages of a start.
 
     Args:
-        send: Told of each stage as it begins and, from time to time, of how far it is.
-        clock: Monotonic.
+        send: Called at the beginning of each stage, and now and then with its progress.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, send: SendProgress, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class StartReporter:
         self._report()
 
     def advance(self, size_bytes: int = 0) -> None:
-        """Report that the stage has got further, by so many bytes."""
+        """Report that so many more bytes of the stage are done."""
         self._done_bytes += size_bytes
         if self._clock() - self._sent_s >= _INTERVAL_S:
             self._report()
@@ -45,5 +45,5 @@ class StartReporter:
 
 
 def silent_reporter() -> StartReporter:
-    """Return a reporter that tells nobody."""
+    """Return a reporter that reports to nobody."""
     return StartReporter(lambda *_: None)

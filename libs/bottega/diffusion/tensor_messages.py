@@ -1,7 +1,7 @@
-"""Messages of links as tensors by name: how they are made, and looked at where they came.
+"""Messages of links as tensors by name: how they are built, and read where they arrived.
 
-The first tensors of a message are its header, in memory of the host; the others may lie on a device. Whoever makes a
-message does not wait for the device: the thread that sends it does, where the link goes through memory of the host.
+The first tensors of a message are its header, in host memory; the others may be on a device. Building a message does
+not wait for the device. The thread that sends it does, if the link goes through host memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from bottega.device_links import DeviceTensor, mark
 from bottega.transport import DType, Layout, Part, TensorSpec, in_host_memory
 
-# Of the header of a message; that of eight sessions has some thousand bytes.
+# Maximum size of a header. The header of eight sessions has a few thousand bytes.
 _MAX_HEADER_BYTES = 64 << 10
-# Headers are padded to multiples of this, so that most messages of a kind have one layout.
+# Headers are padded to multiples of this, so that most messages of one kind have the same layout.
 _HEADER_STEP_BYTES = 512
 
 DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
@@ -27,16 +27,16 @@ _OURS = {theirs: ours for ours, theirs in _TORCH.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorMessage:
-    """A message to send: its layout, and a buffer for each of its tensors. made: when those of a device are, in the
-    stream that was current."""
+    """A message to send: its layout, and a buffer for each of its tensors."""
 
     layout: Layout
     tensors: tuple[Tensor, ...]
     made: torch.cuda.Event | None = None
+    """When tensors on a device are ready, in the stream that was current."""
 
     @property
     def buffers(self) -> list[Part]:
-        """The bytes of its tensors, where they lie."""
+        """The bytes of its tensors, where they are."""
         return [self._buffer(tensor.reshape(-1).view(torch.uint8)) for tensor in self.tensors]
 
     def _buffer(self, flat: Tensor) -> Part:
@@ -47,9 +47,11 @@ class TensorMessage:
 
 
 def message_of(parts: Mapping[str, Tensor], *, headers: int | None = None) -> TensorMessage:
-    """The message of these tensors, by name, in this order.
+    """Return the message of named tensors, in this order.
 
-    headers: how many of them are its header, which are brought to the host; None: all.
+    Args:
+        parts: The tensors.
+        headers: How many of them are its header, which is copied to the host; all by default.
     """
     headers = len(parts) if headers is None else headers
     tensors = {
@@ -66,35 +68,41 @@ def message_of(parts: Mapping[str, Tensor], *, headers: int | None = None) -> Te
 
 
 def parts_of(layout: Layout, parts: Sequence[Part], *, headers: int | None = None) -> dict[str, Tensor]:
-    """The tensors of a received message by name, where they lie.
+    """Return the tensors of a received message by name, where they are.
 
-    headers: how many of them, at least, have to be its header; None: all. Raises ValueError where fewer are.
+    Args:
+        layout: Layout of the message.
+        parts: Its buffers.
+        headers: How many of them, at least, must be its header; all by default.
+
+    Raises:
+        ValueError: Its header has fewer tensors.
     """
     if layout.headers < (len(layout.specs) if headers is None else headers):
-        raise ValueError(f"a message has {layout.headers} tensors in its header, and others of it are to be read")
+        raise ValueError(f"a message has only {layout.headers} tensors in its header, and more of them must be read")
     return {spec.name: tensor_at(layout, parts, index) for index, spec in enumerate(layout.specs)}
 
 
 def packed(data: bytes) -> Tensor:
-    """The bytes as a tensor, padded with blanks, which JSON does not mind."""
+    """Return bytes as a tensor, padded with blanks, which JSON ignores."""
     size = -(-len(data) // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
     return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
 def unpacked(header: Tensor) -> bytes:
-    """The bytes of such a tensor. Raises ValueError for one that is none, or too long."""
+    """Return the bytes of such a tensor. Raise ValueError if it is malformed or too long."""
     if header.dtype != torch.uint8 or header.dim() != 1 or len(header) > _MAX_HEADER_BYTES:
-        raise ValueError(f"a message's header is not at most {_MAX_HEADER_BYTES} bytes")
+        raise ValueError(f"a message's header is malformed, or longer than {_MAX_HEADER_BYTES} bytes")
     return header.numpy().tobytes()
 
 
 def tensor_at(layout: Layout, parts: Sequence[Part], index: int) -> Tensor:
-    """One tensor of a message, where it lies."""
+    """Return one tensor of a message, where it is."""
     return tensor_of(layout.specs[index], parts[index])
 
 
 def tensor_of(spec: TensorSpec, part: Part) -> Tensor:
-    """One tensor of a message, where it lies. Received, it is not to be written to."""
+    """Return one tensor of a message, where it is. Received tensors must not be changed."""
     if isinstance(part, DeviceTensor):
         return part.tensor.view(_TORCH[spec.dtype]).reshape(spec.shape)
     return torch.frombuffer(in_host_memory(part), dtype=_TORCH[spec.dtype]).reshape(spec.shape)

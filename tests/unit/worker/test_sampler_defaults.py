@@ -91,5 +91,5 @@ def test_that_a_model_edits_no_pictures_is_told_with_the_engines_reason() -> Non
     }
     assert told == {
         "",
-        f"model {model.name} edits no pictures, because its VAE has latents_mean and latents_std; use another",
+        f"model {model.name} cannot edit pictures, because its VAE has latents_mean and latents_std; use another",
     }

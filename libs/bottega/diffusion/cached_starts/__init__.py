@@ -1,4 +1,4 @@
-"""Pictures that start from the latents of similar prompts' pictures: what they ask, take and record (NSDI'24)."""
+"""Pictures that start from the latents of similar prompts' pictures. Source: Nirvana (NSDI'24)."""
 
 from bottega.diffusion.cached_starts.key import start_key
 from bottega.diffusion.cached_starts.recorder import JobRecording

@@ -1,9 +1,9 @@
-"""Cached latents as an add-on of the engine: asked for when a prompt is encoded, taken if they come in time.
+"""The engine add-on for cached latents: a store is asked when a prompt is encoded, and hits are used if in time.
 
-Nobody waits for what is only similar, but until the prompt's embedding has come from the device, while others' steps go
-on, and for the moment in which a store answers, a tenth of a step at most: a job begins from noise, and its pictures go
-on from latents that come before they have made as many steps themselves. What a request names itself is waited for, and
-so is what an earlier attempt has decided, so that a picture is the same in all attempts.
+A job never waits for latents that are only similar, except until the prompt's embedding has come from the device, and
+for at most a tenth of a step until a store answers. It begins with noise, and its pictures go on from hits that come
+before they have made as many steps themselves. A job does wait for a latent that its request names, and for the
+decision of an earlier attempt, so that all attempts draw the same picture.
 """
 
 from __future__ import annotations
@@ -42,19 +42,26 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
 
-# A first step that is made before a hit comes is made in vain, and a store answers within a millisecond or two: so the
-# turn that asks waits for this share of a step, and for so many seconds at most.
+# A step that is made before a hit comes is wasted, and a store answers within a millisecond or two. So the turn that
+# asks waits for this share of a step, but at most for so many seconds.
 _ANSWER_STEPS = 0.1
-_MOST_ANSWER_S = 0.02
+_MAX_ANSWER_S = 0.02
 
-# The stage of waiting for a latent that has to be started from.
+# The stage of waiting for a latent that a picture must start from.
 CACHE = "cache"
 
 
 class EngineCachedStarts(EngineAddOn):
-    """source: brings latents, and takes recordings. timeout_s: how long what has to be started from may take.
+    """The engine add-on for cached latents.
 
-    events: see `counts`. step_s: of the last step of any job; 0 before the first one.
+    Attributes:
+        events: See `counts`.
+        step_s: Seconds of the last step of any job; 0 before the first.
+
+    Args:
+        model: The model that draws.
+        source: Provides latents and takes recordings.
+        timeout_s: How long a job waits for a latent that it must start from.
     """
 
     kind = kinds.CACHE
@@ -74,32 +81,39 @@ class EngineCachedStarts(EngineAddOn):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """hits: pictures that started from a latent, which has saved steps_skipped steps. late_hits, unfit_hits: that
-        came too late, or did not fit. recordings, dropped_recordings: that there was room for, or was none.
+        """Counts by the names in `EVENTS`.
+
+        - hits: pictures that started from a latent, which saved steps_skipped steps
+        - late_hits, unfit_hits: latents that came too late, or did not fit
+        - recordings, dropped_recordings: recordings for which there was room, or none
         """
         return self.events
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """The stores."""
+        """Set the addresses of the stores."""
         self.source.set_stores(services)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Raises InvalidRequest for an order that nobody could carry out."""
-        said = read_order(order)
-        if said is None and kinds.CACHE not in order.decisions:
+        """Return the add-on's part of a job, or None if it uses no cached latents.
+
+        Raises:
+            InvalidRequest: The order is malformed, or names a latent that no job of this kind can start from.
+        """
+        start = read_order(order)
+        if start is None and kinds.CACHE not in order.decisions:
             return None
-        said = said or StartOrder()
+        start = start or StartOrder()
         if not has_key(order.spec):
-            if said.pin is not None:
-                rule = "must not be there: a picture like this never starts from a cached latent"
+            if start.pin is not None:
+                rule = "must be absent: a picture like this never starts from a cached latent"
                 rules.refuse([Violation(field=PIN_FIELD, description=rule)])
             return None
-        if not (said.read or said.record or said.pin or kinds.CACHE in order.decisions):
+        if not (start.read or start.record or start.pin or kinds.CACHE in order.decisions):
             return None
-        return JobCachedStarts(self, said)
+        return JobCachedStarts(self, start)
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when an answer is here, or after the timeout; where an embedding is on its way, with that."""
+        """Wait until an embedding or an answer has come, or until the timeout."""
         for part in parts:
             if isinstance(part, JobCachedStarts) and part.arriving is not None:
                 part.arriving.take()
@@ -108,26 +122,28 @@ class EngineCachedStarts(EngineAddOn):
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learns what a step takes."""
+        """Note the time of a step."""
         self.step_s = seconds
         return True
 
     def key_of(self, spec: ResolvedSpec, tenant: str) -> str:
-        """What has to be equal for one job to start from another's latents."""
+        """Return the key that two jobs must share for one to start from the other's latents."""
         return start_key(spec, model_hash=self.model.digest, dtype=self.model.dtype_name, tenant=tenant)
 
 
 class JobCachedStarts(JobAddOn):
-    """The pictures of one job. arriving: the prompt's embedding, on its way from the device.
+    """The add-on's part of one job.
 
-    asked: what the store was asked, as long as the answer was not taken in.
+    Attributes:
+        arriving: The prompt's embedding on its way from the device; None before and after.
+        asked: The pending answer of the store; None before and after.
     """
 
-    def __init__(self, addon: EngineCachedStarts, said: StartOrder) -> None:
+    def __init__(self, addon: EngineCachedStarts, order: StartOrder) -> None:
         self.arriving: HostCopy | None = None
         self.asked: Future[LatentReply] | None = None
         self._addon = addon
-        self._said = said
+        self._order = order
         self._pictures: list[StartingPicture] = []
         self._recorder: LatentRecorder | None = None
         self._key = self._plain_key = ""
@@ -143,22 +159,24 @@ class JobCachedStarts(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether a picture waits for the answer, or for the question."""
-        return self.arriving is not None or (self.asked is not None and any(each.blocked for each in self._pictures))
+        """Whether the question could not be asked yet, or a picture waits for the answer."""
+        return self.arriving is not None or (
+            self.asked is not None and any(picture.blocked for picture in self._pictures)
+        )
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Prepares the question. Raises InvalidRequest for a decision of another job."""
+        """Prepare the question. Raise InvalidRequest for a decision that does not fit the job."""
         spec = job.order.spec
         self._since_s = now_s
         self._pictures = [StartingPicture(request=request) for request in job.requests]
         self._pin(job, spec)
-        self._key = self._addon.key_of(spec, self._said.tenant)
+        self._key = self._addon.key_of(spec, self._order.tenant)
         if spec.loras and not any(part.changes_prompt for part in job.addons.values()):
-            self._plain_key = self._addon.key_of(replace(spec, loras=()), self._said.tenant)
-        # What the encoder has not read, its embedding does not show.
+            self._plain_key = self._addon.key_of(replace(spec, loras=()), self._order.tenant)
+        # The embedding of a truncated prompt does not represent all of it.
         whole = "prompt" not in conditions.truncations
         recorder = LatentRecorder(spec, job.requests[0])
-        if self._said.record and whole and recorder.keeps and not self._decided and self._said.pin is None:
+        if self._order.record and whole and recorder.keeps and not self._decided and self._order.pin is None:
             self._recorder = recorder
         images = self._images_to_ask(spec, whole=whole)
         if images or self._recorder is not None:
@@ -166,15 +184,17 @@ class JobCachedStarts(JobAddOn):
             self.arriving = self._addon.model.runtime.to_host(conditions.conditional.pooled.float())
 
     def update(self, now_s: float) -> None:
-        """Asks, takes in the answer, and lets those pictures start whose time has come.
+        """Ask the question, take the answer, and start pictures from their hits.
 
-        Raises CacheEntryGone, or NoCache, where what the request names itself cannot be had.
+        Raises:
+            CacheEntryGone: The latent that the request names is gone.
+            NoCache: No store can provide it.
         """
         if self.arriving is not None and self.arriving.ready:
             self._embedding, self.arriving = self.arriving.take(), None
             asked_s = time.monotonic()
             self._ask()
-            now_s += time.monotonic() - asked_s  # it waits for an answer that comes soon
+            now_s += time.monotonic() - asked_s  # Asking waits briefly for the answer.
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None
@@ -189,15 +209,18 @@ class JobCachedStarts(JobAddOn):
             self._waited_s = now_s - self._since_s
 
     def blocks(self, request: Request) -> bool:
-        """All, until the question is asked; then those that have to start from a certain latent, until it is here or is
-        not waited for any more."""
+        """Return whether a request must wait.
+
+        All wait until the question is asked. A request that must start from a certain latent waits until that has come,
+        or is given up.
+        """
         return self.arriving is not None or any(
             picture.blocked for picture in self._pictures if picture.request is request
         )
 
     @property
     def decision(self) -> bytes | None:
-        """What each picture starts from, as a CacheDecision."""
+        """The latents that the pictures start from, as a serialized CacheDecision."""
         return self._decision
 
     def after_step(self, request: Request) -> None:
@@ -209,7 +232,7 @@ class JobCachedStarts(JobAddOn):
             self._recorder.after_decode(index, pixels)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """The question, until its answer was looked at, and what the store did meanwhile."""
+        """Yield the span of the question until its answer was read, and the store's spans."""
         if self._answered_s is not None:
             hits = sum(picture.started is not None for picture in self._pictures)
             yield TracedSpan(
@@ -223,14 +246,14 @@ class JobCachedStarts(JobAddOn):
             yield from self._reply.work.spans("look-ups")
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """What its pictures started from."""
+        """Add to the record which latents the pictures started from."""
         starts = tuple(picture.started for picture in self._pictures if picture.started is not None)
         if self._waited_s:
             record = replace(record, seconds={**record.seconds, CACHE: self._waited_s})
         return replace(record, cached_starts=starts, exact=record.exact and not starts)
 
     def finish(self, record: EngineRecord) -> None:
-        """Hands over what later jobs may start from, where the store has said that it wants it."""
+        """Hand the recording over, if the store wants it."""
         recorder, self._recorder = self._recorder, None
         if recorder is None or not recorder.confirmed:
             return
@@ -242,33 +265,33 @@ class JobCachedStarts(JobAddOn):
             self._addon.events["recordings" if taken else "dropped_recordings"] += 1
 
     def close(self) -> None:
-        """Nobody needs the answer any more."""
+        """Cancel the question, if it is pending."""
         self.arriving = None
         if self.asked is not None:
             self.asked.cancel()
             self.asked = None
 
     def _ask(self) -> None:
-        """With the embedding, which is here."""
-        assert self._header is not None, "what is asked is known before"
+        """Ask with the embedding, which has come."""
+        assert self._header is not None, "set by attach"
         if not _has_direction(self._embedding):
             self._recorder = None
-            self._give_up(NoCache("the prompt's embedding is similar to nothing: it is zero, or not finite"))
+            self._give_up(NoCache("the prompt's embedding is zero or not finite, so that no entry is similar to it"))
             return
         self.asked = self._addon.source.ask(LatentQuestion(header=self._header, embedding=self._embedding))
         if self._header.images and self._addon.source.linked:
-            wait([self.asked], min(_MOST_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
+            wait([self.asked], min(_MAX_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
 
     def _pin(self, job: EngineJob, spec: ResolvedSpec) -> None:
-        """Notes what pictures have to start from, and what those of a checkpoint have started from."""
+        """Note which latents pictures must start from, and which ones those of a checkpoint have started from."""
         starts: list[CacheStart | None] = [None] * len(self._pictures)
         if kinds.CACHE in job.pinned:
             self._decided = True
             starts = read_decision(job.pinned[kinds.CACHE], spec)
-        if (pin := self._said.pin) is not None and (starts[0] is None or _name(starts[0]) != _name(pin)):
+        if (pin := self._order.pin) is not None and (starts[0] is None or _name(starts[0]) != _name(pin)):
             starts = [pin]
         for picture, start in zip(self._pictures, starts, strict=True):
-            # Between a decision and its step there is no other one, so that who has made it has started there.
+            # A decision directly precedes its step, so that a picture that is beyond the step has started there.
             if start is not None and picture.request.step > picture.request.begin and picture.is_beyond(start):
                 picture.mark_started(start, start.made_steps)
             else:
@@ -276,10 +299,10 @@ class JobCachedStarts(JobAddOn):
         self._update_decision()
 
     def _images_to_ask(self, spec: ResolvedSpec, *, whole: bool) -> int:
-        """How many pictures may still start from a latent."""
-        if self._decided or self._said.pin is not None:
+        """Return how many pictures may still start from a latent."""
+        if self._decided or self._order.pin is not None:
             return sum(picture.blocked for picture in self._pictures)
-        if not (self._said.read and whole):
+        if not (self._order.read and whole):
             return 0
         last = max(recorded_steps(spec.num_inference_steps), default=0)
         return sum(not picture.is_beyond(CacheStart(step=last)) for picture in self._pictures)
@@ -290,13 +313,13 @@ class JobCachedStarts(JobAddOn):
             model_hash=self._addon.model.digest,
             steps=spec.num_inference_steps,
             images=images,
-            fidelity=self._said.fidelity,
+            fidelity=self._order.fidelity,
             words=count_words(spec.prompt),
             step_s=self._addon.step_s,
             plain_key=self._plain_key,
-            # Where the step of the LoRAs is given, pictures have them from there on, and in no step before.
+            # If the step of the LoRAs is given, pictures have them from there on, and in no earlier step.
             plain_steps=spec.lora_bound if spec.lora_step is None else 0,
-            job=self._said.job,
+            job=self._order.job,
             repeated_steps=1 - self._addon.model.samplers.first_step_from(spec.sampler, 1),
             prompt_digest=prompt_digest(spec.prompt),
             seed=spec.seed,
@@ -304,7 +327,7 @@ class JobCachedStarts(JobAddOn):
         )
 
     def _take(self, answer: LatentReply) -> None:
-        """Gives each picture its hit."""
+        """Give each picture its hit."""
         if self._recorder is not None:
             self._recorder.confirm(wanted=answer.header.record)
         hits = []
@@ -326,7 +349,7 @@ class JobCachedStarts(JobAddOn):
             self._give_up(NoCache("the approximate cache cannot look for an entry now") if unavailable else None)
 
     def _assign(self, hit: tuple[CacheStart, Tensor]) -> None:
-        """Gives a hit to the first picture that has none and could use it."""
+        """Give a hit to the first picture that has none and could use it."""
         for picture in self._pictures:
             if picture.hit is None and not picture.is_beyond(hit[0]):
                 picture.hit = hit
@@ -339,7 +362,7 @@ class JobCachedStarts(JobAddOn):
         self._unused.append(start.entry)
 
     def _fits(self, start: CacheStart, latent: Tensor) -> bool:
-        """Whether a picture of this job could start there."""
+        """Return whether a picture of this job could start there."""
         request = self._pictures[0].request
         return (
             ENTRY_PATTERN.fullmatch(start.entry) is not None
@@ -359,14 +382,14 @@ class JobCachedStarts(JobAddOn):
             self._update_decision()
         unused, self._unused = self._unused, []
         if self._reply is not None and self._header is not None and (started or unused):
-            told = CacheStarts(
+            starts = CacheStarts(
                 pictures=len(started),
                 skipped_steps=skipped,
                 key=self._header.key,
                 prompt_digest=self._header.prompt_digest,
                 unused=unused,
             )
-            self._addon.source.report(self._reply, told)
+            self._addon.source.report(self._reply, starts)
 
     def _start(self, picture: StartingPicture) -> CachedStart | None:
         """Start a picture from its hit if it can do so now; return the start, or None."""
@@ -381,21 +404,23 @@ class JobCachedStarts(JobAddOn):
         return picture.started
 
     def _give_up(self, why: NoCache | None) -> None:
-        """What pictures have to start from, and does not come, is not waited for: they are drawn from noise.
+        """Stop waiting for latents that do not come, so that their pictures are drawn from noise.
 
-        Raises CacheEntryGone, or `why`, where the request names it itself: it would be another picture.
+        Raises:
+            CacheEntryGone: The request names the latent itself, so that another start would draw another picture.
+            NoCache: Likewise, and this is `why`.
         """
-        if self._said.pin is not None:
-            name = _name(self._said.pin)
-            said = f"the cached latent {name} is gone, or was recorded for another kind of request"
-            raise why or CacheEntryGone(said, metadata={"entry": name})
+        if self._order.pin is not None:
+            name = _name(self._order.pin)
+            message = f"the cached latent {name} is gone, or was recorded for another kind of request"
+            raise why or CacheEntryGone(message, metadata={"entry": name})
         for picture in self._pictures:
             if picture.hit is None and picture.started is None:
                 picture.pinned = None
         self._update_decision()
 
     def _update_decision(self) -> None:
-        """Notes what each picture has started from, or still has to by an earlier attempt's decision."""
+        """Set the decision: what each picture has started from, or still must start from."""
         starts = [
             CacheStart(
                 entry=started.entry,

@@ -1,7 +1,7 @@
-"""What two jobs have to have in common, to the last digit, for one to start from the other's latents.
+"""The key that two jobs must share for one to start from the other's latents.
 
-That is all of a job but its prompt, its seeds, the number of its pictures and how they are packed. A job that has more
-to it than a key can say has none.
+It covers everything about a job but its prompt, its seeds, the number of its pictures and how they are encoded. A job
+that cannot be described by a key has none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 
 
 def has_key(spec: ResolvedSpec) -> bool:
-    """Whether its latents can be exchanged with others' at all.
+    """Return whether the latents of a job can be exchanged with other jobs at all.
 
-    Not from a picture, nor with a second prompt, which the embedding does not show; not with several prompts, of which
-    it shows one; not with ControlNets whose weights are not known by digest; not where something is measured from step
-    to step.
+    They cannot if the job starts from a picture, has a second prompt or several prompts, which the embedding does not
+    represent, uses ControlNets of unknown versions, or is measured from step to step.
     """
     return (
         spec.strength is None
@@ -29,8 +28,15 @@ def has_key(spec: ResolvedSpec) -> bool:
 
 
 def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -> str:
-    """64 hex digits. model_hash: of weights and configuration, hex. dtype: the model's element type."""
-    said = {
+    """Return the key of a job, 64 hex digits.
+
+    Args:
+        spec: Spec of the job.
+        model_hash: Digest of weights and configuration, hex.
+        dtype: Element type of the model.
+        tenant: Tenant of the job, whose latents other tenants do not use.
+    """
+    facts = {
         "model_hash": model_hash,
         "dtype": dtype,
         "tenant": tenant,
@@ -47,7 +53,7 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
         "loras": sorted((lora.digest, float(lora.scale)) for lora in spec.loras),
         "controlnets": [_control(control) for control in spec.controlnets],
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _control(control: ControlSpec) -> list[str | float | bool]:

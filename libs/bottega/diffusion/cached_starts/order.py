@@ -1,4 +1,4 @@
-"""What the gateway says of cached latents in its part of an order, and what earlier attempts have decided."""
+"""The gateway's order about cached latents, and the decisions of earlier attempts."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _MAX_NAME_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
-    """What may be done with cached latents. job: whose they are, see CacheQuestion. pin: what the request itself asks
-    its only picture to start from.
-    """
+    """Permissions of a job to use and record cached latents."""
 
     read: bool = False
     record: bool = False
     tenant: str = ""
     job: str = ""
+    """Name of the job, see `CacheQuestion.job`."""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     pin: CacheStart | None = None
+    """The latent from which the request itself wants its only picture to start."""
 
 
 def read_order(order: EngineOrder) -> StartOrder | None:
-    """None where the gateway says nothing of it. Raises InvalidRequest with all violations."""
+    """Return the gateway's order, or None if there is none. Raise InvalidRequest with all violations."""
     if kinds.CACHE not in order.addons:
         return None
     try:
-        said = CacheOrder.FromString(order.addons[kinds.CACHE])
+        message = CacheOrder.FromString(order.addons[kinds.CACHE])
     except DecodeError:
-        raise InvalidRequest(f"{_FIELD} is no CacheOrder") from None
+        raise InvalidRequest(f"{_FIELD} is not a CacheOrder") from None
     violations = []
-    for name, value in (("tenant", said.tenant), ("job", said.job)):
+    for name, value in (("tenant", message.tenant), ("job", message.job)):
         if len(value) > _MAX_NAME_CHARACTERS:
             rule = f"must be at most {_MAX_NAME_CHARACTERS} characters"
             violations.append(Violation(field=f"{_FIELD}.{name}", description=rule))
     pin = None
-    if said.pin:
+    if message.pin:
         try:
-            entry, step = parse_start(said.pin)
+            entry, step = parse_start(message.pin)
         except ValueError as error:
             violations.append(Violation(field=PIN_FIELD, description=str(error)))
         else:
@@ -59,24 +59,28 @@ def read_order(order: EngineOrder) -> StartOrder | None:
                 rule = "must be for one picture, after one of its steps"
                 violations.append(Violation(field=PIN_FIELD, description=rule))
     rules.refuse(violations)
-    # What is exact, or says nothing of it, never starts from what is similar.
-    approximates = said.fidelity in (FIDELITY_BALANCED, FIDELITY_FAST)
+    # A job that is exact, or does not say, never starts from a similar picture.
+    approximates = message.fidelity in (FIDELITY_BALANCED, FIDELITY_FAST)
     return StartOrder(
-        read=said.read and approximates,
-        record=said.record,
-        tenant=said.tenant,
-        job=said.job,
-        fidelity=said.fidelity,
+        read=message.read and approximates,
+        record=message.record,
+        tenant=message.tenant,
+        job=message.job,
+        fidelity=message.fidelity,
         pin=pin,
     )
 
 
 def read_decision(data: bytes, spec: ResolvedSpec) -> list[CacheStart | None]:
-    """What each picture starts from; None for noise. Raises InvalidRequest for what no attempt at the spec decides."""
+    """Return which latent each picture starts from; None for noise.
+
+    Raises:
+        InvalidRequest: No attempt at the spec can have decided this.
+    """
     try:
         starts = CacheDecision.FromString(data).starts
     except DecodeError:
-        raise InvalidRequest(f"{_DECISION_FIELD} is no CacheDecision") from None
+        raise InvalidRequest(f"{_DECISION_FIELD} is not a CacheDecision") from None
     if len(starts) > spec.num_images or not all(_is_start(start, spec) for start in starts if start.entry):
         rule = "must name cached latents after steps of the spec, for its pictures"
         rules.refuse([Violation(field=f"{_DECISION_FIELD}.starts", description=rule)])

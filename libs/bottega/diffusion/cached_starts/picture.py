@@ -1,4 +1,4 @@
-"""One picture of a job and the cached latent that it starts from: what it waits for, and when it takes it."""
+"""One picture of a job and the cached latent that it starts from."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from bottega.v1.cache_pb2 import CacheStart
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StartingPicture:
-    """pinned: what it has to start from, which is waited for before its first step; None where any hit will do.
-
-    hit: a latent that it may start from, which has come. started: what it has started from.
-    """
+    """A picture that may start from a cached latent."""
 
     request: Request
     pinned: CacheStart | None = None
+    """The latent that it must start from, and waits for before its first step; None if any hit will do."""
     hit: tuple[CacheStart, Tensor] | None = None
+    """A latent that it may start from, which has come."""
     started: CachedStart | None = None
+    """The start that it made."""
 
     @property
     def blocked(self) -> bool:
-        """Whether it waits for what it has to start from."""
+        """Whether it waits for the latent that it must start from."""
         return self.pinned is not None and self.started is None
 
     def first_step(self, start: CacheStart) -> int:
@@ -35,7 +35,7 @@ class StartingPicture:
         return self.request.first_step_from(start.step)
 
     def is_beyond(self, start: CacheStart) -> bool:
-        """Whether it has made that step, or comes to it next, so that the start saves nothing."""
+        """Return whether it has made that step, or makes it next, so that the start would save nothing."""
         return self.request.step >= self.first_step(start)
 
     def mark_started(self, start: CacheStart, made_steps: int) -> None:
@@ -57,29 +57,33 @@ class StartingPicture:
         )
 
     def take_hit(self) -> str:
-        """Starts from its hit where that can be done now. What became of the hit; "held": it is taken later, or never.
+        """Start from the hit if that is possible now, and return the outcome.
 
-        Raises InvalidRequest for a pinned one that its LoRAs are too late for.
+        Returns:
+            "hits", "late_hits", "unfit_hits", or "held" if the hit may be used later.
+
+        Raises:
+            InvalidRequest: The picture must start from the hit, but its LoRAs are applied too late for that.
         """
-        assert self.hit is not None, "there is one"
+        assert self.hit is not None, "checked by the caller"
         start, latent = self.hit
         request, first = self.request, self.first_step(start)
         if self.pinned is None and request.step + self._least_saved > first:
             self.hit = None
             return "late_hits"
         if request.spec.loras and not start.without_loras:
-            # Its entry was drawn with them from its first step on: what follows it has to have them as well.
+            # The entry was drawn with the LoRAs from its first step on, so that all steps after it need them as well.
             if request.loras_from is None:
                 return "held"
             if request.loras_from > first:
                 self.hit = None
                 if self.pinned is not None:
                     raise InvalidRequest(
-                        f"the LoRAs go in at step {request.loras_from}, after step {first}, the first one after "
+                        f"the LoRAs are applied at step {request.loras_from}, after step {first}, the first one after "
                         f"{format_start(start.entry, start.step)}"
                     )
                 return "unfit_hits"
-        # An earlier attempt that was lost may have made more steps in vain before it started from the same latent.
+        # An earlier attempt that was lost may have made more wasted steps before it started from the same latent.
         made_steps = max(request.step, self.pinned.made_steps if self.pinned is not None else 0)
         request.start_from(latent, start.step)
         self.mark_started(start, made_steps)
@@ -87,9 +91,9 @@ class StartingPicture:
 
     @property
     def _least_saved(self) -> int:
-        """Steps that a hit has to save at least.
+        """Number of steps that a hit must save at least.
 
-        Residuals of the step that comes next may have been asked for already; where those of one step may be used in
-        the step after it, they must not be in the one that a picture starts with.
+        Residuals of the next step may have been requested already. If residuals of one step may be used in the next
+        one, those must not be used in the first step after a start.
         """
         return 2 if self.request.spec.stale_residuals and self.request.controls else 1

@@ -1,4 +1,4 @@
-"""What a job has to give to later ones: latents of its first picture, kept by reference while it is drawn."""
+"""The recording of a job for later ones: latents of its first picture, kept by reference while it is drawn."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from bottega.latents.messages import MAX_PICTURE_SIDE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobRecording:
-    """A job's first picture, computed exactly, as the engine has it: what takes time is done by whoever sends it.
-
-    key, model_hash: see CacheRecording. spec: what was drawn. embedding: the prompt's, float32 [width], on the CPU.
-    pixels: uint8 [height, width, 3]. latents: [channels, height, width] by the steps after which they were, on the
-    engine's device. None is ever written to.
-    """
+    """A job's first picture, computed exactly. Encoding it is left to the sender. Its tensors are never changed."""
 
     key: str
+    """See `CacheRecording.key`."""
     model_hash: str
     spec: ResolvedSpec
     embedding: Tensor
+    """Embedding of the prompt, float32 [width], on the CPU."""
     pixels: Tensor
+    """uint8 [height, width, 3]."""
     latents: Mapping[int, Tensor]
+    """[channels, height, width] by number of finished steps, on the engine's device."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all that it keeps in memory."""
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in (self.embedding, self.pixels, *self.latents.values()))
 
     def small_picture(self) -> Tensor:
-        """Its pixels at no more than MAX_PICTURE_SIDE a side. It takes milliseconds."""
+        """Return its pixels with at most MAX_PICTURE_SIDE on each side. This takes milliseconds."""
         height, width, _ = self.pixels.shape
         share = min(1.0, MAX_PICTURE_SIDE / max(height, width))
         if share == 1.0:
@@ -51,17 +50,18 @@ class JobRecording:
 
 
 class LatentRecorder:
-    """Sees the steps of one job's first picture, and keeps its latents after those steps after which others may start.
+    """Keeps the latents of a job's first picture after those steps from which other pictures may start.
 
-    confirmed: whether somebody wants them.
+    Attributes:
+        confirmed: Whether a store wants the recording.
     """
 
     def __init__(self, spec: ResolvedSpec, request: Request) -> None:
-        # What a start saves no step by is of no use.
+        # A latent is useful only if a start from it saves steps.
         steps = recorded_steps(spec.num_inference_steps)
         self.confirmed = False
         self._steps = frozenset(step for step in steps if request.first_step_from(step) > 0)
-        # What the steps before a checkpoint had of stale residuals, nobody knows.
+        # It is not known whether the steps before a checkpoint had stale residuals.
         if request.step > request.begin and spec.stale_residuals and spec.controlnets:
             self._steps = frozenset()
         self._spec = spec
@@ -72,27 +72,27 @@ class LatentRecorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is, or will be, anything to keep."""
+        """Whether it keeps a latent, or will keep one."""
         return bool(self._latents) or any(step > self._request.step for step in self._steps)
 
     def confirm(self, *, wanted: bool) -> None:
-        """Whether somebody wants a recording."""
+        """Note whether a store wants the recording."""
         self.confirmed = wanted
         if not wanted:
             self._steps, self._latents, self._pixels = frozenset(), {}, None
 
     def after_step(self, request: Request) -> None:
-        """One of the job's pictures has made a step."""
+        """Learn that one of the job's pictures has made a step."""
         if request is self._request and request.step in self._steps:
-            self._latents[request.step] = request.latent[0]  # a step makes a new one
+            self._latents[request.step] = request.latent[0]  # Each step makes a new tensor.
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """One of the job's pictures is finished."""
+        """Learn that one of the job's pictures is finished."""
         if index == self._request.index and self._latents:
             self._pixels = pixels
 
     def recording(self, record: EngineRecord, *, key: str, model_hash: str, embedding: Tensor) -> JobRecording | None:
-        """Of the job that has ended with this record; None where it was not computed exactly, or there is nothing."""
+        """Return the recording of a finished job; None if it was not computed exactly, or nothing was kept."""
         if not record.exact or self._pixels is None or not self._latents:
             return None
         return JobRecording(
@@ -106,7 +106,7 @@ class LatentRecorder:
 
 
 def latents_in_order(recording: JobRecording) -> Sequence[tuple[int, Tensor]]:
-    """Its latents with their steps, ascending, on the CPU. It waits for the device."""
-    # All are on their way before the first one is waited for.
+    """Return the latents of a recording with their steps, ascending, on the CPU. Waits for the device."""
+    # All copies begin before the first one is waited for.
     copies = [(step, open_device(latent.device).to_host(latent)) for step, latent in sorted(recording.latents.items())]
     return [(step, copy.take().contiguous()) for step, copy in copies]

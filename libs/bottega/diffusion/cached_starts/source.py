@@ -1,4 +1,4 @@
-"""Where cached latents come from and recordings go to, as the engine sees it."""
+"""The interface through which the engine gets cached latents and hands over recordings."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentQuestion:
-    """What the pictures of a job may start from. embedding: the prompt's, float32 [width], on the CPU."""
+    """A question for latents that the pictures of a job may start from."""
 
     header: CacheQuestion
     embedding: Tensor
+    """Embedding of the prompt, float32 [width], on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentReply:
-    """latents: of the header's hits, in their order, [channels, height, width] on the CPU; nobody writes to them.
-
-    work: of the store that has answered; None where none has.
-    """
+    """The answer to a question."""
 
     header: CacheAnswer
     latents: tuple[Tensor, ...] = ()
+    """Latents of the header's hits, in order, [channels, height, width] on the CPU; not to be changed."""
     work: StoreWork | None = None
+    """Work of the store that answered; None if none did."""
 
 
 class LatentSource(Protocol):
-    """All calls come from the engine's thread, and none waits."""
+    """A source of cached latents. All calls come from the engine's thread, and none waits."""
 
     @property
     def linked(self) -> int:
-        """Stores that would hear a question now."""
+        """Number of stores that would receive a question now."""
         ...
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """The stores that there are now, the best first. What is asked while there are none waits for the next."""
+        """Set the stores that exist now, the best first. Without stores, questions wait for the next one."""
         ...
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
-        """Asks, and returns at once. Whoever does not need the answer any more cancels the future.
+        """Send a question, and return at once. A caller that no longer needs the answer cancels the future.
 
-        It never fails: where nothing can be said, the outcome of its answer says so.
+        The future never fails. If no store can answer, the outcome of the answer says so.
         """
         ...
 
     def report(self, reply: LatentReply, starts: CacheStarts) -> None:
-        """Tell the store that sent a reply what its latents saved. A store that does not count that is told nothing."""
+        """Tell the store that sent a reply what its latents saved, if it counts that."""
         ...
 
     def record(self, recording: JobRecording) -> bool:
-        """Sends a recording in the background; whether there was room for it. One that was not taken is lost."""
+        """Send a recording in the background. Return whether there was room for it; otherwise it is lost."""
         ...

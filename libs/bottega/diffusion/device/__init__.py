@@ -1,1 +1,1 @@
-"""What the engine asks of the device that it computes on: streams, events, copies and memory, the same way on a CPU."""
+"""The device that an engine computes on: streams, events, copies and memory, with one interface for CPUs and GPUs."""

@@ -1,4 +1,4 @@
-"""A CPU as a device: all is done when it is asked for."""
+"""A CPU as a device: all work is done when it has been enqueued."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CpuEvent:
         return True
 
     def wait(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing."""
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CpuEvent), "events of one device are compared"
@@ -34,7 +34,7 @@ class CpuEvent:
 
 
 class ArrivedCopy:
-    """A tensor that is on the host already: itself."""
+    """A tensor that is already on the host."""
 
     __slots__ = ("_tensor",)
 
@@ -50,7 +50,7 @@ class ArrivedCopy:
 
 
 class CpuDevice:
-    """Of the host, see Device. What it "copies" is the same memory, so that nothing is moved for nothing."""
+    """The host's CPU as a Device. Its copies are the same memory, so that nothing is copied needlessly."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -62,7 +62,7 @@ class CpuDevice:
         return nullcontext()
 
     def wait_for(self, event: Event) -> None:
-        """It has happened."""
+        """Do nothing, because the event has happened."""
 
     def to_host(self, tensor: Tensor) -> ArrivedCopy:
         return ArrivedCopy(tensor)
@@ -74,7 +74,7 @@ class CpuDevice:
         return torch.empty(shape, dtype=dtype)
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because all work is done."""
 
     def free_bytes(self) -> int | None:
         return None
@@ -83,7 +83,7 @@ class CpuDevice:
         return None
 
     def limit_memory(self, size_bytes: int) -> None:
-        """The host's is bounded by whoever runs the process."""
+        """Do nothing, because the service manager limits host memory."""
 
     def measure_peak(self, run: Callable[[], object]) -> int | None:
         return measure_peak_bytes(run)

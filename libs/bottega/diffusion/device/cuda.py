@@ -1,8 +1,8 @@
-"""A CUDA device: streams by name, events, and copies through pinned memory.
+"""A CUDA device: named streams, events, and copies through pinned memory.
 
-Pinned memory and that of the device come from PyTorch's caching allocators: what is freed while a copy runs is given to
-nobody before that copy is over, as long as the allocator was told of the stream (`record_stream`; `copy_` does so for
-pinned memory). Source: torch/cuda/streams.py, aten/src/ATen/cuda/CachingHostAllocator.cpp.
+PyTorch's caching allocators own pinned memory and that of the device. Memory that is freed while a copy runs is not
+reused before the copy ends, if the allocator knows the stream (`record_stream`; `copy_` does this for pinned memory).
+Source: torch/cuda/streams.py, aten/src/ATen/cuda/CachingHostAllocator.cpp.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from bottega.diffusion.device.cpu import ArrivedCopy
 from bottega.diffusion.device.device import Event, HostCopy
 
-# Copies to the host leave the stream that computes as soon as what they read is there.
+# Copies to the host have a stream of their own, and begin as soon as their source has been computed.
 _TO_HOST = "to_host"
 
 
 class CudaEvent:
-    """Recorded in the current stream of a device."""
+    """An event in the stream that was current when it was made."""
 
     __slots__ = ("_event",)
 
     def __init__(self, device: torch.device) -> None:
-        # blocking: a thread that waits sleeps, and leaves its core to the others.
+        # blocking: a waiting thread sleeps, and leaves its core to other threads.
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(device))
 
@@ -38,7 +38,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def delay(self, stream: torch.cuda.Stream) -> None:
-        """What this stream is given from now on runs after the event."""
+        """Let everything that this stream is given from now on run after the event."""
         stream.wait_event(self._event)
 
     def seconds_since(self, earlier: Event) -> float:
@@ -47,7 +47,7 @@ class CudaEvent:
 
 
 class CudaHostCopy:
-    """host: pinned, filled when the event comes."""
+    """A pinned tensor that is filled when an event happens."""
 
     __slots__ = ("_event", "_host")
 
@@ -65,9 +65,13 @@ class CudaHostCopy:
 
 
 class CudaDevice:
-    """torch_device: with its index.
+    """A CUDA device.
 
-    pageable: copies go through no pinned memory, and the calling thread waits for each: what the self-check compares.
+    Attributes:
+        torch_device: The device, with its index.
+        pageable: Whether copies bypass pinned memory, so that the calling thread waits for each. The self-check
+            compares
+            both ways.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -101,13 +105,13 @@ class CudaDevice:
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if tensor.device.type == "cpu" and not self.pageable:
-            # A copy of its own even where the tensor is pinned: its owner may write to it again at once.
+            # Copied even if the tensor is pinned, because its owner may write to it again at once.
             staged = self.empty_pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
             tensor = staged
-        # In its own element type first: a conversion on the way would be made on the host, in memory that is not
+        # Copied in its own element type first. Otherwise torch would convert it on the host, in memory that is not
         # pinned, and the thread would wait for the copy.
-        there = tensor.to(self.torch_device, non_blocking=not self.pageable)
-        return there if dtype is None else there.to(dtype)
+        copied = tensor.to(self.torch_device, non_blocking=not self.pageable)
+        return copied if dtype is None else copied.to(dtype)
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

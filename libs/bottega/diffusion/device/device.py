@@ -1,7 +1,7 @@
-"""The device beside which the engine's thread runs: what it enqueues, how it learns what is done, and what a copy is.
+"""The interface of the device beside which the engine's thread runs: enqueued work, its events, and copies.
 
-On a CPU all of it is done when it is enqueued. On a GPU nothing is: who reads a time or a copy asks `ready` first, and
-waits only where there is nothing else to do.
+On a CPU work is done when it has been enqueued. On a GPU it is not: code that reads a time or a copy checks `ready`
+first, and waits only if there is nothing else to do.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A moment in a stream: when all that was enqueued before it is done."""
+    """A moment in a stream, at which everything that was enqueued before is done."""
 
     @property
     def ready(self) -> bool:
-        """Whether the device has come so far. Never waits."""
+        """Whether the device has got there. Never waits."""
         ...
 
     def wait(self) -> None:
-        """Waits until it has."""
+        """Wait until the device has got there."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
-        """From another event of this device to this one. Only when both are ready."""
+        """Return the seconds from another event of this device to this one. Both must be ready."""
         ...
 
 
 class HostCopy(Protocol):
-    """A tensor on its way to the host's memory."""
+    """A copy of a tensor on its way to host memory."""
 
     @property
     def ready(self) -> bool:
@@ -40,64 +40,70 @@ class HostCopy(Protocol):
         ...
 
     def take(self) -> Tensor:
-        """The tensor on the CPU; waits where it has not arrived."""
+        """Return the tensor on the CPU. Wait if it has not arrived."""
         ...
 
 
 class Device(Protocol):
-    """What computes. One thread enqueues; streams other than its own are by name, made when they are first used."""
+    """A device that computes. One thread enqueues work. Additional streams have names, and are made when first used."""
 
     torch_device: torch.device
 
     def record(self) -> Event:
-        """Marks this moment in the stream that is current."""
+        """Record an event in the current stream."""
         ...
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        """What is enqueued inside goes to a stream of this name, behind what the current one has been given so far."""
+        """Return a context whose work is enqueued in a named stream, after all work of the current stream so far."""
         ...
 
     def wait_for(self, event: Event) -> None:
-        """What is enqueued from now on runs after this event. The calling thread does not wait."""
+        """Let everything that is enqueued from now on run after an event. The calling thread does not wait."""
         ...
 
     def to_host(self, tensor: Tensor) -> HostCopy:
-        """Copies a tensor to pinned memory of the host, beside what else runs.
+        """Copy a tensor to pinned host memory, beside other work.
 
-        As it is when what the current stream has been given so far is done; not to be written to until it has arrived,
-        nor is the copy, which on a CPU is the tensor itself.
+        The copy contains what the current stream has written so far. Neither the tensor nor the copy may be changed
+        before it has arrived: on a CPU they are the same.
         """
         ...
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the host on the device: copied through pinned memory, so that the calling thread goes on.
+        """Copy a tensor from the host to the device, through pinned memory, so that the calling thread does not wait.
 
-        The host's tensor may be changed or freed when this returns; but on a CPU the result is that tensor itself
-        where its element type fits. dtype: its own without one.
+        The host's tensor may be changed or freed afterwards, except on a CPU: there the result is the same tensor if
+        its element type fits.
+
+        Args:
+            tensor: On the host.
+            dtype: Element type of the result; that of the tensor by default.
         """
         ...
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that copies to and from the device run from without the thread."""
+        """Return host memory whose copies to and from the device need no waiting thread."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until all that was enqueued is done: at start and in benches, never in a step."""
+        """Wait until all enqueued work is done. For start-up and benches only, never in a step."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Memory of the device that nobody has; None where it is the host's."""
+        """Return how many bytes of the device nobody uses; None if its memory is the host's."""
         ...
 
     def allocated_bytes(self) -> int | None:
-        """Memory of the device that this process's tensors have; None where it is the host's."""
+        """Return how many bytes of the device this process's tensors use; None if its memory is the host's."""
         ...
 
     def limit_memory(self, size_bytes: int) -> None:
-        """From now on this process has no more of it than that. Nothing where it is the host's."""
+        """Limit the memory of this process on the device. Do nothing if its memory is the host's."""
         ...
 
     def measure_peak(self, run: Callable[[], object]) -> int | None:
-        """Runs this and waits for the device. The most bytes that it had beside what was there; None where they are
-        the host's. Only while nothing else runs."""
+        """Run a function, wait for the device, and return the most bytes that it used at once.
+
+        Return None if they cannot be measured. Call it only while nothing else runs.
+        """
         ...

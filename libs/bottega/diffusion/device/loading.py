@@ -1,4 +1,4 @@
-"""Many bytes onto a device, once, beside what it computes: whoever wants tensors of them takes views."""
+"""Copies large sections of bytes onto a device, beside what it computes. Tensors are views of such a section."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 from bottega.diffusion.device.device import Device
 
-# Through pinned memory in pieces: all at once would pin as much memory as the largest section ever was.
+# Sections are copied in pieces, because torch keeps as much pinned memory as the largest copy needed.
 _PIECE_BYTES = 16 << 20
 _STREAM = "load"
 
 
 def load_bytes(device: Device, section: Tensor) -> Tensor:
-    """The section on the device, uint8 [bytes]; itself where it is there. The calling thread waits until it is."""
+    """Return a section, uint8 [bytes], on the device; the section itself if it is there. The calling thread waits."""
     if section.device == device.torch_device:
         return section
-    # In the stream that will use it, and give its memory back; the copies wait for what that stream still does there.
-    there = torch.empty(section.shape, dtype=section.dtype, device=device.torch_device)
+    # Allocated in the stream that will use and free it. The copies wait for earlier uses of this memory in that stream.
+    copied = torch.empty(section.shape, dtype=section.dtype, device=device.torch_device)
     with device.stream(_STREAM):
         for first in range(0, len(section), _PIECE_BYTES):
             piece = section[first : first + _PIECE_BYTES]
-            there[first : first + len(piece)].copy_(device.to_device(piece), non_blocking=True)
+            copied[first : first + len(piece)].copy_(device.to_device(piece), non_blocking=True)
         done = device.record()
     done.wait()
-    return there
+    return copied

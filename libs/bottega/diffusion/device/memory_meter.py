@@ -1,4 +1,4 @@
-"""What an engine has of its device's memory, looked at seldom: a driver's answer may take a millisecond."""
+"""The memory of an engine on its device, read rarely, because a driver may take a millisecond to answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ _LOOK_S = 1.0
 
 
 class DeviceMemoryMeter:
-    """last: as it was when it was last looked at; not to be changed. clock: monotonic seconds."""
+    """Reads a device's memory, at most once a second.
+
+    Attributes:
+        last: The last result; not to be changed.
+
+    Args:
+        device: The device.
+        plan: The plan of its memory.
+        clock: Monotonic seconds.
+    """
 
     def __init__(self, device: Device, plan: MemoryPlan, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device = device
@@ -23,7 +32,10 @@ class DeviceMemoryMeter:
         self.last = DeviceMemory()
 
     def look_if_due(self) -> None:
-        """Looks once a second at most. Between two turns: while a forward is recorded, its device is asked nothing."""
+        """Read the memory if a second has passed.
+
+        Call it between turns, because the device must not be asked while graphs are recorded.
+        """
         now = self._clock()
         if now - self._read_at >= _LOOK_S:
             self._read_at = now

@@ -1,11 +1,11 @@
-"""One budget for all that a device's memory holds: who has how much of it, and what a picture needs beside them.
+"""One budget for a device's memory: who has reserved how much, and how much a picture needs besides.
 
-What forwards and decodings need is measured once and is in proportion to the elements of the latents that they work on;
-attention takes no more than that in any of torch's fused kernels.
+What forwards and decoding need is measured once. It is proportional to the elements of their latents; attention needs
+no more than that in any of torch's fused kernels.
 
-A CPU has no budget: whoever keeps something there may, and forwards are not measured. Decoding, which takes by far the
-most, is compared with what is available to the process at that moment, because the kernel ends a process where an
-allocator would have raised an error.
+A CPU has no budget: everyone may keep what they like, and forwards are not measured. Decoding needs by far the most. It
+is compared with the memory that is available to the process at that moment, because the kernel kills a process where a
+GPU's allocator would raise an error.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from bottega.process.available_memory import available_bytes
 _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-# Left to the device's libraries, whose workspaces torch does not allocate, where no budget is configured.
+# Without a configured budget, this much is left to the device's libraries, whose workspaces torch does not allocate.
 _LEAST_RESERVE_BYTES = 512 * _MIB
 _RESERVE_SHARE = 0.05
-# Left to whatever else the host does meanwhile.
+# Left to other processes of the host.
 _HOST_RESERVE_BYTES = 64 * _MIB
-# After so many forwards of a size whose groups were made smaller, larger ones are tried again: what was in the way may
-# be gone.
+# After so many forwards with smaller groups of a size, larger ones are tried again, because more memory may be free.
 _FORGET_AFTER = 500
-# Of sizes whose groups were made smaller; more are as if none was.
+# Maximum number of sizes with smaller groups; further ones are not remembered.
 _MOST_SIZES = 64
 
 
 class MemoryPlan:
     """The plan of one device's memory.
 
-    Links reserve and release from threads of their own; all else is of the one that computes.
+    Links reserve and release memory from threads of their own. All other calls come from the thread that computes.
 
     Args:
-        budget_bytes: Of the device, for this process; None where nothing that is kept there is counted.
-        available: Without a budget, what the process can have at this moment; without it nothing is counted at all.
+        budget_bytes: Memory of the device for this process; None if reservations are not limited.
+        available: Without a budget, returns the memory that is available to the process now, or None if unknown.
     """
 
     def __init__(self, budget_bytes: int | None = None, *, available: Callable[[], int | None] = lambda: None) -> None:
         self.budget_bytes = budget_bytes
         self._available = available
-        self._lock = threading.Lock()  # of what is reserved
+        self._lock = threading.Lock()  # Guards the reservations.
         self._reserved: dict[str, int] = {}
         self._row_bytes = 0.0
         self._decoding_bytes = 0.0
@@ -55,27 +54,32 @@ class MemoryPlan:
 
     @property
     def reserved(self) -> Mapping[str, int]:
-        """Bytes by who has them."""
+        """Reserved bytes by holder."""
         with self._lock:
             return MappingProxyType(dict(self._reserved))
 
     @property
     def left_bytes(self) -> int | None:
-        """The bytes that are left for activations beside the reserved ones; None if nothing is counted."""
+        """Bytes that are left for activations besides reservations; None if nothing is counted."""
         if self.budget_bytes is not None:
             return max(0, self.budget_bytes - sum(self.reserved.values()))
         available = self._available()
         return None if available is None else max(0, available - _HOST_RESERVE_BYTES)
 
     def reserve(self, name: str, size_bytes: int) -> None:
-        """Sets so many bytes aside, instead of what that name had. Raises TooLarge where they are not left."""
+        """Reserve so many bytes for a name, instead of its earlier reservation. Raise TooLarge if they are not left."""
         with self._lock:
             self._set(name, size_bytes)
 
     def reserve_up_to(self, name: str, size_bytes: int, *, share: float) -> int:
-        """Sets so many bytes aside, or that share of what is left where this is less. Returns how many.
+        """Reserve so many bytes, or a share of what is left if that is less, and return how many.
 
-        For what keeps no more than it is told to: a small device has less of it, and starts.
+        For holders that can do with less, so that an engine also starts on a small device.
+
+        Args:
+            name: Name of the holder.
+            size_bytes: Bytes that it would like.
+            share: Largest share of what is left, in [0, 1].
         """
         with self._lock:
             if self.budget_bytes is not None:
@@ -83,28 +87,39 @@ class MemoryPlan:
                 most = int(share * max(0, self.budget_bytes - others))
                 if size_bytes > most:
                     facts = {"holder": name, "wanted_mib": size_bytes // _MIB, "taken_mib": most // _MIB}
-                    _log.warning("the device has less room for something than it may have", extra=facts)
+                    _log.warning("the device has less room for a holder than it is configured to have", extra=facts)
                     size_bytes = most
             self._reserved[name] = size_bytes
         return size_bytes
 
     def grow(self, name: str, change_bytes: int) -> None:
-        """Sets so many bytes more aside for that name; fewer where they are negative. Raises as `reserve` does."""
+        """Change the reservation of a name by so many bytes. Raise TooLarge as `reserve` does."""
         with self._lock:
             self._set(name, self._reserved.get(name, 0) + change_bytes)
 
     def release(self, name: str) -> None:
-        """What that name had is free. Harmless when it has nothing."""
+        """Drop the reservation of a name, if it has one."""
         with self._lock:
             self._reserved.pop(name, None)
         self._refused.clear()
 
     def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
-        """A forward of so many rows took so much beside the weights. area: elements of a latent's height and width."""
+        """Note how much memory a forward needed besides the weights.
+
+        Args:
+            area: Elements of a latent's height and width.
+            rows: Number of rows.
+            peak_bytes: Its peak; None if it was not measured.
+        """
         self._row_bytes = max(self._row_bytes, (peak_bytes or 0) / (area * rows))
 
     def observe_decoding(self, area: int, peak_bytes: int | None) -> None:
-        """Decoding a latent took so much. area: of what is decoded at once."""
+        """Note how much memory decoding needed.
+
+        Args:
+            area: Elements of a latent that are decoded at once.
+            peak_bytes: Its peak; None if it was not measured.
+        """
         self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
 
     def fits_decoding(self, area: int) -> bool:
@@ -113,56 +128,61 @@ class MemoryPlan:
         return left is None or needed <= left
 
     def needed_bytes(self, area: int, *, decoded_area: int) -> int:
-        """For a picture by itself, its rows one by one. decoded_area: of what is decoded at once."""
+        """Return how many bytes a picture needs that is drawn alone, one row at a time.
+
+        Args:
+            area: Elements of its latent's height and width.
+            decoded_area: Elements that are decoded at once.
+        """
         return round(max(self._row_bytes * area, self._decoding_bytes * decoded_area))
 
     def check_picture(self, width: int, height: int, *, area: int, decoded_area: int) -> None:
-        """Raise TooLarge for a picture that does not fit by itself.
+        """Raise TooLarge for a picture that does not fit even alone.
 
         Args:
-            width: In pixels.
-            height: In pixels.
+            width: Width in pixels.
+            height: Height in pixels.
             area: Elements of its latent's height and width.
-            decoded_area: Of what is encoded or decoded at once.
+            decoded_area: Elements that are encoded or decoded at once.
         """
         needed, left = self.needed_bytes(area, decoded_area=decoded_area), self.left_bytes
         if left is None or needed <= left:
             return
-        whose, have = "the device's memory", self._said_left()
+        whose, have = "the device's memory", self._left_text()
         if self.budget_bytes is None:
             whose, have = "memory", f"{left // _MIB} MiB are available to this worker"
         raise TooLarge(
-            f"{width}x{height} need about {needed // _MIB} MiB of {whose}, and {have}; ask for fewer pixels",
+            f"{width}x{height} needs about {needed // _MIB} MiB of {whose}, and {have}; ask for fewer pixels",
             metadata=self._facts(needed),
         )
 
     def leaves_room(self, area: int, rows: int, *, decoded_area: int) -> bool:
-        """Return whether what is reserved leaves so many rows of such latents a forward, and each of them its decoding.
+        """Return whether reservations leave room for a forward of so many rows, and for decoding one latent.
 
         Args:
             area: Elements of a latent's height and width.
-            rows: Of the forward.
-            decoded_area: Of what is decoded at once of such a latent.
+            rows: Rows of the forward.
+            decoded_area: Elements of such a latent that are decoded at once.
         """
         needed, left = max(self._row_bytes * rows * area, self._decoding_bytes * decoded_area), self.left_bytes
         return left is None or needed <= left
 
     def refusal(self, width: int, height: int) -> TooLarge:
-        """Of a picture for which the device had no memory when it was its turn."""
-        why = "" if self.budget_bytes is None else f": {self._said_left()}"
+        """Return the error of a picture for which the device had no memory when it was drawn."""
+        why = "" if self.budget_bytes is None else f": {self._left_text()}"
         return TooLarge(
-            f"the device has not enough memory for {width}x{height}, not even by themselves{why}; ask for fewer pixels",
+            f"the device does not have enough memory for {width}x{height}, even alone{why}; ask for fewer pixels",
             metadata={"limit": "device_memory", "size": f"{width}x{height}"},
         )
 
     def most_rows(self, area: int, *, decoded_area: int) -> int | None:
-        """Return how many rows of such latents fit into one forward beside a decoding, one at least.
+        """Return how many rows of such latents fit into one forward beside a decoding; None for any number.
 
-        None is as many as there are. To be asked before each forward: it counts them.
+        The number is at least 1. Call it once before each forward, because calls are counted.
 
         Args:
             area: Elements of a latent's height and width.
-            decoded_area: Of what is decoded at once of such a latent.
+            decoded_area: Elements of such a latent that are decoded at once.
         """
         bounds = []
         if self._row_bytes and (left := self.left_bytes) is not None:
@@ -176,14 +196,15 @@ class MemoryPlan:
         return min(bounds, default=None)
 
     def note_out_of_memory(self, area: int, rows: int) -> None:
-        """A forward of so many rows found no memory: groups of this size are half as large for a while."""
+        """Note that a forward ran out of memory. Groups of this size have half as many rows for a while."""
         if area not in self._refused and len(self._refused) >= _MOST_SIZES:
             return
         self._refused[area] = (max(1, rows // 2), _FORGET_AFTER)
-        _log.warning("the device had no memory for a group; it is split", extra={"rows": rows, "latent_elements": area})
+        facts = {"rows": rows, "latent_elements": area}
+        _log.warning("the device ran out of memory for a group; it is split", extra=facts)
 
     def _set(self, name: str, size_bytes: int) -> None:
-        """Under the lock."""
+        """Set a reservation. The lock must be held."""
         before = self._reserved.get(name, 0)
         others = {holder: size for holder, size in self._reserved.items() if holder != name}
         too_much = self.budget_bytes is not None and sum(others.values()) + size_bytes > self.budget_bytes
@@ -195,11 +216,11 @@ class MemoryPlan:
             )
         self._reserved[name] = size_bytes
 
-    def _said_left(self) -> str:
+    def _left_text(self) -> str:
         return self._left_beside(self.reserved)
 
     def _left_beside(self, others: Mapping[str, int]) -> str:
-        """What is left of the budget, and who has the rest."""
+        """Return what is left of the budget and who has the rest, as text."""
         holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items() if size)
         left = (self.budget_bytes or 0) - sum(others.values())
         return f"{max(0, left) // _MIB} of {(self.budget_bytes or 0) // _MIB} MiB are left" + (
@@ -214,14 +235,19 @@ class MemoryPlan:
 
 
 def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
-    """Before anything is on the device. budget_mib: 0 is what is free, less a reserve.
+    """Return the plan of a device. Call it before anything is on the device.
 
-    Raises ValueError for a budget that the device does not have, or of a CPU.
+    Args:
+        device: The device.
+        budget_mib: Memory for this process; 0 for all that is free, minus a reserve.
+
+    Raises:
+        ValueError: The device does not have so much, or is a CPU.
     """
     free_bytes = device.free_bytes()
     if free_bytes is None:
         if budget_mib:
-            raise ValueError("device_memory_mib bounds the memory of a GPU; that of a CPU's process, its unit bounds")
+            raise ValueError("device_memory_mib limits the memory of a GPU; on a CPU, limit that of the service's unit")
         return MemoryPlan(available=available_bytes)
     if budget_mib * _MIB > free_bytes:
         raise ValueError(

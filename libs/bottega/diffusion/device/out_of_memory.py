@@ -1,14 +1,14 @@
-"""Whether an error says that a device, or the host, has no memory left."""
+"""Whether an error means that a device, or the host, is out of memory."""
 
 from __future__ import annotations
 
 import torch
 
-# What libraries below torch say of it, which torch raises as plain errors: of cuBLAS and cuDNN, of CUDA where torch's
-# allocator is not asked (pinned memory, kernels that are loaded at their first use, graphs), of Triton's launches,
-# of the host. Source: aten/src/ATen/cuda/Exceptions.h, cudnn's status names, c10/cuda/CUDAException.cpp,
+# Messages of libraries below torch, which torch raises as plain errors: of cuBLAS and cuDNN, of CUDA where torch's
+# allocator is not involved (pinned memory, kernels that are loaded at their first use, graphs), of Triton's launches,
+# and of the host. Source: aten/src/ATen/cuda/Exceptions.h, cudnn's status names, c10/cuda/CUDAException.cpp,
 # c10/cuda/driver_api.h, triton/backends/nvidia/driver.c, c10/core/impl/alloc_cpu.cpp.
-_SAID = (
+_MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDA out of memory",
@@ -20,7 +20,7 @@ _SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether less work at once may go well where this failed."""
+    """Return whether an error means that there was no memory, so that less work at once may succeed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

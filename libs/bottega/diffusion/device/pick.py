@@ -1,4 +1,4 @@
-"""Which Device a torch.device is."""
+"""The Device for a torch.device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from bottega.diffusion.device.device import Device
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """The one that this process has for it. Raises ValueError for a kind that nothing here computes on."""
+    """Return the Device of a torch.device, one per process. Raise ValueError if this kind is not supported."""
     kind = torch_device.type
     if kind == "cuda":
-        # A device without an index is the current one, whatever that is: its type does not say that there may be none.
+        # A device without an index is the current one. Its type does not say that the index may be None.
         index: int | None = torch_device.index
         return _open(kind, torch.cuda.current_device() if index is None else index)
     return _open(kind, 0)
 
 
 def use_device(torch_device: torch.device) -> Device:
-    """The same, and the current one of the calling thread: what is to compute on it calls this first.
+    """Return the Device of a torch.device, and make it the current one of the calling thread.
 
-    Most of torch computes where its tensors are; kernels are launched on whatever device is current.
+    Call it first in a thread that computes: most of torch computes where its tensors are, but kernels are launched on
+    the current device.
     """
     device = open_device(torch_device)
     if device.torch_device.type == "cuda":
@@ -34,9 +35,9 @@ def use_device(torch_device: torch.device) -> Device:
 
 @lru_cache
 def _open(kind: str, index: int) -> Device:
-    """One for each: streams are by name, and belong together."""
+    """Return the only Device for a device, because named streams belong together."""
     if kind == "cpu":
         return CpuDevice()
     if kind == "cuda":
         return CudaDevice(torch.device(kind, index))
-    raise ValueError(f"device {kind} is not served: use cpu or cuda")
+    raise ValueError(f"device {kind} is not supported; use cpu or cuda")

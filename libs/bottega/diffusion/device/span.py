@@ -1,4 +1,4 @@
-"""How long something took on a device, as far as that has got."""
+"""Time spans of a device."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from bottega.diffusion.device.device import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """From one event of a device to another one."""
+    """The time between two events of a device."""
 
     begin: Event
     end: Event
 
     @property
     def ready(self) -> bool:
-        """Whether it is over."""
+        """Whether it has ended."""
         return self.begin.ready and self.end.ready
 
     @property
     def seconds(self) -> float:
-        """Its length; waits until it is over."""
+        """Its length. Waits until it has ended."""
         self.end.wait()
         self.begin.wait()
         return self.end.seconds_since(self.begin)
 
 
 class SpanSum:
-    """Seconds of spans, each added when it is over."""
+    """The sum of spans that have ended."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._unread: deque[Span] = deque()
 
     def add(self, span: Span) -> None:
-        """One that may not be over."""
+        """Add a span, which may end later."""
         self._unread.append(span)
         self._read()
 
     @property
     def seconds(self) -> float:
-        """Of those that are over. Never waits."""
+        """Seconds of the spans that have ended. Never waits."""
         self._read()
         return self._seconds
 
     def _read(self) -> None:
-        # In the order of their stream: the first that is not over hides no other that is.
+        # Spans of a stream end in order, so that no span after the first unfinished one has ended.
         while self._unread and self._unread[0].ready:
             self._seconds += self._unread.popleft().seconds

@@ -1,10 +1,10 @@
-"""By how many threads an engine computes on a CPU, and that no other thread of its process shares work out.
+"""How many threads an engine computes with on a CPU, and that no other thread of its process divides work.
 
-libgomp's threads wait awake for the next operator only while its threads are no more than cores, over all teams of the
-process. A team belongs to the thread that shares work out and lasts as long as that one: another thread that shares out
-once, while it loads weights or writes a LoRA, leaves the engine's threads asleep between any two operators from then
-on. Measured by turns on two cores of an EPYC, a step of bench-day's model: 1.3 to 2.0 s for 1.0 to 1.2, one of an edit
-1.0 to 1.4 s for .4 to .6.
+libgomp's threads wait awake for the next operator only while there are at most as many as cores, over all teams of the
+process. A team belongs to the thread that divides its work, and lives as long as that thread. If another thread divides
+work once, while it loads weights or writes a LoRA, the engine's threads sleep between any two operators from then on.
+Measured in alternation on two cores of an EPYC: a step of bench-day's model took 1.3 to 2.0 s instead of 1.0 to 1.2,
+and a step of an edit 1.0 to 1.4 s instead of .4 to .6.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 
 
 def compute_with(threads: int) -> None:
-    """The calling thread computes with so many, 0 for as many as torch chooses; threads that begin to use torch later
-    compute alone. Those that had begun before keep what they have.
+    """Set the number of threads for operators of the calling thread; 0 for as many as torch chooses.
+
+    Threads that begin to use torch later compute alone. Threads that began before keep their number.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
-    # The number belongs to a thread, which takes the last that was set anywhere when it asks for the first time: now.
+    # Each thread has its own number. When it first asks, which is here, it takes the last one that any thread has set.
     torch.get_num_threads()
     other = threading.Thread(target=compute_alone, name="number of threads")
     other.start()
@@ -27,8 +28,9 @@ def compute_with(threads: int) -> None:
 
 
 def compute_alone() -> None:
-    """The calling thread shares nothing out, nor does one that begins to use torch after it.
+    """Let the calling thread, and those that begin to use torch after it, compute with one thread.
 
-    For a thread whose first operator may be a product of matrices: MKL knows only then what torch was told before.
+    For threads whose first operator may be a matrix product, because only then does MKL read what torch was told
+    before.
     """
     torch.set_num_threads(1)

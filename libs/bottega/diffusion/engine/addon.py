@@ -88,7 +88,7 @@ class JobAddOn:
 
     @property
     def decision(self) -> bytes | None:
-        """What later attempts must repeat to draw the same picture, as a message of the add-on's own kind.
+        """The add-on's decision that later attempts must repeat to draw the same picture, as a message of its own kind.
 
         None until it has decided anything. Later attempts find it in `EngineJob.pinned`.
         """
@@ -160,12 +160,12 @@ class EngineAddOn:
 
     @property
     def row_weights(self) -> RowWeights | None:
-        """What applies the LoRAs of rows in forwards. At most one add-on has it."""
+        """The object that applies the LoRAs of rows in forwards. At most one add-on has it."""
         return None
 
     @property
     def residuals(self) -> ResidualProvider | None:
-        """Where forwards get residuals for rows with ControlNets. At most one add-on has it."""
+        """The provider of residuals for rows with ControlNets. At most one add-on has it."""
         return None
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:

@@ -76,7 +76,7 @@ Request = TypeVar("Request", bound=BatchCandidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTurn(Generic[Request]):
-    """One turn: its requests, and what their tenants were charged."""
+    """A turn: its requests, and what their tenants were charged."""
 
     requests: list[Request]
     """Empty if no request was ready."""
@@ -182,7 +182,7 @@ class Batcher(Generic[Request]):
 
     @property
     def requests(self) -> Iterator[Request]:
-        """All requests, in order of arrival."""
+        """The requests, in order of arrival."""
         return iter(self._slots)
 
     def __contains__(self, request: object) -> bool:

@@ -1,6 +1,6 @@
-"""A job between two steps as bytes: safetensors with a JSON header, for another engine to go on from.
+"""The state of a job between two steps as bytes, from which another engine can go on: safetensors with a JSON header.
 
-Knows requests' states; does not know when checkpoints are made or where they go.
+This module does not know when checkpoints are made or where they are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bottega.diffusion.spec import ResolvedSpec
 
 VERSION = 5
 
-# What images of an edit have beside: see Edit.
+# Additional tensors of an edit; see `Edit`.
 _OF_EDITS = ("image_latent", "noise")
 _SAMPLER = "sampler."
 
@@ -36,14 +36,15 @@ _DIGEST = "digest"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedJob:
-    """All that another engine needs to go on with a job, beside its spec. images: in their order."""
+    """The state of a job that another engine needs to go on with it, besides its spec."""
 
     images: Sequence[RequestState]
+    """States of its images, in order."""
     decisions: Decisions = field(default_factory=dict)
 
 
 class JobCopy:
-    """A job's state on its way to the host. Later steps do not change it: they make tensors of their own."""
+    """A copy of a job's state on its way to the host. Later steps do not change it, because they make new tensors."""
 
     def __init__(self, device: Device, job: SavedJob) -> None:
         self._job = job
@@ -55,23 +56,23 @@ class JobCopy:
         return all(copy.ready for copies in self._copies for copy in copies.values())
 
     def take(self) -> SavedJob:
-        """The state, its tensors on the CPU; waits where it has not arrived."""
+        """Return the state with its tensors on the CPU. Wait if they have not arrived."""
         images = [_arrived(state, copies) for state, copies in zip(self._job.images, self._copies, strict=True)]
         return dataclasses.replace(self._job, images=images)
 
 
 class CheckpointMismatch(ValueError):
-    """The checkpoint is of another model, another job or another version, or it is damaged."""
+    """The checkpoint is damaged, or of another model, job or format version."""
 
 
 def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
-    """The state of a job as bytes. Its tensors are on the CPU."""
+    """Serialize the state of a job, whose tensors are on the CPU."""
     tensors: dict[str, Tensor] = {}
     images: list[dict[str, object]] = []
     for index, state in enumerate(job.images):
         tensors |= {f"{index}.{name}": tensor for name, tensor in _tensors(state)}
         images.append({"step": state.step, "sampler": state.sampler.numbers})
-    # LoRAs are noted by what they are and their step, never by how they were added.
+    # LoRAs are identified by content and step, not by how they were applied.
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
     decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
     header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": decisions}
@@ -81,9 +82,10 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
 
 
 def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
-    """The state that was written, its tensors on the CPU.
+    """Deserialize the state of a job, with its tensors on the CPU.
 
-    Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
+    Raises:
+        CheckpointMismatch: It is damaged, or does not fit this model, element type and spec.
     """
     header = _header(data)
     for name, value in _identity(model, spec).items():
@@ -105,7 +107,7 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
 
 
 def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
-    """All that it has, by the name in a checkpoint."""
+    """Yield all tensors of a state with their names in a checkpoint."""
     yield "latent", state.latent
     yield "generator", state.generator
     for name in _OF_EDITS:
@@ -116,26 +118,26 @@ def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _arrived(state: RequestState, copies: Mapping[str, HostCopy]) -> RequestState:
-    """The state with these tensors."""
-    here = {name: copy.take() for name, copy in copies.items()}
-    kept = {name.removeprefix(_SAMPLER): here.pop(name) for name in list(here) if name.startswith(_SAMPLER)}
+    """Return the state with copies that have arrived."""
+    tensors = {name: copy.take() for name, copy in copies.items()}
+    kept = {name.removeprefix(_SAMPLER): tensors.pop(name) for name in list(tensors) if name.startswith(_SAMPLER)}
     return RequestState(
         step=state.step,
-        latent=here["latent"],
-        generator=here["generator"],
+        latent=tensors["latent"],
+        generator=tensors["generator"],
         sampler=SamplerState(tensors=kept, numbers=state.sampler.numbers),
-        **{name: here.get(name) for name in _OF_EDITS},
+        **{name: tensors.get(name) for name in _OF_EDITS},
     )
 
 
 def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
-    said = dataclasses.asdict(spec) | {"sampler": spec.sampler.name}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    values = dataclasses.asdict(spec) | {"sampler": spec.sampler.name}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name, "spec": digest}
 
 
 def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Of all that a checkpoint says; safetensors itself notices no change in a tensor."""
+    """Return the digest of header and tensors. Safetensors itself notices no change in a tensor."""
     total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -144,14 +146,14 @@ def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    # safetensors gives metadata only of files on disk: its header is a length and that much JSON.
+    # safetensors reads metadata only from files on disk. Its header is a length and as many bytes of JSON.
     length = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
     except (ValueError, KeyError, TypeError):
-        raise CheckpointMismatch("it is no checkpoint") from None
+        raise CheckpointMismatch("it is not a checkpoint") from None
     if not isinstance(header, dict):
-        raise CheckpointMismatch("it is no checkpoint")
+        raise CheckpointMismatch("it is not a checkpoint")
     return header
 
 
@@ -174,7 +176,7 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
         raise CheckpointMismatch("its latent does not fit")
     for tensor in (state.image_latent, state.noise):
         if (tensor is None) != (spec.edit is None):
-            raise CheckpointMismatch("what it has of an edit does not fit")
+            raise CheckpointMismatch("its tensors of an edit do not fit")
         if tensor is not None and (tuple(tensor.shape) != shape or not torch.isfinite(tensor).all()):
             raise CheckpointMismatch("its image latent or its noise does not fit")
     first, last = spec.begin_step, spec.num_inference_steps

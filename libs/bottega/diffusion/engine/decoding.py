@@ -1,6 +1,6 @@
-"""The last stage of an image, in two phases: it is enqueued beside the steps of others, and its pixels are collected.
+"""The last stage of an image. Its decoding is enqueued beside the steps of other images, and collected later.
 
-One at a time, in a stream of its own. On a CPU the pixels are there when the first phase is over.
+One image is decoded at a time, in a stream of its own. On a CPU the pixels exist when it has been enqueued.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Decoding:
     job: EngineJob
     request: Request
     latent: Tensor
-    """What is read until the decoding is over; its memory is nobody else's."""
+    """The input, held so that its memory is not reused before decoding is finished."""
     finite: HostCopy
-    """bool, whether the latent is free of NaN and infinities."""
+    """bool, whether the latent has no NaN or infinity."""
     image: DecodedLatent | None
-    """What the VAE made of it, on the device; None where the latent was known not to be finite."""
+    """Output of the VAE on the device; None if the latent was known not to be finite."""
     image_finite: HostCopy | None
     pixels: HostCopy | None
     span: Span
-    """How long the device decoded."""
+    """The time that the device spent decoding."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is over. Never waits."""
+        """Whether decoding is finished. Never waits."""
         copies = (self.finite, self.image_finite, self.pixels)
         return self.span.ready and all(copy is None or copy.ready for copy in copies)
 
@@ -50,16 +50,17 @@ class Decoding:
         return self.image is not None and self.image.tiled
 
     def wait(self) -> None:
-        """Wait until it is over."""
+        """Wait until decoding is finished."""
         self.span.end.wait()
         for copy in (self.finite, self.image_finite, self.pixels):
             if copy is not None:
                 copy.take()
 
     def take(self, model: Model) -> Tensor:
-        """Return the pixels, uint8 [height, width, 3] on the CPU; wait where it is not over.
+        """Return the pixels, uint8 [height, width, 3] on the CPU. Wait if decoding is not finished.
 
-        Raises NotFinite where the latent, or what the VAE made of it, is not finite.
+        Raises:
+            NotFinite: The latent, or the output of the VAE, is not finite.
         """
         if self.pixels is None or self.image_finite is None or not bool(self.finite.take()):
             raise not_finite(self.job.order.spec.loras, self.job.order.spec.controlnets)

@@ -1,7 +1,7 @@
-"""The first stage: prompts to conditions, pixels to a latent distribution.
+"""The first stage: prompts to conditions, and pixels to a latent distribution.
 
-What it returns are plain tensors that could travel on a link.
-Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
+It follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time. Results are plain tensors that could be sent
+over a link.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conditions:
-    """What a job is conditioned on."""
+    """The conditions of an image."""
 
     conditional: Embeds
     unconditional: Embeds | None
     """None without guidance."""
     truncations: dict[str, str]
-    """By field name, the text that its tokenizer had no room for."""
+    """Text that did not fit into the tokenizer, by field name."""
     finite: HostCopy
-    """bool, whether the embeddings are free of NaN and infinities."""
+    """bool, whether the embeddings have no NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentDistribution:
-    """What the VAE says of a picture; each image of the job draws its own sample from it."""
+    """The output of the VAE for a picture. Each image of a job draws its own sample from it."""
 
     mean: Tensor
     """[1, channels, height, width] in the VAE's element type."""
     std: Tensor
-    """The same."""
+    """In the same shape and type."""
     finite: HostCopy
-    """bool, whether both are free of NaN and infinities."""
+    """bool, whether both have no NaN or infinity."""
 
 
 def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
@@ -64,13 +64,13 @@ def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
 def encode_prompts(
     model: Model, spec: ResolvedSpec, *, field: str = "prompt", negative: Embeds | None = None
 ) -> Conditions:
-    """Return what the prompt of a spec conditions on; without guidance there is no unconditional half.
+    """Return the conditions for the prompt of a spec. Without guidance they have no unconditional half.
 
     Args:
-        model: Model whose text encoders read it.
+        model: Model whose text encoders read the prompt.
         spec: Spec with one prompt.
         field: Name of the prompt's field, for its truncation.
-        negative: The unconditional half, where it is encoded already.
+        negative: The unconditional half, if it has already been encoded.
     """
     truncations: dict[str, str] = {}
     # As in Diffusers, an empty second prompt means the first one.
@@ -100,8 +100,8 @@ def encode_prompts(
 
 @torch.inference_mode()
 def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
-    """Where the VAE puts a picture. pixels: uint8 [height, width, 3]."""
-    # Diffusers' layout in memory too: another one is summed in another order.
+    """Return the latent distribution of a picture, uint8 [height, width, 3]."""
+    # Also in Diffusers' memory layout, because another one is summed in another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
     distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
@@ -110,7 +110,7 @@ def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
 
 
 def to_latent(model: Model, latent: Tensor) -> Tensor:
-    """From the VAE's scale to the backbone's. latent: [1, channels, height, width]."""
+    """Convert a latent [1, channels, height, width] from the VAE's scale to the backbone's."""
     config = model.vae.config
     if config.latents_mean is None or config.latents_std is None:
         scaled: Tensor = config.scaling_factor * latent
@@ -131,7 +131,7 @@ def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 def _encode_pair(
     model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
 ) -> tuple[Tensor, Tensor]:
-    """Return both encoders' penultimate states side by side, and the second one's pooled output."""
+    """Return both encoders' penultimate states, concatenated, and the second one's pooled output."""
     states: list[Tensor] = []
     pooled: Tensor | None = None
     for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):

@@ -1,4 +1,4 @@
-"""What the engine says about its jobs."""
+"""The events of an engine about its jobs, and the records of what happened to them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from bottega.diffusion.engine.spans import EngineTrace
 from bottega.errors import BottegaError
 
 Decisions = Mapping[str, bytes]
-"""What attempts at a job have decided: by kind of add-on, a message of the add-on's own."""
+"""Decisions of attempts at a job, by kind of add-on, as messages of the add-on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStarted:
-    """Denoising of a job has begun. Steps are counted over all images; steps_resumed came with a checkpoint."""
+    """The beginning of denoising. Steps are counted over all images."""
 
     key: Hashable
     steps_total: int
     steps_resumed: int
+    """Steps that the checkpoint contained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDecided:
-    """What this attempt has decided so far; said before the steps that it changes.
+    """The decisions of this attempt so far, reported before the steps that they change.
 
-    A later attempt must be told (EngineOrder.decisions), else it may not draw the same picture.
+    A later attempt needs them (`EngineOrder.decisions`) to draw the same picture.
     """
 
     key: Hashable
@@ -36,22 +37,22 @@ class JobDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobAdvanced:
-    """Denoising goes on."""
+    """Progress of a job."""
 
     key: Hashable
     steps_done: int
     """Number of steps over all images, those of a checkpoint included."""
     device_s: float = 0.0
-    """Seconds of the device that the job has used, as far as they are known."""
+    """Seconds of the device that the job has used, as far as known."""
     preview_index: int = 0
     """The image that the preview shows."""
     preview: Tensor | None = None
-    """uint8 [latent height, latent width, 3], where previews were asked for."""
+    """uint8 [latent height, latent width, 3]; None without previews."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheckpointed:
-    """The job can go on from here in another engine; replaces its earlier checkpoints."""
+    """A checkpoint, from which another engine can go on with the job. It replaces earlier ones."""
 
     key: Hashable
     steps_done: int
@@ -60,79 +61,86 @@ class JobCheckpointed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageDrawn:
-    """One image is finished. pixels: uint8 [height, width, 3]."""
+    """A finished image."""
 
     key: Hashable
     index: int
     pixels: Tensor
+    """uint8 [height, width, 3]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobKept:
-    """What a job keeps of one of its images for edits of it; said before JobFinished.
-
-    data: safetensors, for an EngineOrder of an edit; at most rules.MAX_KEPT_LATENTS_BYTES.
-    """
+    """Data about one image that is kept with the job for edits of the image. Reported before JobFinished."""
 
     key: Hashable
     index: int
     data: bytes
+    """Safetensors for `EngineOrder.kept_latents` of an edit, at most rules.MAX_KEPT_LATENTS_BYTES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlUse:
-    """A ControlNet as a job used it: in the steps [begin_step, end_step). See ControlSpec and ControlRecord."""
+    """The use of a ControlNet in a job."""
 
     name: str
     image_digest: str
+    """SHA-256 of the control image, hex."""
     begin_step: int
+    """First step in which it was active."""
     end_step: int
+    """Step after the last one in which it was active."""
     scale: float = 1.0
     digest: str = ""
+    """Digest of its version, hex; empty if unknown."""
     waited_s: float = 0.0
+    """Seconds for which the job waited for its residuals."""
     stale_steps: int = 0
+    """Number of steps that used residuals of the step before."""
     pipelined: bool = False
+    """Whether its residuals arrived while the encoder ran."""
     servers: tuple[str, ...] = ()
     similarity: float | None = None
+    """Measured similarity of its residuals from step to step; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRecord:
-    """A LoRA as a job used it. Seconds of waiting and patching, and similarities, are of all of its LoRAs together."""
+    """The use of a LoRA in a job."""
 
     name: str
     digest: str
     scale: float
     from_step: int
-    """The first step that had it in the UNet."""
+    """First step in which the UNet had it."""
     load_s: float
-    """Until it was here."""
+    """Seconds until it had arrived."""
     wait_s: float
-    """Seconds that the job waited for its LoRAs."""
+    """Seconds for which the job waited for its LoRAs; like `patch_s` and `similarities`, for all of them together."""
     patch_s: float
-    """Of putting them into weights; 0 where they were in already, or only ever beside them."""
+    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
     mixed_alphas: bool = False
-    """See `has_mixed_alphas`; of any component."""
+    """Whether `has_mixed_alphas` is true of any component."""
     rounded_otherwise: bool = False
     """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
     stock_may_leave_out: tuple[str, ...] = ()
-    """See `left_out_by_stock`; of all components."""
+    """The keys that `left_out_by_stock` returns, of all components."""
     similarities: tuple[float, ...] = ()
-    """Where it was measured, after each step; see LatentMeter."""
+    """Similarity after each step, if it was measured; see `LatentMeter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecord:
-    """What the other worker of a pair, named `worker`, did for a job.
-
-    steps: of all images, in which it computed rows. taken_back_steps: in which rows were offloaded that did not come
-    back. waited_s: for its rows, when all others were done.
-    """
+    """The share of the other worker of a pair in a job."""
 
     worker: str
+    """Name of the other worker."""
     steps: int
+    """Number of steps, over all images, in which it computed rows."""
     taken_back_steps: int
+    """Number of steps with offloaded rows that did not come back."""
     waited_s: float
+    """Seconds of waiting for its rows after all other rows were done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,72 +156,70 @@ class CachedStart:
     from_step: int
     """First step that the image is made of."""
     skipped_steps: int
-    """Steps that the start saved: `from_step` less the steps that the image had made when the latent came."""
+    """Steps that the start saved: `from_step` minus the steps that the image had made when the latent arrived."""
     similarity: float
-    """Cosine of the embeddings of the two prompts."""
+    """Cosine similarity of the two prompts' embeddings."""
     without_loras: bool = False
     """Whether the entry was recorded without the LoRAs of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord:
-    """What masked blocks were to a job.
-
-    blocks_reused: transformer blocks that took what is not masked from a recording, of blocks_total, over all steps,
-    rows and images. computed_share: of the tokens, at the finest level of attention, the largest of any step; 0 where
-    all was computed. recording: what was taken from others, as MaskUse names it; empty for nothing.
-    computed_all_because: why no block was reused, in words.
-    recorded: whether this job has recorded what later ones can use. dilated_share: of the tokens, at the same level,
-    those under the mask and its margin, whether all was computed or not. kept_latents: whether those that were kept of
-    the image are put back.
-    """
+    """The use of masked blocks in a job."""
 
     blocks_reused: int = 0
+    """Transformer blocks that reused recorded activations, over all steps, rows and images."""
     blocks_total: int = 0
+    """All transformer blocks of these."""
     computed_share: float = 0.0
+    """Largest share of tokens that a step computed, at the finest level of attention; 0 if all was computed."""
     recording: str = ""
+    """The recording whose noise was used, as `MaskUse` names it; empty for none."""
     computed_all_because: str = ""
+    """Why no block was reused, as a clause; empty if any was."""
     recorded: bool = False
+    """Whether this job recorded activations that later edits can use."""
     dilated_share: float = 0.0
+    """Share of tokens under the mask and its margin, at the same level, whether or not all was computed."""
     kept_latents: bool = False
+    """Whether kept latents of the image were put back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """What really happened to a job.
-
-    seconds: by stage (encode, controlnets, loras, denoise, batch, decode); a turn that it shared counts in full.
-    mean_group_requests: images in the groups that its steps ran in, on average.
-    encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
-    exact: whether no add-on has approximated anything on the way to its latents.
-    pair: what the other worker of a pair did for it; None where no rows were offloaded. cached_starts: of the images
-    that started from cached latents. edit: of an edit that may compute masked blocks alone.
-    """
+    """The record of what happened to a job."""
 
     begin_step: int
     truncations: Mapping[str, str]
     seconds: Mapping[str, float]
+    """Seconds by stage (encode, controlnets, loras, denoise, batch, decode). A shared turn counts in full."""
     mean_group_requests: float
+    """Mean number of images in the groups of its steps."""
     controlnets: tuple[ControlUse, ...] = ()
     encoder_s: float = 0.0
+    """Seconds of denoising steps with ControlNets before the first residual was needed."""
     loras: tuple[LoraRecord, ...] = ()
     exact: bool = True
+    """Whether no add-on approximated anything."""
     pair: PairRecord | None = None
+    """What the other worker of a pair did; None if no rows were offloaded."""
     cached_starts: tuple[CachedStart, ...] = ()
+    """Cached latents from which its images started."""
     edit: EditRecord | None = None
+    """None if the job is no edit that may compute masked blocks."""
     vae_dtype: str = ""
-    """The element type that its images were decoded in."""
+    """Element type in which its images were decoded."""
     vae_tiled: bool = False
-    """Whether one of its images was decoded in tiles."""
+    """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
-    """Whether the VAE decoded as stock Diffusers does: in one piece, and in the same element type."""
+    """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
     device_s: float = 0.0
-    """Seconds of the device that it used: its part of shared turns, encoding and decoding."""
+    """Seconds of the device that the job used: its part of shared turns, encoding and decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFinished:
-    """All images of a job have been handed out."""
+    """The end of a job whose images have all been handed out."""
 
     key: Hashable
     record: EngineRecord
@@ -222,7 +228,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailed:
-    """The job has ended without its images."""
+    """The end of a job without its images."""
 
     key: Hashable
     error: BottegaError

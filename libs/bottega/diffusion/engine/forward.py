@@ -121,7 +121,7 @@ class Network:
 
 
 class Forward:
-    """One forward of rows that share a GroupKey. Rows with the same LoRAs are put side by side."""
+    """A forward of rows that share a GroupKey. Rows with the same LoRAs are put side by side."""
 
     def __init__(self, network: Network, rows: Sequence[Row]) -> None:
         blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)

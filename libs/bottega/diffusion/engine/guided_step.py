@@ -1,4 +1,4 @@
-"""Guidance and the sampler's step behind it: from what was predicted for a request's rows to its next latent."""
+"""Guidance and the sampler's step: from the predictions for a request's rows to its next latent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.diffusion.rows import Half
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guidance:
-    """Classifier-free guidance of a request, as Diffusers' pipelines take it."""
+    """Classifier-free guidance of a request, as in Diffusers' pipelines."""
 
     scale: float
     rescale: float = 0.0
@@ -32,9 +32,16 @@ def guided_step(
     generator: torch.Generator | None,
     operations: Operations,
 ) -> tuple[Tensor, Tensor]:
-    """The latent after `step`, in the type of `latent`, and the estimate of the finished one.
+    """Return the latent after `step`, in the element type of `latent`, and the estimate of the finished latent.
 
-    latent: [1, channels, height, width]. noise: of the rows that there are, [channels, height, width] each.
+    Args:
+        sampler: Sampler of the request.
+        step: The step to make.
+        latent: [1, channels, height, width].
+        noise: The prediction for each row, [channels, height, width].
+        guidance: Guidance of the request.
+        generator: On the CPU, for samplers that draw noise.
+        operations: Accelerated operations of the model.
     """
     conditional = noise[Half.CONDITIONAL][None]
     unconditional = noise[Half.UNCONDITIONAL][None] if Half.UNCONDITIONAL in noise else None

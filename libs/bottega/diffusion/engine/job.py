@@ -1,4 +1,4 @@
-"""One job in the engine: from its order to its images' requests, and the record of what happened to it."""
+"""One job in the engine: its order, the requests of its images, and the record of what happened to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bottega.fair_order import Share
 
 _log = logging.getLogger(__name__)
 
-# A checkpoint is due after this share of a job's steps at the latest, so that short jobs have some too.
+# A checkpoint is due after at most this share of a job's steps, so that short jobs have checkpoints too.
 _CHECKPOINT_SHARE = 0.1
 
 STAGES = ("encode", "denoise", "batch", "decode")
@@ -41,122 +41,134 @@ DENOISE, WAITS = "denoise", "waits"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineOrder:
-    """What the engine is told to draw.
-
-    key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
-    mask: of an edit of it, uint8 [height, width], 1 where it is redrawn, else 0.
-    kept_latents: of the job that drew the image of an edit, as its JobKept; empty where nothing was kept.
-    control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
-    addons: what add-ons are told of it, by kind: messages of their own.
-    decisions: of earlier attempts. checkpoint: of an earlier attempt; empty to begin at the beginning.
-    latent_parallelism: whether the other worker of a pair may compute rows. preview: whether progress has previews.
-    share: of the tenant whose it is.
-    """
+    """The order to draw a job."""
 
     key: Hashable
+    """Unique among the jobs of the engine."""
     spec: ResolvedSpec
     image: Tensor | None = None
+    """Source of image-to-image, uint8 [height, width, 3]."""
     mask: Tensor | None = None
+    """Mask of an edit, uint8 [height, width]: 1 where the image is redrawn, else 0."""
     kept_latents: bytes = b""
+    """`JobKept.data` of the job that drew the image of an edit; empty if nothing was kept."""
     control_images: tuple[Tensor, ...] = ()
+    """One for each of the spec's ControlNets, uint8 [its height, its width, 3]."""
     addons: Mapping[str, bytes] = field(default_factory=dict)
+    """Orders for add-ons, by kind, as messages of their own."""
     decisions: Decisions = field(default_factory=dict)
+    """Decisions of earlier attempts."""
     latent_parallelism: bool = True
+    """Whether the other worker of a pair may compute rows."""
     checkpoint: bytes = b""
+    """A checkpoint of an earlier attempt; empty to begin from the start."""
     preview: bool = False
+    """Whether progress has previews."""
     share: Share = field(default_factory=Share)
+    """The tenant of the job, and its weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputCheck:
-    """Whether something that a job is drawn from is finite, which a device says later."""
+    """The check of whether an input of a job is finite. The device reports the result later."""
 
     finite: HostCopy
     """bool."""
     error: NotFinite
-    """Why the job fails otherwise."""
+    """The failure of the job if it is not finite."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineJob:
-    """A job whose prompt has been encoded. truncations: see Conditions. pair: see EngineRecord.
-
-    addons: its parts of the engine's add-ons. pinned: what earlier attempts decided; decided: what this one has decided
-    and told. extra: requests that are denoised beside its images, to measure by; the images are handed out after them.
-    spans: what took how long. encoding: of its first stage. started: whether JobStarted was emitted. remote_job: what
-    the other worker of a pair is told of it; None where none of its rows may be offloaded.
-    """
+    """A job whose prompt has been encoded."""
 
     order: EngineOrder
     requests: Sequence[Request]
     truncations: dict[str, str]
+    """See `Conditions.truncations`."""
     addons: Parts
+    """The job's parts of the engine's add-ons."""
     pinned: Decisions
+    """Decisions of earlier attempts."""
     spans: SpanLog
+    """Spans for the trace of the job."""
     decided: Decisions = field(default_factory=dict)
+    """Decisions of this attempt that have been reported."""
     extra: Sequence[Request] = ()
+    """Requests that are denoised for measurements beside the images, which are handed out after them."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoding: Span | None = None
+    """The time of encoding."""
     device_s: float = 0.0
-    """Seconds of the device that it has used, as far as they are known: its part of shared turns."""
+    """Seconds of the device that the job has used so far, including its part of shared turns."""
     charged_encoding: bool = False
-    """Whether its encoding is part of `device_s`."""
+    """Whether `device_s` includes encoding."""
     remote_job: RemoteJob | None = None
+    """What the other worker of a pair is told of the job; None if its rows stay here."""
     pair: PairRecord | None = None
+    """See `EngineRecord.pair`."""
     inputs: list[InputCheck] = field(default_factory=list)
-    """Checks of prompts and pictures whose outcome has not been looked at."""
+    """Checks of prompts and pictures whose result has not been read."""
     vae_dtype: str = ""
-    """The element type that its images were decoded in; empty before the first."""
+    """Element type in which its images were decoded; empty before the first."""
     vae_tiled: bool = False
-    """Whether one of its images was decoded in tiles."""
+    """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether all of its images so far were decoded as stock Diffusers does."""
     drawn: set[int] = field(default_factory=set)
+    """Indices of the images that have been handed out."""
     started: bool = False
+    """Whether JobStarted was emitted."""
     reported_s: float = -math.inf
+    """Time of the last progress report, in monotonic seconds."""
     checkpoint_s: float = 0.0
+    """Time of the last checkpoint, in monotonic seconds."""
     checkpoint_steps: int = 0
+    """Finished steps at the last checkpoint."""
     _steps: int = 0
     _group_requests: int = 0
 
     @property
     def key(self) -> Hashable:
-        """The key of the order."""
+        """The key of its order."""
         return self.order.key
 
     @property
     def runs(self) -> tuple[Request, ...]:
-        """All that is denoised for it: its images, and what is measured beside them."""
+        """The requests that are denoised for the job: its images and `extra`."""
         return (*self.requests, *self.extra)
 
     @property
     def steps_total(self) -> int:
-        """Over all images."""
+        """Number of steps over all images."""
         return sum(request.steps for request in self.requests)
 
     @property
     def steps_done(self) -> int:
-        """Over all images, those of a checkpoint included."""
+        """Number of finished steps over all images, including those before a checkpoint."""
         return sum(request.step - request.begin for request in self.requests)
 
     @property
     def steps_left(self) -> int:
-        """To go, over all images."""
+        """Number of steps that are left over all images."""
         return self.steps_total - self.steps_done
 
     @property
     def computed_share(self) -> float:
-        """Of the tokens of its rows, what their next turns compute."""
+        """Share of its rows' tokens that their next turns compute."""
         shares = [request.computed_share for request in self.requests if not request.done]
         return sum(shares) / len(shares) if shares else 1.0
 
     @property
     def steps_resumed(self) -> int:
-        """Steps that the checkpoint had already done."""
+        """Number of steps that were finished before the checkpoint."""
         return sum(request.resumed_from - request.begin for request in self.requests)
 
     def undrawn(self) -> Request | None:
-        """An image whose latent is finished, and which has not been handed out; none while something is measured."""
+        """Return an image whose latent is finished and that has not been handed out, or None.
+
+        While requests of `extra` run, no image is handed out.
+        """
         if not all(request.done for request in self.extra):
             return None
         return next((request for request in self.requests if request.done and request.index not in self.drawn), None)
@@ -167,22 +179,22 @@ class EngineJob:
         return len(self.drawn) == len(self.requests)
 
     def checkpoint_due(self, now_s: float, interval_s: float) -> bool:
-        """By time or by a tenth of the steps, whichever comes first; never twice for the same step."""
+        """Return whether a checkpoint is due, by time or after a tenth of the steps, but never twice at one step."""
         steps = self.steps_done - self.checkpoint_steps
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def state(self) -> SavedJob:
-        """All that another engine needs to go on with it, beside its spec."""
+        """Return everything that another engine needs to go on with the job, besides its spec."""
         return SavedJob(
             images=[request.state() for request in self.requests], decisions={**self.pinned, **self.decided}
         )
 
     def check_inputs(self, *, to_the_end: bool = False) -> None:
-        """Raise NotFinite if the prompt's embeddings, or the encoded picture, are known not to be finite.
+        """Raise NotFinite if the prompt's embeddings or the encoded picture are known not to be finite.
 
         Args:
-            to_the_end: Whether to wait for what the device has not said yet.
+            to_the_end: Whether to wait for results that the device has not reported yet.
         """
         waiting = []
         for check in self.inputs:
@@ -199,16 +211,22 @@ class EngineJob:
         self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
 
     def note_step(self, request: Request, *, group_requests: int) -> None:
-        """A request of the job has made a step in a group of so many."""
+        """Note that a request of the job made a step in a group of this size."""
         for part in self.addons.values():
             part.after_step(request)
         self._steps += 1
         self._group_requests += group_requests
 
     def note_turn(self, prediction: Prediction, *, sampler_s: float, turn: Span, steps: str) -> None:
-        """One of its steps ran in a turn; waiting for an add-on is its own only if it has a part.
+        """Note the times of a turn in which the job made a step.
 
-        steps: what it made in it, as people say it.
+        Time spent waiting for an add-on counts for this job only if it has a part of that add-on.
+
+        Args:
+            prediction: The prediction of the turn.
+            sampler_s: Seconds of guidance and samplers.
+            turn: The whole turn.
+            steps: The steps that the job made, for people.
         """
         turn_s = turn.seconds
         facts = {"requests in the group": str(len({row.owner for row in prediction.noise}))}
@@ -221,7 +239,7 @@ class EngineJob:
         self.seconds["batch"] += turn_s - denoise_s - waited_s
 
     def note_offload(self, prediction: PairPrediction, worker: str) -> None:
-        """One of its steps ran in a turn of a pair whose other worker has this name."""
+        """Note what the pair's other worker, with this name, did in a turn of the job."""
         steps = sum(request in prediction.offloaded for request in self.requests)
         taken_back = sum(request in prediction.taken_back for request in self.requests)
         if not steps and not taken_back:
@@ -235,16 +253,16 @@ class EngineJob:
         )
 
     def active_parts(self, row: Row) -> tuple[int, ...]:
-        """What is active in a row, of each part of its remote job."""
+        """Return what is active in a row, for each part of its remote job."""
         parts = self.remote_job.parts if self.remote_job is not None else {}
         return tuple(part.active_in(row) for addon, part in self.addons.items() if addon.kind in parts)
 
     def previewed(self) -> Request:
-        """The image that a preview shows: the first that is under way, else the last."""
+        """Return the image that a preview shows: the first unfinished one, else the last."""
         return next((request for request in self.requests if not request.done), self.requests[-1])
 
     def trace(self) -> EngineTrace:
-        """What took how long, once it has ended."""
+        """Return the trace of the job, which has ended."""
         if self.encoding is not None:
             self.spans.add_of_device("encode", "encode", self.encoding, {})
         for part in self.addons.values():
@@ -273,10 +291,17 @@ class EngineJob:
 
 
 def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock) -> EngineJob:
-    """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
+    """Encode a job's prompt and picture, and resume from its checkpoint if there is one that fits.
 
-    addons: its parts, which may be waiting for something still. clock: of the model's device. Raises what the first of
-    the parts raises.
+    Args:
+        model: The model that draws it.
+        order: The order.
+        addons: The job's parts, which may still wait for something.
+        now_s: Monotonic seconds.
+        clock: Clock of the model's device.
+
+    Raises:
+        BottegaError: An add-on cannot serve the job, or an input is not finite.
     """
     conditions = encode_all_prompts(model, order.spec)
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
@@ -313,7 +338,7 @@ def _input_checks(
     distinct = {id(each): each for each in conditions}
     checks = [InputCheck(finite=each.finite, error=of_prompt) for each in distinct.values()]
     source = next((request.source_finite for request in requests if request.source_finite is not None), None)
-    if source is not None:  # all images of a job have the same source
+    if source is not None:  # All images of a job have the same source.
         error = vae_not_finite("encoded the image", encode_dtype(model.vae))
         checks.append(InputCheck(finite=source, error=error))
     return checks
@@ -336,11 +361,11 @@ def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditio
 
 
 def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
-    """Return the mask of an edit for the model's latents; None where the order is no edit.
+    """Return the mask of an edit in the model's latent size; None if the order is no edit.
 
     Raises:
-        FieldNotServed: Where the VAE has statistics of its latents.
-        InternalError: Where a part of an edit is missing.
+        FieldNotServed: The VAE has statistics of its latents.
+        InternalError: A part of the edit is missing.
     """
     spec = order.spec
     if order.mask is None and spec.edit is None:
@@ -355,7 +380,7 @@ def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
 
 
 def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
-    """What the order's checkpoint holds; None where it has none that fits."""
+    """Return the state in the order's checkpoint; None if there is none that fits."""
     if not order.checkpoint:
         return None
     try:
@@ -366,9 +391,9 @@ def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
 
 
 def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob | None:
-    """Return what another worker must know to compute rows of the job; None where it computes none.
+    """Return what another worker needs to compute rows of the job; None if it may compute none.
 
-    Without guidance there is nothing to halve. A job of several prompts stays here: the other worker knows one.
+    Without guidance there is only one row. A job of several prompts stays here, because a remote job has one prompt.
     """
     first = conditions[0]
     if first.unconditional is None or not job.order.latent_parallelism or job.order.spec.prompts:
@@ -376,5 +401,5 @@ def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob |
     if not all(part.offloadable for part in job.addons.values()):
         return None
     halves = {Half.UNCONDITIONAL: first.unconditional, Half.CONDITIONAL: first.conditional}
-    told = {addon.kind: part.offload() for addon, part in job.addons.items()}
-    return RemoteJob(halves=halves, parts={kind: part for kind, part in told.items() if part is not None})
+    offloaded = {addon.kind: part.offload() for addon, part in job.addons.items()}
+    return RemoteJob(halves=halves, parts={kind: part for kind, part in offloaded.items() if part is not None})

@@ -1,4 +1,4 @@
-"""Which requests may be denoised now: those in the batcher, which have all that they need for their next step."""
+"""Which requests may be denoised now: the batcher contains those that have everything for their next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bottega.diffusion.engine.events import Event, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineJob
 from bottega.diffusion.engine.request import Request
 
-# How long a turn with nothing else to do waits for what jobs lack: commands are read between turns.
+# How long an idle turn waits for what jobs lack. It is short because commands are read between turns.
 _PAUSE_S = 0.05
 
 
@@ -22,9 +22,10 @@ class ReadinessGate:
         self._addons = addons
 
     def update(self, job: EngineJob, now_s: float) -> Iterator[Event]:
-        """Lets those requests of a job into the batcher that can make their next step, and takes the others out.
+        """Move requests of a job into the batcher if they can make their next step, and the others out of it.
 
-        Raises the error for which the job can never go on.
+        Raises:
+            BottegaError: The job can never go on.
         """
         if job.started and not job.addons:
             return
@@ -42,16 +43,16 @@ class ReadinessGate:
             yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
     def wait(self, jobs: Iterable[Parts]) -> None:
-        """Waits a little for what these jobs lack: there is nothing else to do."""
-        parts = list(jobs)
+        """Wait briefly for what these jobs lack, when there is nothing else to do."""
+        jobs = list(jobs)
         for addon in self._addons:
-            waiting = [part for each in parts if (part := each.get(addon)) is not None and part.waiting]
+            waiting = [part for parts in jobs if (part := parts.get(addon)) is not None and part.waiting]
             if waiting:
                 addon.wait(waiting, _PAUSE_S)
                 return
 
     def _decisions(self, job: EngineJob) -> Iterator[Event]:
-        """What its add-ons have decided since the last call, before the steps that it changes."""
+        """Yield the decisions that add-ons made since the last call, before the steps that they change."""
         made = {addon.kind: part.decision for addon, part in job.addons.items()}
         decided = {kind: decision for kind, decision in made.items() if decision is not None}
         if decided != job.decided:

@@ -1,6 +1,6 @@
-"""Progress and checkpoints of jobs: asked for between two steps, said when what they are made of has come to the host.
+"""Progress and checkpoints of jobs. They are requested between two steps and reported when their data is on the host.
 
-On a CPU that is at once. On a GPU copies leave beside the steps that follow; what is said of a job keeps its order.
+On a CPU that happens at once. On a GPU the copies run beside the next steps. Reports of one job keep their order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from bottega.diffusion.model.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Advance:
-    """How far a job was. preview: the latent of image `preview_index`, where one is shown."""
+    """The progress of a job."""
 
     steps_done: int
     preview_index: int
     preview: HostCopy | None
+    """The latent of image `preview_index`; None without a preview."""
 
     @property
     def ready(self) -> bool:
@@ -35,7 +36,7 @@ class _Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Snapshot:
-    """What a checkpoint is made of."""
+    """The state of a job for a checkpoint."""
 
     steps_done: int
     copy: JobCopy
@@ -46,9 +47,13 @@ class _Snapshot:
 
 
 class Reporter:
-    """progress_interval_s, checkpoint_interval_s: see EngineLimits.
+    """Reports the progress and the checkpoints of jobs.
 
-    Of each job it keeps what the device has not finished: no more than the steps that it is behind, which are two.
+    For each job it keeps what the device has not finished, which is at most two steps.
+
+    Args:
+        progress_interval_s: See `EngineLimits`.
+        checkpoint_interval_s: See `EngineLimits`.
     """
 
     def __init__(self, model: Model, *, progress_interval_s: float, checkpoint_interval_s: float) -> None:
@@ -60,11 +65,11 @@ class Reporter:
 
     @property
     def jobs(self) -> Sequence[EngineJob]:
-        """Those of which something is to be said."""
+        """Jobs with pending reports."""
         return list(self._reports)
 
     def note_step(self, job: EngineJob, now_s: float) -> None:
-        """The job has made a step: its progress and a checkpoint are to be said, where they are due."""
+        """Note that a job has made a step, and request a progress report and a checkpoint if they are due."""
         ended = job.steps_done == job.steps_total
         if ended or now_s - job.reported_s >= self._progress_interval_s:
             job.reported_s = now_s
@@ -77,9 +82,14 @@ class Reporter:
             self._add(job, _Snapshot(steps_done=job.steps_done, copy=copy))
 
     def say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
-        """What there is to say of a job, as far as it has come; to the end, it waits for the rest.
+        """Yield the reports of a job that are ready. The job may be forgotten meanwhile.
 
-        Raises NotFinite where a latent is not finite. The job may be forgotten meanwhile.
+        Args:
+            job: The job.
+            to_the_end: Whether to wait for the reports that are not ready.
+
+        Raises:
+            NotFinite: A latent is not finite.
         """
         while reports := self._reports.get(job):
             if not (to_the_end or reports[0].ready):
@@ -89,19 +99,19 @@ class Reporter:
         self.forget(job)
 
     def forget(self, job: EngineJob) -> None:
-        """Nothing more is said of it. Harmless where nothing was to be."""
+        """Drop the pending reports of a job, if there are any."""
         self._reports.pop(job, None)
 
     def _add(self, job: EngineJob, report: _Advance | _Snapshot) -> None:
         self._reports.setdefault(job, deque()).append(report)
 
-    def _advanced(self, job: EngineJob, said: _Advance) -> JobAdvanced:
-        preview = None if said.preview is None else self._preview.draw(said.preview.take())
+    def _advanced(self, job: EngineJob, advance: _Advance) -> JobAdvanced:
+        preview = None if advance.preview is None else self._preview.draw(advance.preview.take())
         return JobAdvanced(
             key=job.key,
-            steps_done=said.steps_done,
+            steps_done=advance.steps_done,
             device_s=job.device_s,
-            preview_index=said.preview_index,
+            preview_index=advance.preview_index,
             preview=preview,
         )
 

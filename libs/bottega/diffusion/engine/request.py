@@ -1,7 +1,7 @@
-"""One image being denoised: a state machine that owns its latent, its sampler and its generator.
+"""One image that is being denoised: a state machine with its own latent, sampler and generator.
 
-A job of several images is several requests that share their conditions. A request joins a group at
-any step and leaves it when done; it knows what a group must share, and nothing of who else is in it or when.
+A job of several images has several requests, which share their conditions. A request may join a group at any step, and
+leaves it when it is done. It knows what a group must share, but not who else is in it.
 """
 
 from __future__ import annotations
@@ -24,56 +24,57 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
-    """All that another engine needs to go on with a request, beside its spec, its mask and its job's decisions.
-
-    image_latent, noise: of an edit.
-    """
+    """The state of a request that another engine needs to go on with it, besides its spec, mask and decisions."""
 
     step: int
     latent: Tensor
     generator: Tensor
     sampler: SamplerState
     image_latent: Tensor | None = None
+    """See `Edit.image_latent`; None if the request is no edit."""
     noise: Tensor | None = None
+    """See `Edit.noise`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveControl:
-    """A ControlNet of a request. handle: of its session with the provider of residuals. [first, last): the steps it is
-    active in.
-
-    halves: those that it controls.
-    """
+    """A ControlNet of a request."""
 
     handle: Hashable
+    """Identifies its session at the provider of residuals."""
     first: int
+    """First step in which it is active."""
     last: int
+    """Step after the last one in which it is active."""
     halves: frozenset[Half] = frozenset(Half)
+    """The halves that it controls."""
 
 
 class ImageActivations(Protocol):
-    """What one image takes from a recording, and gives to one."""
+    """The reader or writer of one image's recordings."""
 
     def row(self, half: Half) -> RowActivations | None:
-        """Of the step that comes next; asked again where that is tried again. None: it is computed in full."""
+        """Return the activations of a row of the next step, or None to compute it in full.
+
+        A step that is retried asks again.
+        """
 
     @property
     def next_share(self) -> float:
-        """Of the tokens of its rows, what the step that comes next computes."""
+        """Share of its rows' tokens that the next step computes."""
 
 
 class Request:
-    """One image of a job.
+    """A request to denoise one image of a job.
 
-    step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
-    than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
-    `start_from` skips steps.
-    mask: of an edit of the image, [1, 1, height, width] as its latents are; see Edit, which `edit` is then.
-    latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
-    source_finite: whether the encoded source is finite; None without one.
-    Its add-ons set: controls: its ControlNets, in the order in which their residuals are summed. loras: in force from
-    step `loras_from` on; None while they are not here, or where it has none. activations: what
-    its rows take from a recording, and give to one.
+    Args:
+        model: The model that draws it.
+        spec: Spec of the job.
+        conditions: Conditions of the image.
+        index: Index of the image in the job; it is drawn with the spec's seed + index.
+        image: Encoded source of image-to-image.
+        mask: Mask of an edit of `image`, [1, 1, height, width].
+        resume: State to go on from, instead of `image`.
     """
 
     def __init__(
@@ -90,17 +91,23 @@ class Request:
         self.index = index
         self.spec = spec
         self.begin = spec.begin_step
+        """The first step; image-to-image starts later than 0."""
         self.controls: tuple[ActiveControl, ...] = ()
+        """ControlNets, in the order in which their residuals are summed. Set by an add-on, as the next three."""
         self.loras: LoraSet | None = None
+        """LoRAs in force from step `loras_from` on; None if there are none, or they have not arrived."""
         self.loras_from: int | None = None
         self.activations: ImageActivations | None = None
+        """Reads and writes recordings of the image's activations."""
         self.edit: Edit | None = None
         self.source_finite = None if image is None else image.finite
+        """Whether the encoded source is finite; None without a source."""
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
         self.end = self._sampler.steps
-        # Drawn on the CPU whatever the device, so that a seed means the same picture everywhere.
+        """The request is done when `step`, the next step to run, equals this."""
+        # On the CPU for every device, so that a seed gives the same picture everywhere.
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
             self.step = self.begin
@@ -112,7 +119,9 @@ class Request:
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
         self.resumed_from = self.step
+        """The step from which it resumed; `begin` if it did not."""
         self.estimate = self.latent
+        """The finished latent as the last step estimated it. Like `latent`, [1, channels, height, width]."""
         _, channels, height, width = self.latent.shape
         tokens = conditions.conditional.prompt.shape[0]
         self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
@@ -124,57 +133,57 @@ class Request:
 
     @property
     def loras_now(self) -> LoraSet | None:
-        """Its LoRAs at the current step."""
+        """The LoRAs of the current step."""
         return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
 
     @property
     def row_count(self) -> int:
-        """Rows of each of its turns."""
+        """Number of rows in each of its turns."""
         return self.spec.rows
 
     @property
     def computed_share(self) -> float:
-        """Of the tokens of its rows, what the next turn computes."""
+        """Share of its rows' tokens that the next turn computes."""
         return 1.0 if self.activations is None else self.activations.next_share
 
     @property
     def steps(self) -> int:
-        """Steps in all."""
+        """Number of all steps."""
         return self.end - self.begin
 
     @property
     def steps_left(self) -> int:
-        """Steps to go."""
+        """Number of steps that are left."""
         return self.end - self.step
 
     def share_weights(self, key: SetKey) -> bool:
-        """The engine's weights have this set in them from now on; whether that makes it another group's."""
+        """Note which LoRA set the engine's weights contain. Return whether that changes the group key."""
         changed = self.key.weights != key
         if changed:
             self.key = replace(self.key, weights=key)
         return changed
 
     def timestep_of(self, step: int) -> float:
-        """Of one of its steps."""
+        """Return the timestep of a step."""
         return float(self._sampler.timestep(step))
 
     def noise_level_of(self, step: int) -> float:
-        """Of the noise in its latent before a step, see Sampler."""
+        """Return the noise level of its latent before a step; see `Sampler.noise_level`."""
         return self._sampler.noise_level(step)
 
     def signal_of(self, step: int) -> float:
-        """What the picture is multiplied by in its latent before a step, see Sampler."""
+        """Return what the picture is multiplied by in its latent before a step; see `Sampler.signal`."""
         return self._sampler.signal(step)
 
     @property
     def noise_levels(self) -> list[float]:
-        """Of all its steps, from `begin` on."""
+        """Noise levels of all its steps, from `begin` on."""
         return [self.noise_level_of(step) for step in range(self.begin, self.end)]
 
     def use_edit(self, edit: Edit) -> None:
-        """Goes on with another image latent, noise or trajectory.
+        """Go on with another image latent, noise or trajectory.
 
-        Before the first step the latent is made anew from them; later they count for what is put back alone.
+        Before the first step, the latent is made again from them. Later they only affect what is put back.
         """
         self.edit = edit
         if self.step == self.begin:
@@ -187,9 +196,9 @@ class Request:
     def start_from(self, latent: Tensor, steps: int) -> None:
         """Go on from the latent that another picture had after `steps` steps, whatever this one has made so far.
 
-        The other picture differs in prompt and seed alone. What is drawn afterwards does not depend on when this is
+        The other picture differs only in prompt and seed. What is drawn afterwards does not depend on when this is
         called: the generator is where the picture's own first steps would have left it, and a multi-step sampler begins
-        with its first order. `first_step_from` says which step comes next.
+        with its first order. `first_step_from` returns which step comes next.
 
         Args:
             latent: [channels, height, width].
@@ -208,7 +217,7 @@ class Request:
         self.step = first
 
     def rows(self) -> list[Row]:
-        """The rows of the current step; asking again for the same step gives equal rows."""
+        """Return the rows of the current step. Asking again for the same step gives equal rows."""
         sample = self._sampler.model_input(self.latent, self.step)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
         active = [control for control in self.controls if control.first <= self.step < control.last]
@@ -229,7 +238,7 @@ class Request:
         ]
 
     def advance(self, noise: Mapping[Half, Tensor]) -> None:
-        """Takes the predictions of all its rows [channels, height, width] and makes the step."""
+        """Make the step from the predictions of all its rows, [channels, height, width] each."""
         latent, estimate = guided_step(
             self._sampler,
             self.step,
@@ -245,7 +254,7 @@ class Request:
         self.latent, self.estimate = latent, estimate
 
     def state(self) -> RequestState:
-        """A snapshot between two steps; later steps do not change it."""
+        """Return a snapshot between two steps. Later steps do not change it."""
         return RequestState(
             step=self.step,
             latent=self.latent,
@@ -263,7 +272,7 @@ class Request:
         return 1.0 if self.spec.strength is None else self.spec.strength
 
     def _start(self, image: LatentDistribution | None, mask: Tensor | None) -> Tensor:
-        """The latent before the first step, drawn in Diffusers' order."""
+        """Return the latent before the first step. Random numbers are drawn in Diffusers' order."""
         model = self._model
         if image is None:
             height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
@@ -272,22 +281,22 @@ class Request:
         latent = to_latent(model, drawn.to(model.dtype))
         noise = self._draw(tuple(latent.shape))
         if mask is not None:
-            # Diffusers' sample of the image without what is masked: only UNets of nine channels take it, but the
-            # generator moves on, and with it what ancestral samplers draw.
+            # Diffusers samples the masked image here. Only UNets of nine channels use it, but the draw advances the
+            # generator, and so changes what ancestral samplers draw.
             self._draw(tuple(image.mean.shape), image.mean.dtype)
             self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
             return self.edit.start(self._sampler, self.begin, self._strength)
-        # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
+        # Always contiguous: groups and checkpoints are, and the last bits of a sum depend on the memory layout.
         return self._sampler.add_noise(latent, noise, self.begin).contiguous()
 
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
         if mask is None or state.image_latent is None or state.noise is None:
             return None
         to_device = self._model.runtime.to_device
-        image_latent, noise = (to_device(each, mask.dtype) for each in (state.image_latent, state.noise))
+        image_latent, noise = (to_device(tensor, mask.dtype) for tensor in (state.image_latent, state.noise))
         return Edit(image_latent=image_latent, noise=noise, mask=mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal. dtype: the model's without one."""
+        """Return standard normal noise, in the model's element type by default."""
         drawn = torch.randn(shape, generator=self._generator, dtype=dtype or self._model.dtype)
         return self._model.runtime.to_device(drawn)

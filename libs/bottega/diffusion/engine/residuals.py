@@ -1,4 +1,4 @@
-"""Where ControlNet residuals come from, as a forward sees it."""
+"""The interface through which a forward gets ControlNet residuals."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from bottega.diffusion.rows import Row
 
 
 class ResidualProvider(Protocol):
-    """Where ControlNet residuals come from. Rows without controls are never shown to it.
+    """A provider of ControlNet residuals. It only gets rows with ControlNets.
 
-    The points are those of the backbone. All calls come from the engine's thread.
+    Points are those of the backbone. All calls come from the engine's thread.
     """
 
     def ask(self, rows: list[Row]) -> None:
-        """Sends what the ControlNets need for these rows' step, and returns at once.
+        """Send what the ControlNets need for these rows' step, and return at once.
 
-        Called at the start of every turn that has rows with controls; a row that was late is asked for again,
-        at the same step.
+        Called at the start of every turn with such rows. A row that was late is asked for again, at the same step.
         """
         ...
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Sends what the ControlNets need for rows that will be asked for in a later turn, and returns at once, so that
-        they compute while this engine is busy with other things.
+        """Send what the ControlNets need for rows of a later turn, and return at once.
 
-        Called when a turn is over, with the next steps of its requests. It may do nothing: `ask` comes in any case.
+        The ControlNets then compute while this engine does other work. Called at the end of a turn with the next steps
+        of its requests. It may do nothing, because `ask` is called in any case.
         """
         ...
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        """Whether every addend of the row at these points has arrived."""
+        """Return whether all residuals of a row at these points have arrived."""
         ...
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """Returns when one of the rows, none of which is ready at these points or void, is one of the two, or after
-        the timeout."""
+        """Wait until one of the rows is ready at these points or void, or until the timeout.
+
+        None of the rows is ready or void when this is called.
+        """
         ...
 
     def is_void(self, row: Row) -> bool:
-        """Whether its sender has died: what was taken for the row this turn is void, and what is missing of it comes
-        from somebody else, who may have to begin first.
+        """Return whether the sender of a row's residuals has died.
 
-        The row has to leave the forward, and to be asked for again when its sessions are open.
+        What was taken for the row in this turn is then void, and another sender, which may have to begin first,
+        provides what is missing. The row must leave the forward, and is asked for again when its sessions are open.
         """
         ...
 
     def take(self, row: Row, point: int) -> list[Tensor]:
-        """The addends at one point, scaled, in the order of row.controls; [channels, height, width]."""
+        """Return a row's residuals at one point, scaled and in the order of `row.controls`.
+
+        Each is [channels, height, width].
+        """
         ...

@@ -1,6 +1,6 @@
-"""What of one job took how long in this process, as `bottega trace` draws it.
+"""The times of one job in this process, as `bottega trace` draws them.
 
-A log takes times as they come, the device's among them, and looks at none: it is read once, when the job ends.
+A log takes spans as they are made, including those of the device, and reads their times once, when the job ends.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from dataclasses import dataclass, field
 from bottega.diffusion.device.device import Device, Event
 from bottega.diffusion.device.span import Span
 
-# Of one job: hundreds of steps, with what happens in each.
+# Maximum for one job, which has hundreds of steps.
 MAX_SPANS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSpan:
-    """Something that took time. begin_s: on CLOCK_MONOTONIC, which all processes of a host share.
-
-    track: what was busy with it, or waited. service: name of that in which it happened; empty: this one.
-    """
+    """A named time span in a trace."""
 
     name: str
     track: str
+    """What worked, or waited."""
     begin_s: float
+    """On CLOCK_MONOTONIC, which all processes of a host share."""
     seconds: float
     service: str = ""
+    """Name of the service in which it happened; empty for this one."""
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTrace:
-    """What of a job took how long, by beginnings. dropped: spans that were left out, because there were too many."""
+    """The spans of a job in this process."""
 
     spans: tuple[TracedSpan, ...] = ()
+    """Sorted by their beginnings."""
     dropped: int = 0
+    """Number of spans that were left out because there were too many."""
 
 
 class DeviceClock:
-    """Brings a device's events to the host's clock."""
+    """Converts a device's events to the host's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -48,19 +50,20 @@ class DeviceClock:
         self._at_s = 0.0
 
     def set(self) -> None:
-        """Only while the device has nothing to do, so that the event is now. An event's distance loses digits as it
-        grows: this is called now and then.
+        """Set the clock to the current time of the idle device.
+
+        Call it now and then: the further an event is from this moment, the fewer digits its distance has.
         """
         self._event, self._at_s = self._device.record(), time.monotonic()
 
     def host_s(self, event: Event) -> float:
-        """When an event was, that has been, and was not before the first `set`."""
+        """Return when an event happened, in seconds of CLOCK_MONOTONIC. It must be later than the first `set`."""
         assert self._event is not None, "it was set"
         return self._at_s + event.seconds_since(self._event)
 
 
 class SpanLog:
-    """Of one job."""
+    """The spans of one job, at most `MAX_SPANS`."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._dropped = 0
@@ -69,17 +72,17 @@ class SpanLog:
         self._of_device: list[tuple[str, str, Span, Mapping[str, str]]] = []
 
     def add(self, span: TracedSpan) -> None:
-        """One whose times are known."""
+        """Add a span whose times are known."""
         if self._has_room():
             self._spans.append(span)
 
     def add_of_device(self, name: str, track: str, span: Span, facts: Mapping[str, str]) -> None:
-        """One that may not be over yet, but will be when the log is read."""
+        """Add a span of the device, which may end later."""
         if self._has_room():
             self._of_device.append((name, track, span, facts))
 
     def read(self) -> EngineTrace:
-        """All that are over; never waits: a job that fails ends before its device does."""
+        """Return all spans that have ended. Never waits: a failed job ends before the device has finished its work."""
         spans = sorted([*self._spans, *self._read_of_device()], key=lambda span: span.begin_s)
         return EngineTrace(spans=tuple(spans), dropped=self._dropped)
 

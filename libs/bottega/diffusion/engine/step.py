@@ -1,6 +1,6 @@
 """One denoising step: `Stepper.step` is a turn of the engine, from choosing a group to its new latents.
 
-The engine's loop adds and removes jobs, and reports what a step returns.
+The engine's loop adds and removes jobs, and reports the result of a step.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOutcome:
-    """What a turn did. jobs: that made a step. failed: those that cannot go on, and why."""
+    """The result of a turn."""
 
     jobs: Sequence[EngineJob] = ()
+    """Jobs that made a step."""
     failed: Mapping[EngineJob, Exception] = field(default_factory=dict)
+    """Jobs that cannot go on, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _HalfStep:
-    """A request whose step is made in two turns, after the first of them."""
+    """The state of a request whose step takes two turns, after the first one."""
 
     rows: Sequence[Row]
-    """Those that are predicted in the second turn."""
+    """Rows that are predicted in the second turn."""
     noise: Mapping[Row, Tensor]
-    """What was predicted of the others."""
+    """Predictions for the other rows."""
 
 
 class RequestCost(NamedTuple):
-    """The work that a turn does for one of its requests."""
+    """The work of a turn for one of its requests."""
 
     rows: float
-    """Its rows, each as what it costs of a plain one."""
+    """Its rows, each counted as a fraction of a plain row."""
     waits: bool
     """Whether it has ControlNets in this step, for which all wait."""
     patched: bool
@@ -57,13 +59,17 @@ class RequestCost(NamedTuple):
 
 
 def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:
-    """Return what of a turn each of its requests is charged, in seconds of the device.
+    """Return how many seconds of the device each request of a turn is charged.
 
     Args:
-        costs: Of each request.
+        costs: Cost of each request.
         turn_s: Seconds of the turn.
-        waited_s: Of these, in which the device waited for ControlNets, or computed them: of the requests that have any.
-        patch_s: Before the turn, in which LoRAs went into the weights: of the requests that have any.
+        waited_s: Part of the turn in which the device waited for ControlNets or computed them. Requests with
+            ControlNets
+            are charged for it.
+        patch_s: Seconds before the turn in which LoRAs were patched into the weights. Requests with LoRAs are charged
+            for
+            them.
     """
     computed_s = turn_s - waited_s
     parts = (
@@ -87,16 +93,16 @@ class _EnqueuedTurn:
     owners: Sequence[EngineJob]
     """The job of each request."""
     costs: Sequence[RequestCost]
-    """What the device does for each request."""
+    """The cost of each request."""
     jobs: Mapping[EngineJob, str]
-    """The jobs, with the steps that they make."""
+    """Descriptions of the steps that each job makes."""
     prediction: Prediction
     preparation: Span
-    """In which add-ons changed weights."""
+    """The time in which add-ons changed weights."""
     sampler: Span
-    """Guidance and samplers."""
+    """The time of guidance and samplers."""
     whole: Span
-    """From the choice of its group."""
+    """The time from the choice of the group."""
 
     @property
     def ready(self) -> bool:
@@ -108,16 +114,16 @@ class Stepper:
     """Makes the turns of an engine.
 
     Attributes:
-        turns: Number of turns so far in which a group ran.
-        steps: Number of steps of requests that these have made.
+        turns: Number of turns in which a group ran.
+        steps: Number of steps that requests made in them.
 
     Args:
         denoiser: Predicts noise.
         batcher: Chooses the group of each turn.
-        jobs: By request, as they come and go.
-        addons: Those of the engine.
-        pair: Shares rows with another worker, where there is one.
-        device: The engine's.
+        jobs: Jobs by request. The engine changes it.
+        addons: The engine's add-ons.
+        pair: Shares rows with another worker; None if there is none.
+        device: The engine's device.
         splits: Whether the rows of a request may be predicted in two turns, so that other tenants wait for one row.
     """
 
@@ -170,7 +176,7 @@ class Stepper:
         predicted = self._device.record()
         failed: dict[EngineJob, Exception] = {}
         if splits:
-            if prediction.noise:  # else its residuals were late
+            if prediction.noise:  # Otherwise its residuals were late.
                 self._halves[group[0]] = _HalfStep(rows=rest, noise=prediction.noise)
         else:
             known = {row: noise for half in halves if half is not None for row, noise in half.noise.items()}
@@ -194,11 +200,11 @@ class Stepper:
         return StepOutcome(jobs=[job for job in jobs if job not in failed and not splits], failed=failed)
 
     def forget(self, request: Request) -> None:
-        """Forget what was predicted for half a step. Harmless where nothing was."""
+        """Forget the prediction for half a step, if there is one."""
         self._halves.pop(request, None)
 
     def note_times(self) -> None:
-        """Tell jobs and the batcher what turns took, of those turns that the device has finished."""
+        """Tell jobs and the batcher the times of turns that the device has finished."""
         while self._unread and self._unread[0].ready:
             turn = self._unread.popleft()
             for job, steps in turn.jobs.items():
@@ -222,17 +228,17 @@ class Stepper:
         )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
-        """The jobs of a group, with the steps that they make next."""
+        """Return the jobs of a group, with the steps that they make next."""
         steps: dict[EngineJob, list[Request]] = {}
         for request in group:
             steps.setdefault(self._jobs[request], []).append(request)
-        return {job: _said_steps(job, requests) for job, requests in steps.items()}
+        return {job: _steps_text(job, requests) for job, requests in steps.items()}
 
     def _prepare_weights(self) -> None:
-        """Between two turns add-ons may change weights, as the requests under way need them."""
+        """Let add-ons change weights between two turns, for the requests that are running."""
         requests = list(self._batcher.requests)
         if not requests:
-            return  # what is in the weights stays: the next job may want the same
+            return  # The weights stay as they are, because the next job may need the same LoRAs.
         height, width = requests[0].key.shape[1:]
         rows = sum(request.row_count * self._denoiser.cost(request) for request in requests)
         step_s = self._denoiser.step_times.seconds((height, width), rows)
@@ -241,7 +247,7 @@ class Stepper:
             self._batcher.regroup()
 
     def _predict(self, rows: list[Row], jobs: Sequence[EngineJob]) -> Prediction:
-        """The noise of these rows, some of it by the other worker of a pair where that pays."""
+        """Predict the noise of these rows, some of it by the pair's other worker if that pays off."""
         if self._pair is None:
             return self._denoiser.predict(rows)
         offloadable: dict[Hashable, Offloadable] = {
@@ -257,7 +263,7 @@ class Stepper:
         return prediction
 
     def _advance(self, group: Sequence[Request], noise: Mapping[Row, Tensor]) -> dict[EngineJob, Exception]:
-        """Guidance and sampler: the step of those requests whose predictions are here. Returns whose failed."""
+        """Apply guidance and samplers to requests whose predictions are complete. Return the jobs that failed."""
         halves: dict[Hashable, dict[Half, Tensor]] = {}
         for row, predicted in noise.items():
             halves.setdefault(row.owner, {})[row.half] = predicted
@@ -276,15 +282,16 @@ class Stepper:
         return failed
 
     def _ask_ahead(self, requests: Sequence[Request]) -> None:
-        """Has the ControlNets of these begin their next steps, before anything else is done.
+        """Let the ControlNets of these requests begin their next steps before the engine does anything else.
 
-        Not in a pair: only at their turn is it decided which worker computes which rows, and asks for them.
+        In a pair they do not begin early, because each worker asks for the rows that it computes, and that is decided
+        in the next turn.
         """
         if self._pair is None:
             self._denoiser.ask_ahead([row for request in requests if not request.done for row in request.rows()])
 
     def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
-        """A request that was alone fails its job; of several, each runs alone from now on, to find which one it is."""
+        """Fail the job of a request that ran alone. Let several run alone from now on, to find which one fails."""
         if len(group) == 1:
             return StepOutcome(failed={self._jobs[group[0]]: error})
         _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
@@ -293,8 +300,8 @@ class Stepper:
         return StepOutcome()
 
 
-def _said_steps(job: EngineJob, requests: Sequence[Request]) -> str:
-    """What images of one job make together."""
+def _steps_text(job: EngineJob, requests: Sequence[Request]) -> str:
+    """Return a description of the steps that images of one job make together."""
     if len(job.requests) == 1:
         return f"step {requests[0].step}"
     return ", ".join(f"step {request.step} of image {request.index}" for request in requests)

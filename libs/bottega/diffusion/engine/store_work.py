@@ -1,8 +1,8 @@
-"""What a store has done for a request, as rows of it in a trace.
+"""The work of a store for a request, as spans of a trace.
 
-The clocks of two hosts are never compared: a store says how long its parts took, and when it was asked and had
-answered is seen here. The parts stand in the middle of that time, as if the question had been as long on its way as the
-answer: so each is off by half of what both were on their way, at most.
+The clocks of two hosts are never compared. A store reports how long its parts took, and this process sees when it sent
+the request and when the answer came. The parts are placed in the middle of that time, as if the request and the answer
+had travelled equally long, so that each is off by at most half of the time that both travelled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bottega.diffusion.engine.spans import TracedSpan
 from bottega.v1.trace_pb2 import StoreTimes
 
-# What a part is called, and whether the store only waits in it; by field, in their order.
+# Name of each part, and whether the store only waits in it, by field, in order.
 _PARTS = {
     "wait_s": ("wait for its turn", True),
     "search_s": ("search", False),
@@ -22,30 +22,34 @@ _PARTS = {
     "check_s": ("compare with the checksum", False),
     "send_wait_s": ("wait to be sent", True),
 }
-# The track of all that waits, which `bottega trace` draws in grey.
+# The track of waiting spans, which `bottega trace` draws in grey.
 _WAITS = "waits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreWork:
-    """On one request. store: name of it, as in the fleet. times: that were checked.
-
-    asked_s, answered_s: when it was asked, and when the beginning of its answer was here, on CLOCK_MONOTONIC.
-    sent_s: when the rest was, where that came piece by piece; None otherwise.
-    """
+    """The work of a store on one request."""
 
     store: str
+    """Name of the store in the fleet."""
     times: StoreTimes
+    """Validated times."""
     asked_s: float
+    """When the request was sent, on CLOCK_MONOTONIC."""
     answered_s: float
+    """When the beginning of the answer arrived."""
     sent_s: float | None = None
+    """When the rest of the answer arrived, if it came in pieces; else None."""
 
     def spans(self, track: str) -> Iterator[TracedSpan]:
-        """Those of its parts that took time, within what was seen here: longer ones are shortened, all by as much."""
+        """Yield the parts that took time.
+
+        If they are longer than the time between request and answer, all are shortened by the same factor.
+        """
         parts = [(*_PARTS[field.name], seconds) for field, seconds in self.times.ListFields()]
-        said_s, seen_s = sum(seconds for *_, seconds in parts), max(0.0, self.answered_s - self.asked_s)
-        share = min(1.0, seen_s / said_s) if said_s else 0.0
-        begin_s = self.asked_s + (seen_s - share * said_s) / 2
+        reported_s, seen_s = sum(seconds for *_, seconds in parts), max(0.0, self.answered_s - self.asked_s)
+        share = min(1.0, seen_s / reported_s) if reported_s else 0.0
+        begin_s = self.asked_s + (seen_s - share * reported_s) / 2
         for name, waits, seconds in parts:
             yield self._span(name, _WAITS if waits else track, begin_s, share * seconds)
             begin_s += share * seconds

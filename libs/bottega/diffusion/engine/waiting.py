@@ -1,4 +1,4 @@
-"""The jobs that an engine has taken in and whose prompts have not been encoded yet."""
+"""The jobs of an engine whose prompts have not been encoded."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from bottega.diffusion.errors import to_job_failure
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WaitingOrder:
-    """A job whose prompt has not been encoded. addons: its parts."""
+    """A job whose prompt has not been encoded."""
 
     order: EngineOrder
     addons: Parts
+    """Its parts of add-ons."""
 
     def refuse(self, error: Exception) -> JobFailed:
-        """It is not drawn, because of this. Its parts are closed."""
+        """Close its parts, and return its failure."""
         close_parts(self.addons)
         return JobFailed(key=self.order.key, error=to_job_failure(error))
 
 
 class WaitingOrders:
-    """The oldest first. addons: what opens a part of each job that needs it."""
+    """The jobs whose prompts have not been encoded, oldest first.
+
+    Args:
+        addons: The engine's add-ons, which open a part of each job that needs them.
+    """
 
     def __init__(self, addons: Sequence[EngineAddOn]) -> None:
         self._addons = addons
@@ -39,33 +44,33 @@ class WaitingOrders:
         return len(self._waiting)
 
     def add(self, order: EngineOrder) -> None:
-        """Raises what an add-on raises that cannot serve it."""
+        """Add a job. Raise the BottegaError of an add-on that cannot serve it."""
         self._waiting.append(WaitingOrder(order=order, addons=open_parts(self._addons, order)))
 
     def drop(self, key: Hashable) -> None:
-        """Forgets a job. Harmless when it is not here."""
-        for waiting in [each for each in self._waiting if each.order.key == key]:
+        """Forget a job, if it is here."""
+        for waiting in [waiting for waiting in self._waiting if waiting.order.key == key]:
             self._waiting.remove(waiting)
             close_parts(waiting.addons)
 
     def enable_previews(self, key: Hashable) -> None:
-        """The job's progress will have previews. Harmless when it is not here."""
+        """Add previews to the progress of a job, if it is here."""
         self._waiting = deque(
-            replace(each, order=replace(each.order, preview=True)) if each.order.key == key else each
-            for each in self._waiting
+            replace(waiting, order=replace(waiting.order, preview=True)) if waiting.order.key == key else waiting
+            for waiting in self._waiting
         )
 
     def take_ready(
         self, now_s: float, *, used: Callable[[str], float], may_begin: Callable[[str], bool]
     ) -> Iterator[WaitingOrder | JobFailed]:
-        """Take out the next job whose prompt has all that it needs, and those before it that never will have.
+        """Remove and yield the next job whose prompt can be encoded, after failures of those that never can be.
 
         Args:
             now_s: The engine's clock.
-            used: What a tenant has used of the device: of that with least, the oldest job is next.
-            may_begin: Whether a tenant's job may be encoded now.
+            used: Returns how much of the device a tenant has used. The oldest job of the tenant with least is next.
+            may_begin: Returns whether a tenant's job may be encoded now.
         """
-        ordered = sorted(self._waiting, key=lambda each: used(each.order.share.tenant))
+        ordered = sorted(self._waiting, key=lambda waiting: used(waiting.order.share.tenant))
         for waiting in ordered:
             try:
                 if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
@@ -75,7 +80,7 @@ class WaitingOrders:
                 yield waiting.refuse(error)
                 continue
             if not may_begin(waiting.order.share.tenant):
-                return  # nor may those that come after it
+                return  # All later ones have used more.
             self._waiting.remove(waiting)
             yield waiting
             return

@@ -1,7 +1,7 @@
-"""What an engine runs before its first job, to measure what its stages take, at a cost that has a bound.
+"""What an engine runs before its first job to measure its stages, at a bounded cost.
 
-On a CPU a picture of SDXL's own size takes minutes. So a small one is drawn first, and the model's own size only where
-that promises to be quick; else what is said of it follows from the small one, in proportion to the pixels.
+On a CPU a picture of SDXL's own size takes minutes. So a small picture is drawn first, and one of the model's own size
+only if that promises to be quick. Otherwise its time is estimated from the small one, in proportion to the pixels.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 
-# A side of the small picture's latent: of SDXL 128 of 1024 pixels, a 64th of the work.
+# Side of the small picture's latent: for SDXL, 128 instead of 1024 pixels, and a 64th of the work.
 _SMALL_SIDE = 16
-# A picture of the model's own size is encoded and decoded only where that is expected to take at most so long, because
-# it is done twice.
+# A picture of the model's own size is encoded and decoded only if that is expected to take at most this long. It is
+# done twice.
 _LONGEST_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStages:
-    """What the stages of a picture took, beside its steps."""
+    """The measured time of a picture besides its steps."""
 
     job: EngineJob
-    """A job by whose rows the steps are measured: of the model's own size, or small where that takes too long."""
+    """A job whose rows are used to measure steps: of the model's own size, or small if that takes too long."""
     fixed_s: float
-    """Seconds for encoding and decoding one image of the model's own size; estimated where `job` is small."""
+    """Seconds for encoding and decoding one image of the model's own size; estimated if `job` is small."""
 
 
 @torch.inference_mode()
@@ -53,14 +53,14 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
 
 @torch.inference_mode()
 def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
-    """Run the stages of a small picture and, where they are quick enough and fit, of one of the model's own size.
+    """Run the stages of a small picture, and of one of the model's own size if that is quick enough and fits.
 
-    On a device whose memory is counted it is always the model's own: decoding says what it takes there.
+    On a device whose memory is counted, it is always the model's own size, to measure how much memory decoding needs.
     """
     defaults = model.defaults
     growth = defaults.width * defaults.height / math.prod(_small_size(model))
     if growth > 1 and model.memory.budget_bytes is None:
-        for _ in range(2):  # the first time pays for what is made once
+        for _ in range(2):  # The first run includes one-time work.
             job, encode_s, decode_s = _run_stages(model, device_clock, small=True)
         expected_s = encode_s + growth * decode_s
         area = defaults.width * defaults.height // model.latent_scale**2
@@ -72,9 +72,10 @@ def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
 
 
 def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tuple[EngineJob, float, float]:
-    """Encode and decode a sample job, and note the memory that decoding takes.
+    """Encode and decode a sample job, and record the memory that decoding takes.
 
-    Returns the job and the seconds of both.
+    Returns:
+        The job, and the seconds of encoding and of decoding.
     """
     began = model.runtime.record()
     job = sample_job(model, device_clock, small=small)
@@ -88,6 +89,6 @@ def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tupl
 
 
 def _small_size(model: Model) -> tuple[int, int]:
-    """Return width and height of the small picture, which is never larger than the model's own."""
+    """Return width and height of the small picture, which is never larger than the model's own size."""
     side = max(_SMALL_SIDE * model.latent_scale, model.size_multiple)
     return min(side, model.defaults.width), min(side, model.defaults.height)

@@ -1,1 +1,1 @@
-"""The model that draws: its parts as they are loaded, the denoising network in blocks, samplers, and decoding."""
+"""The model: its networks, samplers and VAE, and how they are loaded and run."""

@@ -1,4 +1,4 @@
-"""The step of Diffusers' EulerAncestralDiscreteScheduler, whose noise no thread waits for."""
+"""The step of Diffusers' EulerAncestralDiscreteScheduler, without a thread that waits for noise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ def ancestral_step(
     latent: Tensor,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """The next latent, and the estimate of the finished one; equal to `scheduler.step`, which it leaves where it is.
+    """Return the next latent and the estimate of the finished one, equal to those of `scheduler.step`.
 
-    Diffusers draws on the CPU, where the generator is, and has the thread wait while the noise is copied to a GPU.
-    prediction, latent: [1, channels, height, width]. Source: Diffusers, scheduling_euler_ancestral_discrete.py.
+    Diffusers draws noise on the CPU, where the generator is, and its thread waits while the noise is copied to a GPU.
+    The scheduler's own step is not advanced. Source: Diffusers, scheduling_euler_ancestral_discrete.py.
+
+    Args:
+        scheduler: The scheduler.
+        step: The step to make.
+        prediction: The model's prediction, [1, channels, height, width].
+        latent: The latent before the step, in the same shape.
+        generator: On the CPU.
     """
     sigma, following = scheduler.sigmas[step], scheduler.sigmas[step + 1]
     sample = latent.to(torch.float32)
@@ -28,7 +35,7 @@ def ancestral_step(
     elif scheduler.config.prediction_type == "v_prediction":
         estimate = prediction * (-sigma / (sigma**2 + 1) ** 0.5) + (sample / (sigma**2 + 1))
     else:
-        raise ValueError(f"Euler ancestral takes no prediction of type {scheduler.config.prediction_type}")
+        raise ValueError(f"Euler ancestral does not support the prediction type {scheduler.config.prediction_type}")
     up = (following**2 * (sigma**2 - following**2) / sigma**2) ** 0.5
     down = (following**2 - up**2) ** 0.5
     derivative = (sample - estimate) / sigma

@@ -1,8 +1,8 @@
 """The denoising network as a list of blocks with residual points.
 
-A residual point is a place where a ControlNet adds its output. A block names the points that must
-have been added before it runs, so that a turn waits for residuals only where they are needed, and
-the blocks before the first such place run while the ControlNets do.
+A residual point is a place where a ControlNet adds its output. A block names the points that must have been added
+before it runs. So a turn waits for residuals only where they are needed, and earlier blocks run while the ControlNets
+do.
 """
 
 from __future__ import annotations
@@ -17,46 +17,43 @@ from torch import Tensor
 from bottega.diffusion.rows import RowActivations
 
 PromptOrigin = tuple[Tensor, Hashable]
-"""A request's own embeddings of its prompt, and its LoRAs: while both stay, so does what is made of them alone."""
+"""Embeddings of a prompt, and the key of the LoRAs. Projections that follow from both may be kept from step to step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inputs:
-    """What one forward takes, stacked over the rows of a group.
-
-    sample: scaled latents [rows, channels, height, width].
-    timestep: [rows], float32.
-    prompt_embeds: [rows, tokens, features].
-    pooled_embeds: [rows, features]; time_ids: [rows, 6]. SDXL's added conditions.
-    activations: by row, what it takes from a recording and gives to one; empty where none does.
-    origins: by row, what makes its prompt's projections what they are; empty where they are not kept.
-    controlled: whether residuals of ControlNets are added on the way.
-    """
+    """The inputs of one forward, stacked over the rows of a group."""
 
     sample: Tensor
+    """Scaled latents, [rows, channels, height, width]."""
     timestep: Tensor
+    """[rows], float32."""
     prompt_embeds: Tensor
+    """[rows, tokens, features]."""
     pooled_embeds: Tensor
+    """[rows, features]. Like `time_ids`, one of SDXL's added conditions."""
     time_ids: Tensor
+    """[rows, 6]."""
     activations: Sequence[RowActivations | None] = ()
+    """What each row reads from a recording and writes to one; empty if no row does."""
     origins: Sequence[PromptOrigin] = ()
+    """What determines the projections of each row's prompt; empty if they are not kept."""
     controlled: bool = False
+    """Whether residuals of ControlNets are added."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Activations:
-    """What the blocks pass on. The first dimension of every tensor is the row.
-
-    points: by residual point, the tensor that residuals are added to.
-    """
+    """The state that blocks pass on. The first dimension of every tensor is the row."""
 
     hidden: Tensor
     embedding: Tensor
     context: Tensor
     points: dict[int, Tensor] = field(default_factory=dict)
+    """The tensors that residuals are added to, by residual point."""
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keeps only these rows, in this order. index: the same, int64 on their device."""
+        """Keep only these rows, in this order. `index` is the same as int64 on their device."""
         self.hidden = self.hidden.index_select(0, index)
         self.embedding = self.embedding.index_select(0, index)
         self.context = self.context.index_select(0, index)
@@ -65,11 +62,12 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block. needs: residual points that must have been added before `run`."""
+    """A block of a network."""
 
     name: str
     run: Callable[[Activations], None]
     needs: tuple[int, ...] = ()
+    """Residual points that must have been added before `run`."""
 
 
 class RowSpans:
@@ -102,23 +100,23 @@ class Backbone(Protocol):
 
     @property
     def spans(self) -> RowSpans | None:
-        """Where rows lie in each call of a layer; None if every call has them in dimension 0."""
+        """Offsets of rows in each call of a layer; None if dimension 0 always is the rows."""
         ...
 
     def begin(self, inputs: Inputs) -> Activations:
-        """Embeds the inputs; `hidden` is what the first block takes."""
+        """Embed the inputs. `hidden` of the result is the input of the first block."""
         ...
 
     def finish(self, activations: Activations) -> Tensor:
-        """The prediction [rows, channels, height, width]."""
+        """Return the prediction, [rows, channels, height, width]."""
         ...
 
 
 class UNetBackbone:
-    """A Diffusers UNet, block by block; the sum of its parts is bit-equal to its forward.
+    """A Diffusers UNet in blocks. Their results are bit-equal to those of its forward.
 
-    Residual points 0 to n-1 are the skips in the order in which the encoder makes them, n is the
-    output of the middle block: the order of a ControlNet's residuals in Diffusers.
+    Residual points 0 to n-1 are the skip connections in the order in which the encoder makes them, and n is the output
+    of the middle block. This is the order of a ControlNet's residuals in Diffusers.
     """
 
     spans: RowSpans | None = None
@@ -146,7 +144,7 @@ class UNetBackbone:
         return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
 
     def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """What the first convolution takes, and the embedding of timesteps and added conditions."""
+        """Return the input of the first convolution, and the embedding of timesteps and added conditions."""
         unet = self.unet
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
         embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
@@ -199,7 +197,7 @@ class UNetBackbone:
             if middle is not None:
                 activations.hidden = points.pop(middle)
             skips = tuple(points.pop(point) for point in taken)
-            # The size of the next skip: doubling misses it where a latent is no multiple of the whole downsampling.
+            # The size of the next skip connection. Doubling is wrong if a latent is no multiple of all downsampling.
             size = None if last else points[taken[0] - 1].shape[2:]
             extra = {"encoder_hidden_states": activations.context} if attends else {}
             activations.hidden = block(

@@ -1,4 +1,4 @@
-"""The last stage: a finished latent to pixels."""
+"""Decodes finished latents to pixels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bottega.diffusion.model.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodedLatent:
-    """What the VAE made of a latent, on the model's device."""
+    """The output of the VAE for a latent, on the model's device."""
 
     pixels: Tensor
     """uint8 [height, width, 3]."""
     finite: Tensor
-    """bool, whether the VAE's output was free of NaN and infinities; pixels have no room for them."""
+    """bool, whether the VAE's output had no NaN or infinity, which pixels cannot represent."""
     tiled: bool
-    """Whether it was decoded in tiles, which stock Diffusers does not do by itself."""
+    """Whether it was decoded in tiles, which stock Diffusers does not do by default."""
 
 
 def check_decodable(model: Model, latent: Tensor) -> None:
-    """Raise MemoryError where a CPU has no memory to decode a latent, [1, channels, height, width], not even in tiles.
+    """Raise MemoryError if a CPU has no memory to decode a latent [1, channels, height, width], even in tiles.
 
-    Of a GPU the allocator says so itself; of a CPU nobody does, and the kernel ends a process.
+    A GPU's allocator raises an error itself, but on a CPU the kernel kills the process.
     """
     area = model.decoded_area(latent.shape[-2] * latent.shape[-1])
     if model.device.type == "cpu" and not model.memory.fits_decoding(area):
@@ -37,8 +37,8 @@ def check_decodable(model: Model, latent: Tensor) -> None:
 def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
     """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does.
 
-    One latent at a time: a VAE gains nothing from a batch, and alone its result depends on nobody. It is decoded in
-    tiles only where an operator wants it so, or where there is no memory for all of it.
+    Latents are decoded one at a time: a VAE gains nothing from a batch, and the result of one latent then does not
+    depend on others. Tiles are used only if the operator wants them, or if there is no memory for the whole latent.
     """
     tiled = model.is_tiled(latent.shape[-2] * latent.shape[-1])
     image = None if tiled else _decode_whole(model, latent)
@@ -51,12 +51,12 @@ def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
 
 
 def _decode_whole(model: Model, latent: Tensor) -> Tensor | None:
-    """Decode in one piece; None where there was no memory for it, and tiles are smaller."""
+    """Decode in one piece. Return None if there was no memory for it, and tiles are smaller."""
     try:
         return model.decoder.decode(latent)
     except Exception as error:
         area = latent.shape[-2] * latent.shape[-1]
         if not (is_out_of_memory(error) and model.decoder.is_tiled(area, fits=False)):
             raise
-    # Here and not above: the error is gone, and with it the frames that hold what was computed.
+    # Outside the handler, the error is gone, and with it the frames that hold what was computed.
     return None

@@ -1,9 +1,9 @@
-"""The element type that a model computes in, where an operator leaves that open.
+"""The element type that a model computes in if the operator does not choose one.
 
-A preset may name it, as that of the embedded model does: its files are in half precision to be small. Else files in
-float32 are computed in float32 everywhere, because nobody who has them wants other pictures. Files in half precision
-are computed as they are on a GPU. A CPU multiplies them in bfloat16 or in float32, by what is measured faster there:
-processors without instructions for bfloat16 take many times as long in it, and in float16 nearly all do.
+A preset may name it, as that of the embedded model does, whose files are in half precision to be small. Otherwise files
+in float32 are computed in float32 everywhere, so that pictures do not change. Files in half precision are computed as
+they are on a GPU. On a CPU they are computed in bfloat16 or in float32, whichever was measured to be faster: processors
+without bfloat16 instructions are many times slower in it, and in float16 nearly all are.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _log = logging.getLogger(__name__)
 
 AUTO = "auto"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# As headers of safetensors files name them.
+# Names in headers of safetensors files.
 _FILE_DTYPES = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# A linear layer and a convolution of SDXL's middle, of which a forward has hundreds: milliseconds each.
+# A linear layer and a convolution like those in SDXL's middle, which take milliseconds each.
 _TOKENS, _WIDTH = 256, 1280
 _CHANNELS, _SIDE = 320, 32
 _ROUNDS = 3
-# Rounds end after so long: a processor that is so slow in an element type has lost anyhow.
+# Rounds end after this time, because an element type that is so slow is not chosen anyway.
 _PROBE_S = 0.5
-# Float32 has to be so many times as fast to be worth twice the memory, and to be chosen alike by every start.
+# Float32 must be this many times as fast to be worth twice the memory, and to be chosen in every start alike.
 _WORTH = 1.2
-# Of the memory that is available, what the weights may take.
+# Share of the available memory that the weights may take.
 _MEMORY_SHARE = 0.8
 
 
@@ -52,17 +52,18 @@ def pick_dtype(wanted: str, report: ModelReport, device: torch.device) -> torch.
 
     Args:
         wanted: float32, float16, bfloat16, or auto.
-        report: Of the model's folder.
-        device: Where it computes.
+        report: Report on the model's folder.
+        device: Device that it computes on.
 
-    Raises ValueError where the model's preset breaks a rule.
+    Raises:
+        ValueError: The model's preset is malformed.
     """
     preset = read_preset(report.folder)
     if wanted == AUTO and preset is not None and preset.dtype is not None:
         wanted = preset.dtype
     if wanted != AUTO:
         if wanted == "float16" and device.type == "cpu":
-            _log.warning("float16 is many times as slow as float32 or bfloat16 on a CPU: use dtype auto, or bfloat16")
+            _log.warning("float16 is many times slower than float32 or bfloat16 on a CPU; use dtype auto or bfloat16")
         return DTYPES[wanted]
     of_files = files_dtype(report)
     if of_files == torch.float32 or device.type != "cpu":
@@ -79,7 +80,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def files_dtype(report: ModelReport) -> torch.dtype:
-    """Return the element type in which the largest part of the UNet's files is."""
+    """Return the element type of most of the UNet's files, by bytes."""
     sizes = report.parts["unet"].bytes_by_dtype
     return _FILE_DTYPES.get(max(sizes, key=lambda name: sizes[name]), torch.float32)
 
@@ -90,15 +91,15 @@ def probe_times() -> ProbeTimes:
 
 
 def _pick_for_cpu(float32_bytes: int) -> tuple[torch.dtype, str]:
-    """Return the faster element type, and why it is it.
+    """Return the faster element type, and the reason for it.
 
     Args:
-        float32_bytes: What the weights take in float32.
+        float32_bytes: Size of the weights in float32.
     """
     left_bytes = available_bytes()
     if left_bytes is not None and float32_bytes > _MEMORY_SHARE * left_bytes:
-        needed_gb, there_gb = float32_bytes / 1e9, left_bytes / 1e9
-        return torch.bfloat16, f"its weights take {needed_gb:.1f} GB in float32, and {there_gb:.1f} GB are available"
+        needed_gb, left_gb = float32_bytes / 1e9, left_bytes / 1e9
+        return torch.bfloat16, f"its weights take {needed_gb:.1f} GB in float32, and {left_gb:.1f} GB are available"
     times = probe_times()
     ratio = times.bfloat16_s / times.float32_s
     why = f"bfloat16 takes {ratio:.2f} times as long as float32 on this CPU"
@@ -107,7 +108,7 @@ def _pick_for_cpu(float32_bytes: int) -> tuple[torch.dtype, str]:
 
 @torch.inference_mode()
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the shortest time of one round: others may use the processor, too."""
+    """Return the shortest time of one round, because other processes may use the processor too."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -129,4 +130,4 @@ def _shortest(run: Callable[[], None], clock: Callable[[], float] = time.perf_co
         round_s = clock()
         run()
         taken_s.append(clock() - round_s)
-    return min(taken_s[1:])  # the first pays for what is made once
+    return min(taken_s[1:])  # The first includes one-time work.

@@ -1,6 +1,6 @@
-"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its hash.
+"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its digest.
 
-Only safetensors are opened.
+Weights are loaded from safetensors files only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEFAULT_EDIT_GUIDANCE = 7.5
 
 _SHOWN_CHARACTERS = 200
 
-# The parts with weights, by their subfolders, in the order in which they are loaded.
+# Parts with weights by subfolder, in the order in which they are loaded.
 _TEXT_ENCODERS: Mapping[str, Any] = {
     "text_encoder": CLIPTextModel,
     "text_encoder_2": CLIPTextModelWithProjection,
@@ -57,88 +57,92 @@ _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": Autoencoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What a request that does not say gets."""
+    """Values for parameters that a request does not set."""
 
     width: int
     height: int
     num_inference_steps: int
     guidance_scale: float
     edit_guidance_scale: float
-    """Of edits without ControlNets."""
+    """For edits without ControlNets."""
     sampler: SamplerKind
     use_karras_sigmas: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """The parts of one model, in evaluation mode; to be run in inference mode.
-
-    device: with its index, where it is a GPU. runtime: what it is asked for. memory: of it. digest: SHA-256 of weights
-    and configuration, hex. latent_scale: pixels a side that one latent element stands for; width and height of a
-    request are multiples of it. operations: those that may be accelerated. decoder: how the VAE decodes.
-    samplers: by the model's scheduler configuration.
-    """
+    """The parts of one model, in evaluation mode. They must be run in inference mode."""
 
     name: str
     digest: str
+    """SHA-256 of weights and configuration, hex."""
     dtype: torch.dtype
     device: torch.device
+    """With its index if it is a GPU."""
     runtime: Device
+    """Streams, events and copies of the device."""
     tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
     text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
     backbone: UNetBackbone
     vae: AutoencoderKL
     decoder: VaeDecoder
+    """Decodes with the VAE."""
     samplers: ModelSamplers
     zeros_for_absent_negative: bool
     latent_scale: int
+    """Number of pixels, on each side, that one latent element stands for. Width and height of requests are multiples of
+    it.
+    """
     defaults: Defaults
     operations: Operations = field(default_factory=Operations)
+    """Operations that accelerations may replace."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
+    """Plan of the memory of the device."""
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """The configuration that samplers are made from."""
+        """The scheduler configuration that samplers are made from."""
         return self.samplers.config
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latent."""
+        """Number of channels of the latent."""
         return int(self.backbone.unet.config.in_channels)
 
     @property
     def size_multiple(self) -> int:
-        """What width and height of a picture must be multiples of: Diffusers takes multiples of 8."""
+        """Number of pixels that width and height must be multiples of. Diffusers accepts multiples of 8."""
         return math.lcm(8, self.latent_scale)
 
     def is_tiled(self, area: int) -> bool:
         """Return whether a latent of so many elements is decoded in tiles, as far as is known."""
         if area <= self.decoder.tile_area:
-            return False  # without a look at the memory, which takes time on a CPU
+            return False  # Reading the available memory of a CPU takes time.
         return self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
 
     def decoded_area(self, area: int) -> int:
-        """Return how many elements of a latent of so many are decoded at once."""
+        """Return how many elements of a latent of this area are decoded at once."""
         return self.decoder.tile_area if self.is_tiled(area) else area
 
     @property
     def edits_refused_because(self) -> str:
-        """Return why edits with a mask are refused; empty where they are drawn."""
+        """Why edits with a mask are refused; empty if they are not."""
         if self.decoder.statistics is None:
             return ""
-        # Diffusers' inpainting pipeline applies them when it decodes, and not when it encodes: its colours shift.
-        return f"model {self.name} edits no pictures, because its VAE has latents_mean and latents_std; use another"
+        # Diffusers' inpainting pipeline applies them when it decodes but not when it encodes, which shifts colours.
+        return f"model {self.name} cannot edit pictures, because its VAE has latents_mean and latents_std; use another"
 
     @property
     def dtype_name(self) -> str:
-        """Return float32, float16 or bfloat16."""
+        """float32, float16 or bfloat16."""
         return dtype_name(self.dtype)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names, of a GPU with its index.
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:N` names; a GPU has its index.
 
-    Raises ValueError naming what is there, or served.
+    Raises:
+        ValueError: The device is not supported, or does not exist.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -158,26 +162,26 @@ def load_model(
     device_memory_mib: int = 0,
     reporter: StartReporter | None = None,
 ) -> Model:
-    """Load a folder in Diffusers' layout; download nothing, and open no weights but safetensors.
+    """Load a folder in Diffusers' layout. Nothing is downloaded, and weights are read from safetensors only.
 
-    Call it in the thread that will compute: the device is its current one from then on.
+    Call it in the thread that will compute, whose current device it sets.
 
     Args:
-        folder: With model_index.json.
-        name: Of the model, as requests name it.
-        device: Where the model will be.
+        folder: Folder with model_index.json.
+        name: Name of the model in requests.
+        device: Device of the model.
         dtype: Element type of the weights in memory.
-        vae: How the VAE decodes.
-        device_memory_mib: See open_memory_plan.
-        reporter: Told of the stages; nobody is without it.
+        vae: Settings of the VAE.
+        device_memory_mib: See `open_memory_plan`.
+        reporter: Gets the stages of the start.
 
     Raises:
-        ConfigError: With the reason in one sentence where the folder is no model that can be served.
-        ValueError: With the reason where the device has no room for it.
-        OSError: Where a file cannot be read.
+        ConfigError: The folder is not a model that can be served.
+        ValueError: The device has no room for it.
+        OSError: A file cannot be read.
     """
     report = check_model_folder(folder)
-    if report.problems:  # also without the folder: Diffusers would take its path for a name on the hub
+    if report.problems:  # Diffusers would take the path of a missing folder for a name on the hub.
         raise ConfigError(report.refusal)
     preset = read_preset(folder) or Preset()
     runtime = use_device(device)
@@ -211,9 +215,10 @@ def load_model(
 
 
 def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, Any]:
-    """Return what a model's files and its preset say of its scheduler.
+    """Return what a model's files and its preset set for its scheduler.
 
-    Without the defaults of the scheduler's class: they count for no other class that is made from the configuration.
+    Defaults of the scheduler's class are left out, because they do not apply to other classes that are made from the
+    configuration.
     """
     config = dict(scheduler.config)
     config = {key: value for key, value in config.items() if key not in config.get("_use_default_values", ())}
@@ -225,7 +230,7 @@ def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, An
 
 
 def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
-    """Try every sampler. Raise ConfigError with the reason where the model's own one cannot draw."""
+    """Try every sampler. Raise ConfigError if the model's own one cannot draw."""
     samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
     own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
     if reason := samplers.refusals[own]:
@@ -236,9 +241,12 @@ def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
 def _load_parts(
     report: ModelReport, target: Placement, memory: MemoryPlan, vae: VaeSettings, reporter: StartReporter
 ) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
-    """Load the parts onto the device, text encoders first: loading one takes more memory than its weights.
+    """Load the parts onto the device. Text encoders come first, because loading one takes more memory than its weights.
 
-    Raises ConfigError, OSError or ValueError with the reason when they cannot be read or do not fit.
+    Raises:
+        ConfigError: Diffusers cannot load them.
+        OSError: A file cannot be read.
+        ValueError: They do not fit.
     """
     parts: dict[str, nn.Module] = {}
     try:
@@ -256,7 +264,7 @@ def _load_parts(
                 **parts,
                 local_files_only=True,
                 add_watermarker=False,
-                # Some folders have them; only IP-Adapters, which are not served, would use them.
+                # Some folders have these, but only IP-Adapters use them, which are not supported.
                 image_encoder=None,
                 feature_extractor=None,
             )
@@ -266,16 +274,16 @@ def _load_parts(
             raise
         loaded_mib = sum(map(_size_bytes, parts.values())) >> 20
         raise ValueError(
-            f"{target.device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
+            f"{target.device} does not have enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
             "use a smaller dtype, or a larger device"
         ) from None
     except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError) as error:
-        # What Diffusers and transformers raise for values that they do not expect, past all that the checker knows.
+        # Diffusers and transformers raise these for unexpected values that the folder's check does not find.
         what = f"{type(error).__name__}: {excerpt(str(error), _SHOWN_CHARACTERS)}"
         raise ConfigError(
             f"the model {report.folder} cannot be loaded by Diffusers ({what}); correct its configurations"
         ) from error
-    _reserve(memory, parts)  # the VAE may be in other element types now
+    _reserve(memory, parts)  # The VAE may have changed its element types.
     return pipeline, decoder
 
 
@@ -288,10 +296,11 @@ def _size_bytes(network: nn.Module) -> int:
 
 
 def digest(report: ModelReport, preset: Preset | None = None, reporter: StartReporter | None = None) -> str:
-    """Return the SHA-256 of a model as hex: of the names and contents of its index and of all files that are loaded.
+    """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
 
     Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
-    draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters state.
+    draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters
+    contain.
     """
     reporter = reporter or silent_reporter()
     reporter.begin("hashing its files", report.size_bytes)

@@ -1,4 +1,4 @@
-"""What a model's scheduler configuration makes of each sampler: which choices draw, and why others are refused."""
+"""How a model's scheduler configuration affects each sampler: which choices can draw, and why others are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bottega.model_files.scheduler_rules import sampler_problems
 from bottega.plain_text import excerpt
 from bottega.rules import MAX_STEPS
 
-# Steps do the same to each element of a latent, but for thresholds that look at all of one.
+# Steps treat all elements of a latent alike, except for thresholds that are computed from the whole latent.
 _TRIED_SHAPE = (1, 4, 4, 4)
 _REASON_CHARACTERS = 200
-# Fields of a scheduler's configuration with which Diffusers makes its own sigmas, one for each step.
+# Configuration fields with which a Diffusers scheduler computes its own sigmas, one for each step.
 _CONVERTED_SIGMAS = (
     "use_karras_sigmas",
     "use_exponential_sigmas",
@@ -35,7 +35,7 @@ class SamplerChoice:
     karras: bool = False
 
     def __str__(self) -> str:
-        """Its name for people, such as `dpmpp_2m with Karras' sigmas`."""
+        """Return its name for people, such as `dpmpp_2m with Karras' sigmas`."""
         return self.kind.name.lower() + (" with Karras' sigmas" if self.karras else "")
 
 
@@ -44,18 +44,18 @@ CHOICES = tuple(
     for kind in SamplerKind
     for karras in ((False, True) if kind in KARRAS else (False,))
 )
-"""Every choice that a request can make."""
+"""All choices that a request can make."""
 
 
 class ModelSamplers:
     """The samplers of one model.
 
-    A choice is tried before it draws: a few numbers go through all steps of a schedule. One that Diffusers cannot make,
-    or whose values are not finite, is refused with the reason.
+    A choice is tried before it is used: a few numbers go through all steps of a schedule. It is refused if Diffusers
+    cannot make it, or if its values are not finite.
 
     Args:
         config: The model's scheduler configuration, without the defaults of its scheduler's class.
-        steps: Number of denoising steps that `refusals` are for.
+        steps: Number of denoising steps that `refusals` applies to.
     """
 
     def __init__(self, config: Mapping[str, Any], *, steps: int) -> None:
@@ -65,18 +65,18 @@ class ModelSamplers:
 
     @property
     def refusals(self) -> Mapping[SamplerChoice, str]:
-        """By choice, why it is refused; empty where it draws. Takes some 30 ms when it is first asked for."""
+        """Why each choice is refused; empty if it can draw. The first call takes about 30 ms."""
         return {choice: self.refusal(choice, self._steps) for choice in CHOICES}
 
     def default_choice(self, kind: SamplerKind) -> SamplerChoice:
-        """Return what a request gets that names a sampler and does not mention Karras' sigmas."""
+        """Return the choice of a request that names a sampler and does not mention Karras' sigmas."""
         return SamplerChoice(kind=kind, karras=kind in KARRAS and bool(self.config.get("use_karras_sigmas")))
 
     def first_step_from(self, kind: SamplerKind, steps: int) -> int:
         """Return the first step of a picture that begins with another picture's latent after `steps` steps.
 
-        A sampler that draws no noise would repeat the other picture's composition. Such a picture gets one step of
-        noise back and makes that step again.
+        A sampler that draws no noise would repeat the other picture's composition. Such a picture gets the noise of one
+        step back and repeats that step.
         """
         return steps if draws_noise(kind, self.config) else steps - 1
 
@@ -85,17 +85,17 @@ class ModelSamplers:
         return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras)
 
     def refusal(self, choice: SamplerChoice, steps: int) -> str:
-        """Return why a choice cannot make so many steps; empty where it can."""
+        """Return why a choice cannot make so many steps; empty if it can."""
         key = choice, steps
         if key not in self._refusals:
             self._refusals[key] = next(self._problems(choice, steps), "")
         return self._refusals[key]
 
     def refused_steps(self, choice: SamplerChoice) -> Mapping[int, str]:
-        """Return which numbers of steps a choice cannot make, up to MAX_STEPS, each with its reason.
+        """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
 
-        It looks at timesteps alone, some 10 ms for a choice; `refusal` also looks at what one number of steps gives.
-        Converted sigmas, such as Karras', are as many as the steps, and would take a second.
+        This checks only timesteps, in about 10 ms for a choice; `refusal` also tries one number of steps. It does not
+        check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
         """
         karras = {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
         scheduler = make_scheduler(choice.kind, self.config, karras)
@@ -126,7 +126,7 @@ class ModelSamplers:
 
 
 def _miscounted(made: int, steps: int) -> str:
-    """Return why a schedule of `made` steps is refused where `steps` are asked for; empty where these are the same."""
+    """Return why a schedule of `made` steps is refused if `steps` are requested; empty if they are equal."""
     if made == steps:
         return ""
     return f"the model's timestep spacing makes {made} steps of {steps}: ask for another number"
@@ -138,11 +138,11 @@ def _impossible(steps: int, error: Exception) -> str:
 
 @torch.inference_mode()
 def _stays_finite(sampler: Sampler) -> bool:
-    """Return whether all steps of a sampler make numbers of numbers. Raise what Diffusers raises."""
+    """Return whether all steps of a sampler map finite values to finite values. Raise what Diffusers raises."""
     generator = torch.Generator("cpu").manual_seed(0)
     latent = torch.randn(_TRIED_SHAPE, generator=generator) * sampler.init_noise_sigma
     for step in range(sampler.steps):
-        # A prediction as large as the input of a model, as noise, velocity and picture are.
+        # A prediction of the magnitude of the input, as noise, velocity and pictures have.
         predicted = torch.tanh(sampler.model_input(latent, step))
         latent, estimate = sampler.step(predicted, step, latent, generator)
         if not math.isfinite(float(latent.sum() + estimate.sum())):

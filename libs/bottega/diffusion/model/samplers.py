@@ -1,4 +1,4 @@
-"""One request's sampler: a Diffusers scheduler of its own, with state that can travel."""
+"""The sampler of one request: a Diffusers scheduler of its own, whose state can be saved and restored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bottega.model_files.scheduler_rules import takes_karras_sigmas
 
 
 class SamplerKind(Enum):
-    """The samplers that are served, by the Diffusers class behind each."""
+    """The samplers that are supported, by their Diffusers class."""
 
     EULER = EulerDiscreteScheduler
     EULER_ANCESTRAL = EulerAncestralDiscreteScheduler
@@ -35,26 +35,26 @@ class SamplerKind(Enum):
 
 
 KARRAS = frozenset(kind for kind in SamplerKind if takes_karras_sigmas(kind.value.__name__))
-"""Samplers whose Diffusers class takes use_karras_sigmas."""
+"""Samplers whose Diffusers class accepts use_karras_sigmas."""
 
-# Of two samplers one computes the noise of a timestep in another order than the other: they differ by some 1e-6.
+# Samplers compute the noise of a timestep in different orders, with results that differ by about 1e-6.
 _SAME_NOISE = 1e-5
 
-# Where nothing of the picture is left, Diffusers' samplers count with a signal of 2**-12 to keep its inverse finite.
+# When nothing of the picture is left, Diffusers' samplers use a signal of 2**-12 to keep its inverse finite.
 _LEAST_SIGNAL = 2.0**-12
 
-# In a sampler's state, the outputs of the model by their age in steps: model_output.1 is the newest.
+# Prefix of the model's outputs in a sampler's state, by their age in steps: model_output.1 is the newest.
 _MODEL_OUTPUT = "model_output."
 
 # Values of algorithm_type with which DPMSolverMultistepScheduler draws noise at every step.
 _STOCHASTIC_ALGORITHMS = frozenset({"sde-dpmsolver", "sde-dpmsolver++"})
 
-# Values of algorithm_type with which it keeps predicted noise in model_outputs, in place of the predicted picture.
+# Values of algorithm_type with which it keeps predicted noise in model_outputs instead of the predicted picture.
 _NOISE_ALGORITHMS = frozenset({"dpmsolver", "sde-dpmsolver"})
 
 
 def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
-    """Return whether each step of a sampler draws noise; without it the first latent decides all of a picture.
+    """Return whether each step of a sampler draws noise. Otherwise the first latent determines the picture.
 
     Args:
         kind: The sampler.
@@ -74,18 +74,18 @@ def default_kind(config: Mapping[str, Any]) -> SamplerKind:
     """Return the sampler whose class a model's scheduler configuration names.
 
     Raises:
-        ValueError: Where that class is not served.
+        ValueError: That class is not supported.
     """
     name = config.get("_class_name")
     kind = next((kind for kind in SamplerKind if kind.value.__name__ == name), None)
     if kind is None:
-        raise ValueError(f"the scheduler {name} is not served")
+        raise ValueError(f"the scheduler {name} is not supported")
     return kind
 
 
 @contextmanager
 def ignored_algorithm_advice() -> Iterator[None]:
-    """Silence Diffusers' advice to replace `dpmsolver` by `dpmsolver++`, which would be another picture."""
+    """Silence Diffusers' advice to replace `dpmsolver` by `dpmsolver++`, which would change the picture."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*algorithm_types dpmsolver and sde-dpmsolver", FutureWarning)
         yield
@@ -93,24 +93,26 @@ def ignored_algorithm_advice() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """What a sampler remembers between steps: tensors by name, and plain numbers."""
+    """The state of a sampler between steps."""
 
     tensors: dict[str, Tensor]
+    """Tensors by name."""
     numbers: dict[str, int]
+    """Other numbers by name."""
 
 
 class Sampler:
-    """A scheduler of Diffusers with its schedule, for one request.
+    """A Diffusers scheduler with its schedule, for one request.
 
-    Everything that the scheduler keeps is on the CPU; latents may be anywhere.
+    The scheduler keeps everything on the CPU; latents may be on any device.
 
     Args:
         kind: The sampler.
-        config: The model's scheduler configuration; the scheduler is made from it as
-            `Kind.from_config(pipe.scheduler.config)` does.
+        config: The model's scheduler configuration. The scheduler is made from it as by
+            `Kind.from_config(pipe.scheduler.config)`.
         steps: Number of denoising steps.
         begin: The first step that is made.
-        karras: Whether to use Karras' sigmas; None is as configured. Samplers outside KARRAS ignore it.
+        karras: Whether to use Karras' sigmas; None for what is configured. Samplers outside KARRAS ignore it.
     """
 
     def __init__(
@@ -127,33 +129,33 @@ class Sampler:
         self._scheduler = make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
         self._begin_at(begin)
-        # Diffusers counts in timesteps; all kinds served here are of order 1: one timestep a step.
+        # Diffusers counts timesteps. All kinds here are of order 1, with one timestep for each step.
         self.steps = len(self._scheduler.timesteps)
 
     @property
     def init_noise_sigma(self) -> float:
-        """What a standard normal latent is multiplied by before step 0."""
+        """Factor of a standard normal latent before step 0."""
         return float(self._scheduler.init_noise_sigma)
 
     def timestep(self, step: int) -> Tensor:
-        """The timestep of a step, a scalar."""
+        """Return the timestep of a step, a scalar."""
         timestep: Tensor = self._scheduler.timesteps[step]
         return timestep
 
     def signal(self, step: int) -> float:
-        """Return what the picture is multiplied by in the latent before a step; `steps` is after the last one.
+        """Return the factor of the picture in the latent before a step; step `steps` is after the last one.
 
-        Divided by it, all samplers' latents at one timestep are alike: the picture, and noise of one deviation. It is
-        never 0: where nothing of the picture is left, it is the least that Diffusers' samplers count with.
+        Divided by it, the latents of all samplers at one timestep agree: the picture, plus noise of one deviation. It
+        is never 0; when nothing of the picture is left, it is the smallest value that Diffusers' samplers use.
         """
         return 1.0 if step == self.steps else max(self._noise_level(step)[0], _LEAST_SIGNAL)
 
     def noise_level(self, step: int) -> float:
-        """Standard deviation of the noise before a step, of a latent whose picture is multiplied by 1.
+        """Return the standard deviation of the noise before a step, in a latent whose picture has factor 1.
 
-        With the timestep it says what the model is given, whatever the sampler: DPM++ rounds the timesteps of Karras'
-        sigmas, so that several levels have one. All samplers that have the level that a timestep had in training say
-        the same number.
+        Together with the timestep it determines the input of the model for any sampler: DPM++ rounds the timesteps of
+        Karras' sigmas, so that several levels have the same one. All samplers return the same number for the level that
+        a timestep had in training.
         """
         timestep, (signal, deviation) = float(self.timestep(step)), self._noise_level(step)
         level = deviation / max(signal, _LEAST_SIGNAL)
@@ -166,9 +168,10 @@ class Sampler:
         return level
 
     def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
-        """The latent at the noise level of `step`, as image-to-image starts.
+        """Return a latent with the noise level of `step`, as image-to-image starts.
 
-        As Diffusers' `add_noise` computes it; but that copies all noise levels to the latent's device, and waits there.
+        This computes what Diffusers' `add_noise` does, which however copies all noise levels to the latent's device and
+        waits.
         """
         if self._kind is SamplerKind.DDIM:
             kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(step))].to(latent.dtype)
@@ -180,11 +183,15 @@ class Sampler:
         return latent + noise * sigma
 
     def renoise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
-        """The latent before `step`, which is not the first one, at the noise level of the step before it.
+        """Return the latent before `step`, which is not the first one, at the noise level of the step before it.
 
-        noise: standard normal. What the latent has of a picture is scaled as that level has it, and the variance of its
-        noise is that level's: x[k-1] = a[k-1]/a[k] x[k] + sqrt(s[k-1]^2 - (a[k-1]/a[k] s[k])^2) n, where a latent is
-        a x0 + s n.
+        The picture is scaled to that level, and noise is added to reach its variance: with latents a x0 + s n, x[k-1] =
+        a[k-1]/a[k] x[k] + sqrt(s[k-1]^2 - (a[k-1]/a[k] s[k])^2) n.
+
+        Args:
+            latent: The latent before `step`.
+            noise: Standard normal, in the same shape.
+            step: The step.
         """
         signal, deviation = self._noise_level(step)
         signal_before, deviation_before = self._noise_level(step - 1)
@@ -193,19 +200,19 @@ class Sampler:
         return scale * latent + fresh * noise
 
     def model_input(self, latent: Tensor, step: int) -> Tensor:
-        """The latent as the model takes it; calling it again for the same step changes nothing."""
+        """Return the latent as the model takes it. Calling it again for the same step changes nothing."""
         scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(step))
         return scaled
 
     def step(
         self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the next latent, and the estimate of the finished one that the step was made from.
+        """Return the next latent, and the estimate of the finished latent that the step was made from.
 
         Args:
             noise: The model's prediction, [1, channels, height, width].
             step: The step to make.
-            latent: The latent before the step, of the same shape.
+            latent: The latent before the step, in the same shape.
             generator: On the CPU; samplers that draw noise draw it from here, as Diffusers' pipelines do.
         """
         if self._kind is SamplerKind.EULER_ANCESTRAL:
@@ -218,13 +225,13 @@ class Sampler:
         return made[0], made[1]
 
     def skip_noise(self, steps: int, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> None:
-        """Advance the generator by what `steps` steps draw.
+        """Advance the generator by the draws of `steps` steps.
 
         Args:
             steps: Number of steps.
-            shape: Of the latent.
-            dtype: Of the model's predictions.
-            generator: What the steps draw from.
+            shape: Shape of the latent.
+            dtype: Element type of the model's predictions.
+            generator: The generator that the steps would draw from.
         """
         if draws_noise(self._kind, self._scheduler.config):
             drawn = torch.float32 if self._kind is SamplerKind.DPMPP_2M else dtype
@@ -232,7 +239,10 @@ class Sampler:
                 torch.randn(tuple(shape), generator=generator, dtype=drawn)
 
     def euler_step(self, step: int) -> EulerStep | None:
-        """For who makes this step in another way, and says so by `count_step`; None where it is not Euler's."""
+        """Return a step for code that makes it in another way, or None if the sampler is not Euler.
+
+        Such code then calls `count_step`.
+        """
         prediction = self._scheduler.config.prediction_type if self._kind is SamplerKind.EULER else ""
         if prediction not in {"epsilon", "v_prediction"}:
             return None
@@ -240,11 +250,11 @@ class Sampler:
         return EulerStep(sigma=sigma, next_sigma=next_sigma, velocity=prediction == "v_prediction")
 
     def count_step(self) -> None:
-        """The step for which `model_input` was asked last is made."""
+        """Count the step for which `model_input` was last called as made."""
         self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
-        """Return what `restore` needs beside the step. Only multi-step samplers remember anything."""
+        """Return what `restore` needs besides the step. Only multi-step samplers have state."""
         if self._kind is not SamplerKind.DPMPP_2M:
             return SamplerState(tensors={}, numbers={})
         tensors = {
@@ -255,10 +265,10 @@ class Sampler:
         return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
 
     def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
-        """Continue before `step` as if the steps before it had been made here.
+        """Continue before `step` as if the earlier steps had been made by this sampler.
 
         Raises:
-            ValueError: When the state is another sampler's.
+            ValueError: The state is that of another sampler.
         """
         self._begin_at(step)
         if self._kind is not SamplerKind.DPMPP_2M:
@@ -271,7 +281,7 @@ class Sampler:
             self._scheduler.model_outputs[-age] = None if output is None else output.to(device)
 
     def _outputs_looked_back_at(self) -> Sequence[Tensor | None]:
-        """The outputs of earlier steps that the next step reads: one less than the solver's order, oldest first."""
+        """Return the outputs of earlier steps that the next step reads, oldest first: the solver's order less one."""
         outputs: list[Tensor | None] = self._scheduler.model_outputs
         return outputs[1:]
 
@@ -281,7 +291,7 @@ class Sampler:
         algorithm = self._scheduler.config.algorithm_type
         drawn = None
         if algorithm in _STOCHASTIC_ALGORITHMS:
-            # Diffusers draws float32 on the CPU, where the generator is, and has the thread wait while it is copied.
+            # Diffusers draws float32 on the CPU, where the generator is, and its thread waits while it is copied.
             drawn = open_device(noise.device).to_device(torch.randn(noise.shape, generator=generator))
         following = self._scheduler.step(noise, self.timestep(step), latent, variance_noise=drawn, return_dict=False)[0]
         output: Tensor = self._scheduler.model_outputs[-1]
@@ -291,7 +301,7 @@ class Sampler:
         return following, output
 
     def _noise_level(self, step: int) -> tuple[float, float]:
-        """Of the latent before a step: what the picture is multiplied by, and the noise's standard deviation."""
+        """Return the factor of the picture in the latent before a step, and the standard deviation of its noise."""
         if self._kind is SamplerKind.DDIM:
             kept = float(self._scheduler.alphas_cumprod[int(self.timestep(step))])
             return math.sqrt(kept), math.sqrt(1.0 - kept)
@@ -302,12 +312,12 @@ class Sampler:
         return 1.0, float(sigma)
 
     def _begin_at(self, step: int) -> None:
-        # DDIM finds its place by the timestep; the others count, from here on.
+        # DDIM derives its place from the timestep. The others count steps from here on.
         if self._kind is not SamplerKind.DDIM:
             self._scheduler.set_begin_index(step)
 
 
 def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return Diffusers' scheduler as `Kind.from_config(pipe.scheduler.config, **overrides)` makes it."""
+    """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
     with ignored_algorithm_advice():
         return kind.value.from_config(dict(config), **overrides)

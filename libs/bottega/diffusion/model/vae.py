@@ -1,12 +1,13 @@
 """How a model's VAE decodes: in which element type, and in one piece or in tiles.
 
-By default it decodes as stock Diffusers does: in the model's element type, or in float32 where that is float16 and the
-VAE's configuration has `force_upcast`. An operator may choose another one. Half precision is then tried on a latent
-beside float32 before it is used, and refused where the two differ by more than 40 dB of PSNR allow.
+By default it decodes as stock Diffusers does: in the model's element type, or in float32 if that is float16 and the
+VAE's configuration has `force_upcast`. An operator may choose another type. A half-precision type is tried on a latent
+and compared with float32 before it is used, and refused if the PSNR is below 40 dB.
 
-In float16 SDXL's decoder overflows: the sums of its residual blocks pass 65504. Each of its layers reads such a sum
-through a GroupNorm, or carries it on linearly. So the sum may be kept at a fraction of its size, with the epsilon of
-the norms at the fraction's square, and the picture is the same one. A power of two as the fraction rounds nothing.
+In float16 SDXL's decoder overflows, because the sums of its residual blocks exceed 65504. All of its layers either read
+such a sum through a GroupNorm or pass it on linearly. So the sums can be stored at a fraction of their size, with the
+epsilon of the norms multiplied by the square of the fraction, without changing the picture. The fraction is a power of
+two, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -29,47 +30,47 @@ from bottega.diffusion.model.dtype import dtype_name
 
 _log = logging.getLogger(__name__)
 
-# Sums in float16 reach 65504 / _FRACTION so, some two millions; those of SDXL stay below. What is small loses no bit
-# until it is under 6e-5 / _FRACTION = .002, far below what a GroupNorm's statistics notice.
+# Sums in float16 can then reach 65504 / _FRACTION, about two million; those of SDXL stay below. Small values lose bits
+# only under 6e-5 / _FRACTION = .002, which does not affect a GroupNorm's statistics.
 _FRACTION = 2.0**-5
 LEAST_PSNR_DB = 40.0
-# A quarter of the model's own size: what a decoder's element type changes shows in any latent.
+# Share of the side of the model's own latents. Any latent shows the effect of a decoder's element type.
 _TRIAL_SHARE = 0.25
 _LEAST_TRIAL = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeSettings:
-    """What an operator says of a VAE."""
+    """An operator's settings of a VAE."""
 
     dtype: str = "auto"
-    """That it decodes in: float32, float16 or bfloat16; auto is what stock Diffusers takes."""
+    """Element type in which it decodes: float32, float16 or bfloat16; auto is that of stock Diffusers."""
     tile_pixels: int = 0
-    """Pictures of more pixels are decoded in tiles, which are blended; 0 is none."""
+    """Pictures with more pixels are decoded in tiles, which are blended; 0 for never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VaeDecoder:
-    """A VAE that is on its device, ready to decode."""
+    """A VAE on its device, ready to decode."""
 
     vae: AutoencoderKL
     dtype: torch.dtype
-    """The element type that it decodes in."""
+    """Element type in which it decodes."""
     stock_dtype: torch.dtype
-    """The one that stock Diffusers would decode in."""
+    """Element type in which stock Diffusers would decode."""
     max_area: int | None = None
-    """Elements of a latent above which an operator wants tiles; None for never."""
+    """Elements of a latent above which the operator wants tiles; None for never."""
     statistics: tuple[Tensor, Tensor] | None = None
-    """Mean and standard deviation of latents, [1, channels, 1, 1]; None where the VAE has none."""
+    """Mean and standard deviation of latents, [1, channels, 1, 1]; None if the VAE has none."""
 
     @property
     def dtype_name(self) -> str:
-        """Return float32, float16 or bfloat16."""
+        """float32, float16 or bfloat16."""
         return dtype_name(self.dtype)
 
     @property
     def tile_area(self) -> int:
-        """Return the number of elements of a tile."""
+        """Number of elements of a tile."""
         return int(self.vae.tile_latent_min_size) ** 2
 
     def is_tiled(self, area: int, *, fits: bool = True) -> bool:
@@ -83,10 +84,7 @@ class VaeDecoder:
         return wanted and area > self.tile_area
 
     def decode(self, latent: Tensor, *, tiled: bool = False) -> Tensor:
-        """Decode a latent of the backbone, [1, channels, height, width].
-
-        Returns [1, 3, height, width], about in [-1, 1].
-        """
+        """Decode a latent [1, channels, height, width] of the backbone to [1, 3, height, width], about in [-1, 1]."""
         latent = _to_vae_scale(latent.to(self.dtype), self.vae.config.scaling_factor, self.statistics)
         decode = self.vae.tiled_decode if tiled else self.vae.decode
         image: Tensor = decode(latent, return_dict=False)[0]
@@ -100,15 +98,16 @@ def encode_dtype(vae: AutoencoderKL) -> torch.dtype:
 
 
 def make_decoder(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype, settings: VaeSettings) -> VaeDecoder:
-    """Put the parts of a VAE that is on its device into the element types that they run in, and return its decoder.
+    """Convert the parts of a VAE to the element types that they run in, and return its decoder.
 
     Args:
-        vae: In the model's element type.
-        device: Where it is.
+        vae: On its device, in the model's element type.
+        device: Its device.
         dtype: The model's element type.
-        settings: An operator's wishes. A VAE that is to decode in float32 encodes in it, too.
+        settings: The operator's settings. A VAE that decodes in float32 because of them also encodes in float32.
 
-    Raises ValueError for an element type in which the VAE draws something else than in float32.
+    Raises:
+        ValueError: The VAE draws something else in the chosen element type than in float32.
     """
     stock = torch.float32 if dtype == torch.float16 and vae.config.force_upcast else dtype
     wanted = stock if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -116,7 +115,7 @@ def make_decoder(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype
         _to(vae, wanted)
     elif not _try_half_precision(vae, device, wanted):
         raise ValueError(
-            f"vae_dtype {settings.dtype}: this VAE draws something else in it than in float32; use auto or float32"
+            f"vae_dtype {settings.dtype}: with it this VAE draws something else than in float32; use auto or float32"
         )
     # Stock Diffusers encodes in float32 wherever force_upcast is set, whatever the model's element type.
     if vae.config.force_upcast or settings.dtype == "float32":
@@ -129,14 +128,14 @@ def make_decoder(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype
 
 
 def psnr_db(image: Tensor, reference: Tensor) -> float:
-    """Return the PSNR of two pictures in [0, 1]; NaN where one of them has some."""
+    """Return the PSNR of two pictures in [0, 1]; NaN if one of them contains NaN."""
     error = float((image.double() - reference.double()).square().mean())
     return math.inf if error == 0.0 else -10.0 * math.log10(error) if math.isfinite(error) else math.nan
 
 
 @torch.inference_mode()
 def _try_half_precision(vae: AutoencoderKL, device: torch.device, dtype: torch.dtype) -> bool:
-    """Put the decoder into a half-precision type and return whether it draws there what it does in float32."""
+    """Convert the decoder to a half-precision type. Return whether it draws the same as in float32."""
     loaded = copy.deepcopy((vae.decoder, vae.post_quant_conv))
     _to(vae, torch.float32)
     latent = _trial_latent(vae, device)
@@ -144,7 +143,7 @@ def _try_half_precision(vae: AutoencoderKL, device: torch.device, dtype: torch.d
     vae.decoder, vae.post_quant_conv = loaded
     _to(vae, dtype)
     if dtype == torch.float16 and not _shrink_sums(vae):
-        _log.info("this VAE's decoder has parts that are not known; it is tried in float16 as it is")
+        _log.info("this VAE's decoder has unknown parts; it is tried in float16 without changes")
     found_db = psnr_db(_drawn(vae, latent), reference)
     facts = {"dtype": dtype_name(dtype), "psnr_db": round(found_db, 1)}
     if found_db >= LEAST_PSNR_DB:
@@ -161,7 +160,7 @@ def _to(vae: AutoencoderKL, dtype: torch.dtype) -> None:
 
 
 def _trial_latent(vae: AutoencoderKL, device: torch.device) -> Tensor:
-    """A latent of noise, of the size that latents have at a sampler's end, as the VAE takes it."""
+    """Return a latent of noise, of the magnitude that latents have after the last step, in the VAE's scale."""
     side = max(_LEAST_TRIAL, int(vae.tile_latent_min_size * _TRIAL_SHARE))
     noise = torch.randn(1, int(vae.config.latent_channels), side, side, generator=torch.Generator().manual_seed(0))
     return _to_vae_scale(noise.to(device), vae.config.scaling_factor, _statistics(vae, device))
@@ -173,7 +172,7 @@ def _drawn(vae: AutoencoderKL, latent: Tensor) -> Tensor:
 
 
 def _statistics(vae: AutoencoderKL, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Mean and standard deviation of latents, where the VAE has some."""
+    """Return the mean and standard deviation of latents, or None if the VAE has none."""
     mean, std = vae.config.latents_mean, vae.config.latents_std
     if mean is None or std is None:
         return None
@@ -188,8 +187,9 @@ def _to_vae_scale(latent: Tensor, factor: float, statistics: tuple[Tensor, Tenso
 
 
 def _shrink_sums(vae: AutoencoderKL) -> bool:
-    """Keeps what the decoder's blocks add up at _FRACTION of its size. False, and nothing done, where a part is not
-    one that is known to carry it on.
+    """Store the sums of the decoder's blocks at _FRACTION of their size.
+
+    Return False, and change nothing, if the decoder has an unknown part.
     """
     decoder: Any = vae.decoder
     resnets = [module for module in decoder.modules() if type(module) is ResnetBlock2D]
@@ -222,7 +222,7 @@ def _shrink_sums(vae: AutoencoderKL) -> bool:
 
 
 def _layers(resnets: Sequence[Any], attentions: Sequence[Any], upsamplers: Sequence[Any]) -> Iterator[list[Any]]:
-    """The layers with weights of each."""
+    """Yield the layers with weights of each module."""
     for resnet in resnets:
         yield [resnet.norm1, resnet.norm2, resnet.conv1, resnet.conv2, resnet.conv_shortcut]
     for attention in attentions:

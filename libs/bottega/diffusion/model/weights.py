@@ -1,8 +1,8 @@
-"""Loads the networks of a model from safetensors files, with little memory beside their weights.
+"""Loads the networks of a model from safetensors files, with little memory besides their weights.
 
-A file is read tensor by tensor, and each tensor is converted and put on the device before the next one is read. Weights
-lie in memory of their own, never in a mapped file: a file that is overwritten while a model runs would change its
-pictures, or end its process.
+A file is read tensor by tensor, and each tensor is converted and copied to the device before the next one is read.
+Weights are never in a mapped file: overwriting the file while a model runs would change its pictures, or kill its
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from bottega.model_files import PartReport
 
-# Names in a message; a network has hundreds.
+# Maximum number of names in a message; a network has hundreds.
 _LISTED = 3
 
 NetworkT = TypeVar("NetworkT", AutoencoderKL, UNet2DConditionModel)
@@ -32,18 +32,20 @@ TextEncoderT = TypeVar("TextEncoderT", CLIPTextModel, CLIPTextModelWithProjectio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where weights go, and as what."""
+    """Device and element type of loaded weights."""
 
     device: torch.device
     dtype: torch.dtype
     on_read: Callable[[int], None]
-    """Called with the number of bytes that have been read since the last call."""
+    """Called with the number of bytes that were read since the last call."""
 
 
 def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> NetworkT:
-    """Load a network of Diffusers in evaluation mode, with the weights that its `from_pretrained` gives it.
+    """Load a Diffusers network in evaluation mode, with the weights that its `from_pretrained` gives it.
 
-    Raises OSError or ValueError with the reason when a file has changed since it was checked.
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file has changed since it was checked.
     """
     folder = part.files[0].parent
     config = kind.load_config(folder, local_files_only=True)
@@ -54,7 +56,7 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> N
         for name, tensor in _read(file, network, target.on_read):
             state[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
     _check_complete(folder, network.state_dict().keys() - state.keys())
-    # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
+    # Without requires_grad_(False), because PyTorch then uses other kernels, whose last bits differ from Diffusers'.
     # Nothing is kept for gradients, because every stage runs in inference mode.
     network.load_state_dict(state, strict=True, assign=True)
     return network.to(target.device).eval()
@@ -63,10 +65,12 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> N
 def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placement) -> TextEncoderT:
     """Load a text encoder in evaluation mode, as its `from_pretrained` does.
 
-    transformers knows by which names files call the weights. It maps the whole file, whose pages count as this
-    process's memory until the weights have been copied.
+    transformers knows the names of weights in files. It maps the whole file, whose pages count as this process's memory
+    until the weights have been copied.
 
-    Raises OSError or ValueError with the reason when a file has changed since it was checked.
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file has changed since it was checked.
     """
     folder = part.files[0].parent
     with _naming(folder):
@@ -86,7 +90,7 @@ def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placem
 
 
 def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file that the network takes, by the network's names, in the order of the file."""
+    """Yield the tensors of a file that the network needs, by the network's names, in the order of the file."""
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
     with _naming(file), safe_open(file, framework="pt", backend="pread") as reader:
         names = reader.offset_keys()
@@ -96,14 +100,14 @@ def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> It
             on_read(tensor.nbytes)
             wanted = shapes.get(current[name])
             if wanted is None:
-                continue  # what only training needs
+                continue  # Only training needs it.
             if tensor.shape != wanted:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)}, but its config.json says {list(wanted)}")
             yield current[name], tensor
 
 
 def _current_names(network: ModelMixin, names: Iterable[str]) -> Mapping[str, str]:
-    """Return, by a file's name of a tensor, the network's: attention of old VAEs had other names."""
+    """Return the network's name of each tensor in a file, because attention layers of old VAEs had other names."""
     by_current = {name: name for name in names}
     network._fix_state_dict_keys_on_load(by_current)
     return {name: current for current, name in by_current.items()}
@@ -114,22 +118,22 @@ def _check_complete(folder: Path, missing: Iterable[str]) -> None:
     if lacking:
         more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
         listed = ", ".join(lacking[:_LISTED])
-        raise ValueError(f"the weights in {_said(folder)} lack {listed}{more}; download the folder again")
+        raise ValueError(f"the weights in {_short_path(folder)} lack {listed}{more}; download the folder again")
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in what goes wrong in the block."""
+    """Name the file in errors of this context."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(f"{_said(path)} cannot be read as safetensors: {error}") from error
+        raise ValueError(f"{_short_path(path)} cannot be read as safetensors: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{_said(path)}: {error}") from error
+        raise ValueError(f"{_short_path(path)}: {error}") from error
 
 
-def _said(path: Path) -> str:
-    """Return a path as a message says it: with the part's folder, without the model's."""
+def _short_path(path: Path) -> str:
+    """Return the end of a path for a message: the part's folder, without the model's."""
     return "/".join(path.parts[-2:]) if path.suffix else path.name

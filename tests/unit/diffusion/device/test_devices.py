@@ -22,7 +22,7 @@ def test_a_process_has_one_device_of_a_kind(device: Device) -> None:
 
 
 def test_what_nothing_computes_on_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="device mps is not served: use cpu or cuda"):
+    with pytest.raises(ValueError, match="device mps is not supported; use cpu or cuda"):
         open_device(torch.device("mps"))
 
 

@@ -62,7 +62,7 @@ def test_without_a_budget_it_is_what_is_free_less_a_reserve_and_a_configured_one
 def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() -> None:
     with pytest.raises(ValueError, match="device_memory_mib is 8000, and cpu has 6000 MiB free"):
         open_memory_plan(MemoryDevice(6000 * MIB), 8000)
-    with pytest.raises(ValueError, match="device_memory_mib bounds the memory of a GPU"):
+    with pytest.raises(ValueError, match="device_memory_mib limits the memory of a GPU"):
         open_memory_plan(CpuDevice(), 8000)
     assert open_memory_plan(CpuDevice(), 0).budget_bytes is None
 
@@ -132,7 +132,7 @@ def test_on_a_cpu_decoding_is_compared_with_what_the_process_can_have_at_that_mo
     plan.observe_decoding(16, 400 * MIB)
     assert plan.fits_decoding(32)
     assert not plan.fits_decoding(40), "the host's reserve counts"
-    with pytest.raises(TooLarge, match="640x64 need about 1000 MiB of memory, and 936 MiB are available") as caught:
+    with pytest.raises(TooLarge, match="640x64 needs about 1000 MiB of memory, and 936 MiB are available") as caught:
         plan.check_picture(640, 64, area=40, decoded_area=40)
     assert caught.value.metadata == {"limit": "device_memory", "needed_mib": "1000"}
     plan.check_picture(640, 64, area=40, decoded_area=16)

@@ -113,19 +113,19 @@ def test_what_a_cpu_has_no_memory_for_is_decoded_in_tiles_which_is_said(model: M
 def test_what_a_cpu_has_no_memory_for_even_so_is_refused_when_it_comes_or_before_it_is_decoded(model: Model) -> None:
     available = [GIB // 2]
     easel = cpu_with(model, available)
-    with pytest.raises(TooLarge, match="32x32 need about 1024 MiB of memory, and 448 MiB are available"):
+    with pytest.raises(TooLarge, match="32x32 needs about 1024 MiB of memory, and 448 MiB are available"):
         easel.submit(EngineOrder(key=1, spec=SPEC))
     available[0] = 2 * GIB
     drawing = easel.submit(EngineOrder(key=2, spec=SPEC))
     available[0] = GIB // 2
     easel.run()
     assert isinstance(drawing.error, TooLarge)
-    assert "has not enough memory for 32x32" in drawing.error.message
+    assert "does not have enough memory for 32x32" in drawing.error.message
 
 
 def test_a_source_that_a_cpu_has_no_memory_to_encode_at_once_is_refused(model: Model) -> None:
     image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
-    with pytest.raises(TooLarge, match="136x128 need about"):
+    with pytest.raises(TooLarge, match="136x128 needs about"):
         cpu_with(model, [2 * GIB]).submit(EngineOrder(key=1, spec=replace(LARGE, strength=0.5), image=image))
 
 
@@ -164,7 +164,7 @@ def assert_no_picture(drawing: Drawing, *sentence: str) -> None:
 
 def test_a_decoder_that_yields_nan_is_an_error_and_no_black_picture(model: Model) -> None:
     with broken(model.vae.decoder.conv_out.bias):
-        assert_no_picture(draw(model), "the VAE decoded a latent to values that are no numbers, in float32")
+        assert_no_picture(draw(model), "the VAE decoded a latent to values that are not numbers, in float32")
     assert isinstance(draw(model).events[-1], JobFinished)
 
 
@@ -180,7 +180,7 @@ def test_an_encoder_that_yields_nan_is_an_error_before_the_first_step(model: Mod
     with broken(model.vae.encoder.conv_out.bias):
         easel = ManualEngine(make_engine(model, NO_LIMIT))
         drawing = easel.draw(order)
-        assert_no_picture(drawing, "the VAE encoded the image to values that are no numbers, in float32")
+        assert_no_picture(drawing, "the VAE encoded the image to values that are not numbers, in float32")
     assert easel.engine.turns == 0
 
 

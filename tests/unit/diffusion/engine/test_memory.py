@@ -92,7 +92,7 @@ def test_a_picture_that_fits_not_even_alone_is_refused_by_its_size_and_the_next_
     with taking(device, model, row_bytes=row_bytes, decoding_bytes=decoding_bytes):
         large = easel.draw(EngineOrder(key="large", spec=SPEC))
     assert isinstance(large.error, TooLarge)
-    assert large.error.message.startswith("the device has not enough memory for 32x32")
+    assert large.error.message.startswith("the device does not have enough memory for 32x32")
     assert large.error.metadata == {"limit": "device_memory", "size": "32x32"}
     assert isinstance(easel.draw(EngineOrder(key="next", spec=SPEC)).events[-1], JobFinished)
 
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_when_it_comes_by_what_the_warm_up_measured
     with taking(device, model, row_bytes=4 * ROW_BYTES, decoding_bytes=DECODING_BYTES):
         easel.engine.warm_up()
         with pytest.raises(
-            TooLarge, match=r"64x64 need about 4 MiB .* 2 of 3 MiB are left beside model 1 MiB"
+            TooLarge, match=r"64x64 needs about 4 MiB .* 2 of 3 MiB are left beside model 1 MiB"
         ) as caught:
             easel.engine.submit(EngineOrder(key="large", spec=replace(SPEC, width=2 * SIZE, height=2 * SIZE)))
         assert caught.value.metadata == {"limit": "device_memory", "needed_mib": "4", "device_memory_mib": "3"}
