@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from diffusers import AutoencoderKL
 
-from bottega.diffusion.engine.preview import LatentPreview
+from bottega.diffusion.engine.reporting import LatentPreview
 from bottega.diffusion.model.model import Model
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from bottega.diffusion.acceleration.acceleration import Acceleration
 from bottega.diffusion.acceleration.attention import AttentionBackend, FlashAttention
-from bottega.diffusion.acceleration.channels_last import ChannelsLast
 from bottega.diffusion.acceleration.compiled import RegionalCompile
 from bottega.diffusion.acceleration.graphs.graphs import Graphs
-from bottega.diffusion.acceleration.kernels.candidates import kernel_accelerations
-from bottega.diffusion.acceleration.pageable_copies import PageableCopies
+from bottega.diffusion.acceleration.kernels.layers import Geglu, GroupNormSilu
+from bottega.diffusion.acceleration.kernels.operations import GuidedEulerStep, LoraPatch, MaskedMoves
+from bottega.diffusion.acceleration.memory import ChannelsLast, PageableCopies
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
 
@@ -25,7 +25,12 @@ def all_accelerations() -> list[Acceleration]:
         AttentionBackend("cudnn"),
         AttentionBackend("flash"),
         AttentionBackend("efficient"),
-        *kernel_accelerations(),
+        GroupNormSilu("unet"),
+        Geglu(),
+        GroupNormSilu("vae"),
+        LoraPatch(),
+        MaskedMoves(),
+        GuidedEulerStep(),
         # After the kernels: torch's own normalization on a GPU would change the layout of feature maps.
         ChannelsLast("unet"),
         ChannelsLast("vae"),

@@ -33,12 +33,11 @@ from bottega.diffusion.engine.events import (
 from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
 from bottega.diffusion.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels
-from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.reporting import Reporter
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.step import Stepper
-from bottega.diffusion.engine.waiting import WaitingOrder, WaitingOrders
+from bottega.diffusion.engine.waiting import ReadinessGate, WaitingOrder, WaitingOrders
 from bottega.diffusion.engine.warm_up import measure_stages, sample_job
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks

@@ -20,7 +20,6 @@ from diffusers import (
 from torch import Tensor
 
 from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.model.ancestral import ancestral_step
 from bottega.diffusion.operations import EulerStep
 from bottega.model_files.scheduler_rules import takes_karras_sigmas
 
@@ -321,3 +320,39 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     """Return the Diffusers scheduler that `Kind.from_config(pipe.scheduler.config, **overrides)` makes."""
     with ignored_algorithm_advice():
         return kind.value.from_config(dict(config), **overrides)
+
+
+def ancestral_step(
+    scheduler: EulerAncestralDiscreteScheduler,
+    step: int,
+    prediction: Tensor,
+    latent: Tensor,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the next latent and the estimate of the finished one, equal to those of `scheduler.step`.
+
+    Diffusers draws noise on the CPU, where the generator is, and its thread waits while the noise is copied to a GPU.
+    The scheduler's own step is not advanced. Source: Diffusers, scheduling_euler_ancestral_discrete.py.
+
+    Args:
+        scheduler: The scheduler.
+        step: The step to make.
+        prediction: The model's prediction, [1, channels, height, width].
+        latent: The latent before the step, in the same shape.
+        generator: On the CPU.
+    """
+    sigma, following = scheduler.sigmas[step], scheduler.sigmas[step + 1]
+    sample = latent.to(torch.float32)
+    if scheduler.config.prediction_type == "epsilon":
+        estimate = sample - sigma * prediction
+    elif scheduler.config.prediction_type == "v_prediction":
+        estimate = prediction * (-sigma / (sigma**2 + 1) ** 0.5) + (sample / (sigma**2 + 1))
+    else:
+        raise ValueError(f"Euler ancestral does not support the prediction type {scheduler.config.prediction_type}")
+    up = (following**2 * (sigma**2 - following**2) / sigma**2) ** 0.5
+    down = (following**2 - up**2) ** 0.5
+    derivative = (sample - estimate) / sigma
+    drawn = torch.randn(prediction.shape, generator=generator, dtype=prediction.dtype)
+    noise = open_device(prediction.device).to_device(drawn)
+    stepped = sample + derivative * (down - sigma) + noise * up
+    return stepped.to(prediction.dtype), estimate

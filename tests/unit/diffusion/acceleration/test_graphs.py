@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.diffusion.acceleration.graphs.backbone import GraphedActivations, GraphedBackbone
 from bottega.diffusion.acceleration.graphs.capture import CudaCapture
-from bottega.diffusion.acceleration.graphs.graphs import Graphs
+from bottega.diffusion.acceleration.graphs.graphs import GraphedActivations, GraphedBackbone, Graphs
 from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward, record
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.device.memory_plan import MemoryPlan

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.acceleration.acceleration import Acceleration
-from bottega.diffusion.acceleration.kernels.candidates import kernel_accelerations
-from bottega.diffusion.acceleration.kernels.geglu import Geglu
-from bottega.diffusion.acceleration.kernels.group_norm import GroupNormSilu
-from bottega.diffusion.acceleration.kernels.guided_euler import GuidedEulerStep
-from bottega.diffusion.acceleration.kernels.lora_patch import LoraPatch
-from bottega.diffusion.acceleration.kernels.masked_moves import KernelMoves, MaskedMoves
+from bottega.diffusion.acceleration.kernels.layers import Geglu, GroupNormSilu
+from bottega.diffusion.acceleration.kernels.operations import GuidedEulerStep, KernelMoves, LoraPatch, MaskedMoves
 from bottega.diffusion.acceleration.kernels.probes import masked_probe
 from bottega.diffusion.acceleration.probes import step_probe
+from bottega.diffusion.acceleration.registry import all_accelerations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.denoiser import Denoiser
@@ -313,6 +310,10 @@ def test_what_a_model_predicts_decides_how_it_steps(model: Model) -> None:
     assert Sampler(SamplerKind.EULER, {**config, "prediction_type": "sample"}, steps=4).euler_step(1) is None
 
 
+def kernel_accelerations() -> list[Acceleration]:
+    return [each for each in all_accelerations() if each.name.startswith("kernels.")]
+
+
 def test_without_a_device_each_says_why_it_is_not_tried(model: Model) -> None:
     for each in kernel_accelerations():
         assert each.unsupported(model) == "kernels run on CUDA devices, and the model is on cpu"
@@ -321,7 +322,8 @@ def test_without_a_device_each_says_why_it_is_not_tried(model: Model) -> None:
 def test_names_are_those_of_accelerations_and_differ() -> None:
     names = [each.name for each in kernel_accelerations()]
     assert len(set(names)) == len(names)
-    assert all(name.startswith("kernels.") and len(name) <= 64 for name in names)
+    assert len(names) == 6
+    assert all(len(name) <= 64 for name in names)
 
 
 @pytest.mark.parametrize(

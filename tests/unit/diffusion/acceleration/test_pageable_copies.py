@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.acceleration.pageable_copies import PageableCopies
+from bottega.diffusion.acceleration.memory import PageableCopies
 from bottega.diffusion.model.model import Model
 from tests.support.staged_device import StagedDevice
 

@@ -17,7 +17,7 @@ from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.events import ImageDrawn, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.preview import LatentPreview
+from bottega.diffusion.engine.reporting import LatentPreview
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.spec import ResolvedSpec

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bottega.diffusion.acceleration.channels_last import ChannelsLast
+from bottega.diffusion.acceleration.memory import ChannelsLast
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.forward import Network, Prediction

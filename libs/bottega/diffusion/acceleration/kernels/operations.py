@@ -1,17 +1,22 @@
-"""The acceleration of moving tokens and tiles of masked rows by kernels; see `operations.Moves`."""
+"""Accelerations by kernels that replace `Operations`: masked rows' moves, guidance with Euler's step, LoRA patches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bottega.diffusion.acceleration.kernels.availability import unavailable
 from bottega.diffusion.editing.masked.support import unsupported as cannot_mask
+from bottega.diffusion.loras.patching import as_matrix, down_matrix
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.operations import Operations
+from bottega.diffusion.operations import EulerStep, Operations, WeightSum
+
+if TYPE_CHECKING:
+    from bottega.kernels.lora_patch import PatchedLayer
 
 # Enough for some tens of running edits, at each level of their networks, for each kind of layer.
 _KNOWN_CORNERS = 1024
@@ -98,3 +103,99 @@ def _corners(rows: tuple[int, ...], corners: tuple[tuple[int, int], ...], device
     from bottega.kernels.tile_moves import corners_of
 
     return corners_of([(row, top, left) for row, (top, left) in zip(rows, corners, strict=True)], device)
+
+
+class GuidedEulerStep:
+    """Computes guidance and Euler's step by a kernel."""
+
+    name = "kernels.guided_euler"
+    probe = "step"
+    tolerance = 0.02
+    """In half precision, the plain path rounds the terms of guidance, and the scale multiplies that error."""
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._operations: Operations | None = None
+
+    def unsupported(self, model: Model) -> str:
+        return unavailable(model)
+
+    def enable(self, model: Model) -> None:
+        import bottega.kernels.guided_euler  # noqa: F401 - raises here what it would raise in the first turn
+
+        self._operations = model.operations
+        model.operations.guided_euler = _step
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            self._operations.guided_euler = None
+        self._operations = None
+
+
+def _step(
+    conditional: Tensor, unconditional: Tensor | None, latent: Tensor, *, scale: float, step: EulerStep
+) -> tuple[Tensor, Tensor]:
+    from bottega.kernels.guided_euler import guided_euler
+
+    return guided_euler(
+        conditional,
+        unconditional,
+        latent,
+        scale=scale,
+        sigma=step.sigma,
+        next_sigma=step.next_sigma,
+        velocity=step.velocity,
+    )
+
+
+class LoraPatch:
+    """Patches LoRAs by a kernel."""
+
+    name = "kernels.lora_patch"
+    probe = "patch"
+    tolerance = 0.01
+    """Both ways round once, but sum in another order."""
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._operations: Operations | None = None
+
+    def unsupported(self, model: Model) -> str:
+        return unavailable(model)
+
+    def enable(self, model: Model) -> None:
+        import bottega.kernels.lora_patch  # noqa: F401 - raises here what it would raise in the first turn
+
+        self._operations = model.operations
+        model.operations.write_sums = _write_sums
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            self._operations.write_sums = None
+        self._operations = None
+
+
+def _write_sums(sums: Iterable[WeightSum]) -> None:
+    from bottega.kernels.lora_patch import lora_patch
+
+    by_type: dict[object, list[PatchedLayer]] = {}
+    for each in sums:
+        by_type.setdefault(each.weight.dtype, []).append(_layer(each))
+    for layers in by_type.values():
+        lora_patch(layers)
+
+
+def _layer(each: WeightSum) -> PatchedLayer:
+    from bottega.kernels.lora_patch import PatchedLayer
+
+    weight, before = as_matrix(each.weight), each.weight
+    if each.before.device == each.weight.device:
+        before = each.before
+    else:  # A copy on the host is copied directly to the weight.
+        each.weight.copy_(each.before, non_blocking=True)
+    return PatchedLayer(
+        weight=weight,
+        before=as_matrix(before),
+        up=each.factors.up.contiguous(),
+        down=down_matrix(each).contiguous(),
+    )

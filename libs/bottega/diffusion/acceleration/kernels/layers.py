@@ -1,4 +1,4 @@
-"""The acceleration of GroupNorm by a kernel, fused with SiLU in residual blocks.
+"""Accelerations of layers by kernels: GroupNorm, fused with SiLU in residual blocks, and gates of feed-forward layers.
 
 A residual block's forward is reimplemented here, because its norm and its activation are two modules, and the
 activation is also applied to the time embedding. Source: ResnetBlock2D of Diffusers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from diffusers.models.activations import GEGLU
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
@@ -108,3 +109,37 @@ def _norm_forward(norm: nn.GroupNorm, norm_silu: _Norm) -> Callable[..., Tensor]
 
 def _normed(norm: Any, x: Tensor, norm_silu: _Norm, *, activate: bool) -> Tensor:
     return norm_silu(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, activate=activate)
+
+
+class Geglu:
+    """Replaces GEGLU by a kernel."""
+
+    name = "kernels.geglu"
+    probe = "forward"
+    tolerance = 0.02
+    """The plain path rounds GELU before it multiplies, in each of seventy consecutive blocks."""
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._forwards = Forwards()
+
+    def unsupported(self, model: Model) -> str:
+        known = any(type(module) is GEGLU for module in model.backbone.unet.modules())
+        return unavailable(model) or ("" if known else "the network has no GEGLU")
+
+    def enable(self, model: Model) -> None:
+        from bottega.kernels.geglu import geglu
+
+        for module in model.backbone.unet.modules():
+            if type(module) is GEGLU:
+                self._forwards.replace(module, _forward(module, geglu))
+
+    def disable(self) -> None:
+        self._forwards.restore()
+
+
+def _forward(module: GEGLU, geglu: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        return geglu(module.proj(hidden_states))
+
+    return forward
