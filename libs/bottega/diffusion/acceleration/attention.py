@@ -103,10 +103,10 @@ def _flash(plain: Attention, flash: Attention) -> Attention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        more = attn_mask is not None or dropout_p or is_causal or any(each is not None for each in options.values())
+        more = attn_mask is not None or dropout_p or is_causal or any(option is not None for option in options.values())
         if more or query.dim() != 4 or query.dtype not in _HALVES or query.shape[-1] > _MOST_HEAD_CHANNELS:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        return flash(*(each.transpose(1, 2) for each in (query, key, value))).transpose(1, 2)
+        return flash(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
 
     return attention
 

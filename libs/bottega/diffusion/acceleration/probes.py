@@ -60,9 +60,9 @@ def _copies_probe(
     def run() -> Sequence[Tensor]:
         first = predict(rows).noise
         copy = device.to_host(latent)
-        there = device.to_device(kept)
+        copied = device.to_device(kept)
         second = predict(rows).noise
-        values = there[:: max(1, there.numel() // _COMPARED_VALUES)]
+        values = copied[:: max(1, copied.numel() // _COMPARED_VALUES)]
         return [copy.take(), values, *(noise[row] for noise in (first, second) for row in rows)]
 
     return run

@@ -185,7 +185,7 @@ def _in_doubt(
         return False
     speedups = [result.speedup]
     if len(accelerated) == 1:
-        speedups = [median(each) / median(accelerated[0]) for each in plain]
+        speedups = [median(seconds) / median(accelerated[0]) for seconds in plain]
     doubt = _DOUBT / len(accelerated)
     return min(speedups) < LEAST_SPEEDUP * (1 + doubt) and max(speedups) > LEAST_SPEEDUP * (1 - doubt)
 
@@ -208,7 +208,7 @@ def _compared(candidate: Acceleration, difference: float, speedup: float) -> Acc
 
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference as a share of the largest value; infinity if results cannot be compared."""
-    if [each.shape for each in wanted] != [each.shape for each in got]:
+    if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return math.inf
     worst = 0.0
     for plain, other in zip(wanted, got, strict=True):

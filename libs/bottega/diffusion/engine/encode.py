@@ -89,7 +89,9 @@ def encode_prompts(
             names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
             empty = _encode_pair(model, (text, spec.negative_prompt_2 or text), names, truncations)
         unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
-    embeds = [each for half in (conditional, unconditional) if half is not None for each in (half.prompt, half.pooled)]
+    embeds = [
+        tensor for half in (conditional, unconditional) if half is not None for tensor in (half.prompt, half.pooled)
+    ]
     return Conditions(
         conditional=conditional,
         unconditional=unconditional,

@@ -317,7 +317,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     job = EngineJob(
         order=order,
         requests=requests,
-        truncations={field: text for each in conditions for field, text in each.truncations.items()},
+        truncations={field: text for single in conditions for field, text in single.truncations.items()},
         addons=addons,
         pinned=pinned,
         spans=SpanLog(clock),
@@ -335,8 +335,8 @@ def _input_checks(
     model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
 ) -> list[InputCheck]:
     of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[1].dtype)
-    distinct = {id(each): each for each in conditions}
-    checks = [InputCheck(finite=each.finite, error=of_prompt) for each in distinct.values()]
+    distinct = {id(single): single for single in conditions}
+    checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
     source = next((request.source_finite for request in requests if request.source_finite is not None), None)
     if source is not None:  # All images of a job have the same source.
         error = vae_not_finite("encoded the image", encode_dtype(model.vae))
@@ -357,7 +357,9 @@ def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditio
         raise InternalError("a strength came without an image, or an image without one")
     image = None if order.image is None else encode_image(model, order.image)
     mask = _latent_mask(model, order)
-    return [Request(model, spec, each, index=index, image=image, mask=mask) for index, each in enumerate(conditions)]
+    return [
+        Request(model, spec, single, index=index, image=image, mask=mask) for index, single in enumerate(conditions)
+    ]
 
 
 def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:

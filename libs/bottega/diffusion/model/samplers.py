@@ -245,7 +245,7 @@ class Sampler:
         prediction = self._scheduler.config.prediction_type if self._kind is SamplerKind.EULER else ""
         if prediction not in {"epsilon", "v_prediction"}:
             return None
-        sigma, next_sigma = (float(each) for each in self._scheduler.sigmas[step : step + 2])
+        sigma, next_sigma = (float(level) for level in self._scheduler.sigmas[step : step + 2])
         return EulerStep(sigma=sigma, next_sigma=next_sigma, velocity=prediction == "v_prediction")
 
     def count_step(self) -> None:

@@ -182,7 +182,7 @@ def _statistics(vae: AutoencoderKL, device: torch.device) -> tuple[Tensor, Tenso
 def _to_vae_scale(latent: Tensor, factor: float, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
     if statistics is None:
         return latent / factor
-    mean, std = (each.to(latent.dtype) for each in statistics)
+    mean, std = (tensor.to(latent.dtype) for tensor in statistics)
     return latent * std / factor + mean
 
 
@@ -195,14 +195,14 @@ def _shrink_sums(vae: AutoencoderKL) -> bool:
     resnets = [module for module in decoder.modules() if type(module) is ResnetBlock2D]
     attentions = [module for module in decoder.modules() if type(module) is Attention]
     upsamplers = [module for module in decoder.modules() if type(module) is Upsample2D]
-    if not all(_known_resnet(each) for each in resnets) or not all(_known_attention(each) for each in attentions):
+    if not (all(map(_known_resnet, resnets)) and all(map(_known_attention, attentions))):
         return False
-    if not all(each.norm is None and isinstance(each.conv, nn.Conv2d) for each in upsamplers):
+    if not all(module.norm is None and isinstance(module.conv, nn.Conv2d) for module in upsamplers):
         return False
-    known = {id(each) for part in _layers(resnets, attentions, upsamplers) for each in part}
+    known = {id(module) for part in _layers(resnets, attentions, upsamplers) for module in part}
     known |= {id(decoder.conv_in), id(decoder.conv_norm_out), id(decoder.conv_out)}
-    with_weights = [each for each in decoder.modules() if isinstance(each, nn.Conv2d | nn.Linear | nn.GroupNorm)]
-    if any(id(each) not in known for each in with_weights):
+    with_weights = [module for module in decoder.modules() if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm)]
+    if any(id(module) not in known for module in with_weights):
         return False
     for resnet in resnets:
         for norm in (resnet.norm1, resnet.norm2):

@@ -110,9 +110,9 @@ def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     return message_of(
         {
             PairMessageKind.JOB.value: packed(_HEADER.dump_json(header)),
-            "prompt": torch.stack([each.prompt for each in embeds]),
-            "pooled": torch.stack([each.pooled for each in embeds]),
-            "time_ids": torch.stack([each.time_ids for each in embeds]),
+            "prompt": torch.stack([half.prompt for half in embeds]),
+            "pooled": torch.stack([half.pooled for half in embeds]),
+            "time_ids": torch.stack([half.time_ids for half in embeds]),
             **parts,
         }
     )
@@ -131,16 +131,16 @@ def read_job(layout: Layout, views: Sequence[Part]) -> tuple[int, RemoteJob]:
 
 def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping[RemoteJob, int]) -> TensorMessage:
     """Return a step message. `remote_jobs` maps the rows' jobs to their numbers."""
-    parts = max(len(each.active) for each in rows)
+    parts = max(len(sent.active) for sent in rows)
     table = [[number, *[0] * (_FACTS - 1 + parts)]]
-    for each in rows:
-        active = [*each.active, *[0] * (parts - len(each.active))]
-        table.append([remote_jobs[each.remote_job], each.image, each.row.half.value, each.row.step, *active])
+    for sent in rows:
+        active = [*sent.active, *[0] * (parts - len(sent.active))]
+        table.append([remote_jobs[sent.remote_job], sent.image, sent.row.half.value, sent.row.step, *active])
     return message_of(
         {
             PairMessageKind.STEP.value: torch.tensor(table),
-            "timesteps": torch.stack([each.row.timestep.float() for each in rows]),
-            "samples": torch.stack([each.row.sample for each in rows]),
+            "timesteps": torch.stack([sent.row.timestep.float() for sent in rows]),
+            "samples": torch.stack([sent.row.sample for sent in rows]),
         },
         headers=_STEP_HEADERS,
     )

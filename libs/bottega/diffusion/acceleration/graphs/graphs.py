@@ -43,7 +43,7 @@ class GraphedBackbone:
         self._plain = plain
         self._recordings = recordings
         self._capture = capture
-        self._layers = [each for each in plain.unet.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+        self._layers = [module for module in plain.unet.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
         self.blocks: Sequence[Block] = [
             Block(name=block.name, needs=block.needs, run=self._runner(place, block))
             for place, block in enumerate(plain.blocks)

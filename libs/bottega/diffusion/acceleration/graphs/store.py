@@ -51,7 +51,7 @@ class RecordedForwards:
     @property
     def used_bytes(self) -> int:
         """Device memory of all recordings."""
-        return sum(each.size_bytes for each in self._recorded.values())
+        return sum(forward.size_bytes for forward in self._recorded.values())
 
     def __len__(self) -> int:
         return len(self._recorded)

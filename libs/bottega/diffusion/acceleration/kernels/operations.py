@@ -179,23 +179,23 @@ def _write_sums(sums: Iterable[WeightSum]) -> None:
     from bottega.kernels.lora_patch import lora_patch
 
     by_type: dict[object, list[PatchedLayer]] = {}
-    for each in sums:
-        by_type.setdefault(each.weight.dtype, []).append(_layer(each))
+    for item in sums:
+        by_type.setdefault(item.weight.dtype, []).append(_layer(item))
     for layers in by_type.values():
         lora_patch(layers)
 
 
-def _layer(each: WeightSum) -> PatchedLayer:
+def _layer(item: WeightSum) -> PatchedLayer:
     from bottega.kernels.lora_patch import PatchedLayer
 
-    weight, before = as_matrix(each.weight), each.weight
-    if each.before.device == each.weight.device:
-        before = each.before
+    weight, before = as_matrix(item.weight), item.weight
+    if item.before.device == item.weight.device:
+        before = item.before
     else:  # A copy on the host is copied directly to the weight.
-        each.weight.copy_(each.before, non_blocking=True)
+        item.weight.copy_(item.before, non_blocking=True)
     return PatchedLayer(
         weight=weight,
         before=as_matrix(before),
-        up=each.factors.up.contiguous(),
-        down=down_matrix(each).contiguous(),
+        up=item.factors.up.contiguous(),
+        down=down_matrix(item).contiguous(),
     )
