@@ -48,8 +48,6 @@ class Denoiser:
         addons: Add-ons that learn from the time of each forward.
         memory: Memory of the device.
         decoded_area: Returns how many elements of a latent of a given area are decoded at once.
-        step_times: Where the times of forwards of plain rows are kept.
-        row_fractions: Where the costs of rows that are computed in part are kept.
         heartbeat: Beats during the first forward of a kind, which may compile.
         compile_s: Upper bound on that time; 0 if nothing compiles.
     """
@@ -61,18 +59,18 @@ class Denoiser:
         addons: Sequence[EngineAddOn] = (),
         memory: MemoryPlan | None = None,
         decoded_area: Callable[[int], int] = lambda area: area,
-        step_times: StepTimes | None = None,
-        row_fractions: RowFractions | None = None,
         heartbeat: Heartbeat | None = None,
         compile_s: float = 0.0,
     ) -> None:
-        self.step_times = step_times or StepTimes()
+        self.step_times = StepTimes()
+        """Measured times of forwards of plain rows."""
+        self.row_fractions = RowFractions()
+        """Measured costs of rows that are computed in part, as fractions of plain rows."""
         self._network = network
         self._fixed_rows = network.fixed_rows
         self._addons = addons
         self._memory = memory or MemoryPlan()
         self._decoded_area = decoded_area
-        self._fractions = row_fractions or RowFractions()
         self._heartbeat = heartbeat or Heartbeat()
         self._compile_s = compile_s
         self._compiled: set[tuple[object, ...]] = set()
@@ -106,7 +104,7 @@ class Denoiser:
     def cost(self, request: Request) -> float:
         """Return what each of a request's rows costs in the next turn, as a fraction of a plain row."""
         _, height, width = request.key.shape
-        return self._fractions.fraction((height, width), request.computed_share)
+        return self.row_fractions.fraction((height, width), request.computed_share)
 
     def covered(self, kind: tuple[object, ...]) -> AbstractContextManager[None]:
         """Return a context that keeps the heart beating if this kind of work may compile because it is the first."""
@@ -202,7 +200,7 @@ class Denoiser:
             addon.after_masked_forward(rows, seconds)
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.recorded]
         if shares:  # A turn that only records says nothing about fractions.
-            self._fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)
+            self.row_fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)
 
 
 def _shape(rows: Sequence[Row]) -> Shape:

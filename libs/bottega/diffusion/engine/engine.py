@@ -47,7 +47,6 @@ from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
 from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.planning import RowFractions, StepTimes
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Engine:
         self.fixed_s = 0.0
         """Seconds that a job takes besides its steps: encoding, and decoding one image."""
         self.accelerations: Sequence[AccelerationResult] = ()
-        self.step_times = StepTimes()
+        self.addons = tuple(addons)
         self._limits = limits
         self._clock = clock
         self._jobs: dict[Hashable, EngineJob] = {}
@@ -97,10 +96,12 @@ class Engine:
         )
         self._decoding: Decoding | None = None
         self._device_clock = DeviceClock(model.runtime)
-
-        self.addons = tuple(addons)
         self._waiting = WaitingOrders(self.addons)
-        self.row_fractions = RowFractions()
+        heartbeat = heartbeat or Heartbeat()
+        self.beat = heartbeat.beat
+        self._denoiser = _open_denoiser(model, limits, self.addons, heartbeat)
+        self.step_times = self._denoiser.step_times
+        self.row_fractions = self._denoiser.row_fractions
         self._batcher: Batcher[Request] = Batcher(
             self.step_times,
             self.row_fractions,
@@ -108,26 +109,6 @@ class Engine:
             max_wait_turns=limits.max_wait_turns,
         )
         self._readiness = ReadinessGate(self._batcher, self.addons)
-        heartbeat = heartbeat or Heartbeat()
-        self.beat = heartbeat.beat
-        self._denoiser = Denoiser(
-            Network(
-                backbone=model.backbone,
-                row_weights=next((addon.row_weights for addon in self.addons if addon.row_weights is not None), None),
-                residuals=next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
-                strategies=self.addons,
-                fixed_rows=limits.fixed_rows,
-                device=model.runtime,
-                operations=model.operations,
-            ),
-            addons=self.addons,
-            memory=model.memory,
-            decoded_area=model.decoded_area,
-            step_times=self.step_times,
-            row_fractions=self.row_fractions,
-            heartbeat=heartbeat,
-            compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
-        )
         self._pair = None
         if peer is not None:
             self._pair = Pair(self._denoiser.predict, peer, self.step_times, self.row_fractions, heartbeat)
@@ -430,3 +411,23 @@ class Engine:
             del self._jobs_by_request[request]
             self._batcher.remove(request)
             self._stepper.forget(request)
+
+
+def _open_denoiser(model: Model, limits: EngineLimits, addons: Sequence[EngineAddOn], heartbeat: Heartbeat) -> Denoiser:
+    network = Network(
+        backbone=model.backbone,
+        row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
+        residuals=next((addon.residuals for addon in addons if addon.residuals is not None), None),
+        strategies=addons,
+        fixed_rows=limits.fixed_rows,
+        device=model.runtime,
+        operations=model.operations,
+    )
+    return Denoiser(
+        network,
+        addons=addons,
+        memory=model.memory,
+        decoded_area=model.decoded_area,
+        heartbeat=heartbeat,
+        compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
+    )

@@ -26,7 +26,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.planning import RemainingWork, StepTimes, best_width
+from bottega.planning import RemainingWork, best_width
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
@@ -240,9 +240,10 @@ class SlowDenoiser(Denoiser):
 
 
 def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
-    times = StepTimes()
     row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
-    SlowDenoiser(Network(backbone=model.backbone), step_times=times).warm_up(row, 16)
+    denoiser = SlowDenoiser(Network(backbone=model.backbone))
+    denoiser.warm_up(row, 16)
+    times = denoiser.step_times
     assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
     assert times.seconds((8, 8), 0.5) == 1.0
 
@@ -262,12 +263,10 @@ def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(mod
     row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
     seconds, widths = {}, {}
     for fixed_rows in (0, 4):
-        times = StepTimes()
-        network = Network(backbone=model.backbone, fixed_rows=fixed_rows)
-        denoiser = HeldUpDenoiser(network, step_times=times)
+        denoiser = HeldUpDenoiser(Network(backbone=model.backbone, fixed_rows=fixed_rows))
         denoiser.warm_up(row, 4)
         denoiser.predict([row, replace(row)])
-        seconds[fixed_rows] = [times.seconds((8, 8), rows) or 0.0 for rows in range(5)]
+        seconds[fixed_rows] = [denoiser.step_times.seconds((8, 8), rows) or 0.0 for rows in range(5)]
         widths[fixed_rows] = best_width(
             [RemainingWork(steps=20, rows=2)] * 2,
             lambda rows, known=seconds[fixed_rows]: known[int(rows)],  # type: ignore[misc]
