@@ -14,7 +14,7 @@ import pytest
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
-from bottega.diffusion.engine import forward, readiness
+from bottega.diffusion.engine import forward, waiting
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.events import JobStarted
@@ -82,7 +82,7 @@ def test_an_engine_with_nothing_to_do_but_wait_sleeps_and_hears_of_the_load(mode
         while time.monotonic() - began_s < 0.5:
             easel.turn()
             turns += 1
-        assert turns <= 0.5 / readiness._PAUSE_S + 1
+        assert turns <= 0.5 / waiting._PAUSE_S + 1
         gate.open()
         easel.run()
         assert drawing.record.controlnets[0].name == "edges"

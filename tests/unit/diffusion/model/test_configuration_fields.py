@@ -541,7 +541,8 @@ def assert_masks_as_plain(model: Model) -> None:
 
 
 def noise_of(backbone: UNetBackbone, masks: MaskedBackbone | None, row: Row) -> list[Tensor]:
-    return list(Denoiser(Network(backbone=backbone, strategies=(masks,))).predict([row]).noise.values())
+    strategies = () if masks is None else (masks,)
+    return list(Denoiser(Network(backbone=backbone, strategies=strategies)).predict([row]).noise.values())
 
 
 def some_row(unet: UNet2DConditionModel) -> Row:
