@@ -274,6 +274,7 @@ def test_one_small_picture_keeps_long_turns_short_for_ten_seconds_only() -> None
     chosen = batcher(shared)
     for _ in range(4):
         chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    chosen.next_turn()
     visit(chosen, "light")
     assert seconds_of_short_turns(chosen, 60.0) == pytest.approx(10.0, abs=1.0)
 
@@ -282,6 +283,7 @@ def test_a_tenant_that_comes_back_is_expected_for_twice_as_long_as_it_stayed_awa
     chosen = batcher(shared)
     for _ in range(4):
         chosen.add(Asked(9999, key=key(2)), Share(tenant="heavy"))
+    chosen.next_turn()
     visit(chosen, "light")
     seconds_of_short_turns(chosen, 60.0)
     visit(chosen, "light")
