@@ -72,34 +72,34 @@ class LoadedNetwork:
         return {"seconds": self._forward_s(ForwardAsk(**question))}
 
     def _forward_s(self, ask: ForwardAsk) -> float:
+        from bottega.diffusion.editing.activations import EditActivations
         from bottega.diffusion.engine.denoiser import Denoiser
         from bottega.diffusion.engine.forward import Network
-        from bottega.diffusion.rows import RowActivations
 
         if ask.share == 1.0:
             return Denoiser(Network(backbone=self._plain)).predict(self._rows).seconds
         denoiser, recordings = self._recordings(ask)
         # Masks stay the same tensors, as in an edit's steps.
         mask = self._masks.setdefault(ask.share, _computed(ask.share))
-        edits = [RowActivations(computed=mask, recorded=recorded) for recorded in recordings]
+        edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
         rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
         return denoiser.predict(rows).seconds
 
     def _recordings(self, ask: ForwardAsk) -> tuple[Denoiser, list[InMemory]]:
+        from bottega.diffusion.editing.activations import EditActivations
         from bottega.diffusion.editing.masked.backbone import MaskedBackbone
         from bottega.diffusion.editing.masked.feature_maps import FullMaps
         from bottega.diffusion.editing.masked.transformer import Caching
         from bottega.diffusion.editing.sparse import SparseMaps
         from bottega.diffusion.engine.denoiser import Denoiser
         from bottega.diffusion.engine.forward import Network
-        from bottega.diffusion.rows import RowActivations
 
         name = (ask.caching, ask.sparse)
         if name not in self._recorded:
             maps = SparseMaps() if ask.sparse else FullMaps()
             backbone = MaskedBackbone(self._unet, caching=Caching(ask.caching), maps=maps)
             sinks = [InMemory() for _ in self._rows]
-            edits = [RowActivations(sink=sink) for sink in sinks]
+            edits = [EditActivations(sink=sink) for sink in sinks]
             denoiser = Denoiser(Network(backbone=self._plain, strategies=(backbone,)))
             denoiser.predict([replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)])
             self._recorded[name] = denoiser, sinks

@@ -10,12 +10,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations, KeptProjections
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.forward import Network, stack
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.model.backbone import UNetBackbone
-from bottega.diffusion.rows import Embeds, Factors, Half, KeptProjections, LoraSet, Row, RowActivations
+from bottega.diffusion.rows import Embeds, Factors, Half, LoraSet, Row
 
 _TEXT, _PROMPT_TOKENS = 24, 7
 LATENT = (16, 16)
@@ -87,12 +88,12 @@ def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> R
 
 def recording(row: Row, recorded: StepInMemory) -> Row:
     """The row, computed in full and recorded."""
-    return replace(row, activations=RowActivations(sink=recorded))
+    return replace(row, activations=EditActivations(sink=recorded))
 
 
 def masked(row: Row, recorded: StepInMemory, computed: Tensor, sink: StepInMemory | None = None) -> Row:
     """The row, computed where the map says, and taken from what was recorded elsewhere."""
-    return replace(row, activations=RowActivations(computed=computed, recorded=recorded, sink=sink))
+    return replace(row, activations=EditActivations(computed=computed, recorded=recorded, sink=sink))
 
 
 def box(top: int, left: int, height: int, width: int, *, size: tuple[int, int] = LATENT) -> Tensor:

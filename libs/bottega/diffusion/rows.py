@@ -6,7 +6,7 @@ turn needs to know about the request.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -94,94 +94,23 @@ class GroupKey:
     """
 
 
-class StepActivations(Protocol):
-    """Outputs of blocks at one timestep, for one row, by the path of their module.
-
-    Tensors are float16: tokens [tokens, channels] in row-major order, or feature maps [channels, height, width].
-    """
-
-    def get(self, name: str) -> Tensor | None:
-        """Return a block's output on the model's device, or None if it was not recorded."""
-        ...
-
-    def put(self, name: str, output: Tensor) -> None:
-        """Keep a copy of an output, if there is room for it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Projections:
-    """Keys and values of a block's self-attention that follow from recorded activations, [tokens, channels] each."""
-
-    keys: Tensor
-    values: Tensor
-    unknown: int
-    """Tokens whose projections do not follow from the recording, as `TokenSet.bits`."""
+class RowActivations(Protocol):
+    """The activations that an add-on's backbone reads and writes for a row."""
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of both."""
-        return self.keys.nbytes + self.values.nbytes
-
-
-class KeptProjections(Protocol):
-    """Projections of one recorded step, by the name of their block.
-
-    They follow from the recording, and are kept only where memory is cheaper than computing them again.
-    """
-
-    def get(self, name: str) -> Projections | None:
-        """Return the projections of a block, or None."""
-        ...
-
-    def has_room(self, name: str, size_bytes: int) -> bool:
-        """Return whether `put` would keep so many bytes for a block."""
-        ...
-
-    def put(self, name: str, projections: Projections) -> None:
-        """Keep projections, if there is room. They must not be changed from now on."""
-        ...
-
-
-class RecordedActivations(StepActivations, Protocol):
-    """Recorded activations that a row reuses.
-
-    `get` may wait for a pending load, and returns None for what has not come in time. It copies tensors to the row's
-    device, so that each call may return another one.
-    """
-
-    def stored(self, name: str) -> Tensor | None:
-        """Return the tensor that `get` copies from, the same for all steps and rows; None if it is not here."""
+    def reads(self) -> bool:
+        """Whether the row reuses activations, so that only a share of it is computed."""
         ...
 
     @property
-    def projections(self) -> KeptProjections | None:
-        """Kept projections of the same step; None if none are kept."""
-        ...
-
-    @property
-    def reused(self) -> Collection[str]:
-        """Names of the outputs that the row has reused so far."""
+    def share(self) -> float:
+        """Share of the row's tokens that are computed."""
         ...
 
     @property
     def waited_s(self) -> float:
-        """Seconds that it has waited so far."""
+        """Seconds for which the thread has waited for activations of the row."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowActivations:
-    """The activations that a row of an edit reads from a recording, and those that it writes to one."""
-
-    computed: Tensor | None = None
-    """bool [latent height, latent width], where blocks are computed; None to compute all."""
-    share: float = 1.0
-    """Share of the tokens that this is, at the finest level of attention."""
-    recorded: RecordedActivations | None = None
-    """Where the rest is read from; None if all is computed."""
-    sink: StepActivations | None = None
-    """Where outputs are written; None to keep none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

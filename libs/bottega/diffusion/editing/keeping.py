@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bottega.diffusion.device.device import Device, HostCopy
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.kept import KeptLatents, are_too_large, write_kept
 from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
@@ -21,7 +22,7 @@ from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.rows import Half, RowActivations
+from bottega.diffusion.rows import Half
 
 if TYPE_CHECKING:
     from bottega.diffusion.editing.addon import EngineEdits
@@ -44,7 +45,7 @@ class _Picture:
     recorder: ImageRecorder | None = None
     """Records the image's activations; None if they are not recorded."""
 
-    def row(self, half: Half) -> RowActivations | None:
+    def row(self, half: Half) -> EditActivations | None:
         """Keep the current latent, and return the activations of a row of the next step. A retry asks again."""
         self.keep_latent()
         return self.recorder.row(half) if self.recorder is not None else None

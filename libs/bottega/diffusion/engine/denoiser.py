@@ -198,7 +198,7 @@ class Denoiser:
         """Learn from a turn with masked rows, which says nothing about plain ones."""
         for addon in self._addons:
             addon.after_masked_forward(rows, seconds)
-        shares = [row.activations.share for row in rows if row.activations is not None and row.activations.recorded]
+        shares = [row.activations.share for row in rows if row.activations is not None and row.activations.reads]
         if shares:  # A turn that only records says nothing about fractions.
             self.row_fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)
 

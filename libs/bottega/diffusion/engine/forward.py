@@ -230,8 +230,8 @@ def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
 
 def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
     """Return for how long each row waited for recorded activations, without rows that did not wait."""
-    recorded = ((row, row.activations.recorded) for row in rows if row.activations is not None)
-    return {row: step.waited_s for row, step in recorded if step is not None and step.waited_s}
+    waits = ((row, row.activations.waited_s) for row in rows if row.activations is not None)
+    return {row: waited_s for row, waited_s in waits if waited_s}
 
 
 def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:

@@ -160,7 +160,7 @@ class Pair:
 
     def _saved(self, rows: Sequence[Row]) -> float:
         """Return how much less masked rows, which stay here, cost than plain ones, in rows."""
-        shares = (row.activations.share for row in rows if row.activations is not None and row.activations.recorded)
+        shares = (row.activations.share for row in rows if row.activations is not None and row.activations.reads)
         return sum(1.0 - self._fractions.fraction(_shape(rows[0]), share) for share in shares)
 
     def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:

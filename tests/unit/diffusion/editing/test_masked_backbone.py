@@ -12,10 +12,11 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone, UnsupportedNetwork, transformer_blocks
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.masked.transformer import Caching
-from bottega.diffusion.rows import Row, RowActivations
+from bottega.diffusion.rows import Row
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 
 # Outputs are of the order of 1; a recording rounds to 11 bits in each of 13 blocks.
@@ -62,7 +63,7 @@ def test_rows_that_are_computed_in_full_get_what_the_plain_backbone_predicts(
     rows = [plain_row(seed) for seed in range(3)]
     plain = noise_of(unet, rows)
     recorded = StepInMemory()
-    everything = RowActivations(computed=torch.ones(16, 16, dtype=torch.bool), recorded=StepInMemory())
+    everything = EditActivations(computed=torch.ones(16, 16, dtype=torch.bool), recorded=StepInMemory())
     ours = noise_of(unet, [rows[0], recording(rows[1], recorded), replace(rows[2], activations=everything)], caching)
     assert max(map(distance, ours, plain)) < EXACT
     names = transformer_blocks(unet)

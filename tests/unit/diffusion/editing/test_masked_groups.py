@@ -11,6 +11,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import edit_activations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.tokens import share
@@ -138,9 +139,10 @@ def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_de
         alone = denoiser.predict([row])
         assert (together.noise[row] - alone.noise[row]).abs().max() < NEIGHBOUR
     for row in rows[4:]:
-        assert row.activations is not None
-        assert row.activations.recorded is not None
-        assert set(transformer_blocks(unet)) <= set(row.activations.recorded.reused)
+        edit = edit_activations(row.activations)
+        assert edit is not None
+        assert edit.recorded is not None
+        assert set(transformer_blocks(unet)) <= set(edit.recorded.reused)
     plain = denoiser_of(unet, row_weights=UnmergedLoras(unet), residuals=Residuals(addends=residuals)).predict(rows[:4])
     for row in rows[:4]:
         assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR

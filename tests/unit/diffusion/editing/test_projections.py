@@ -12,6 +12,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from bottega.diffusion.editing.activations import Projections
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
@@ -20,7 +21,7 @@ from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Half, Projections, Row
+from bottega.diffusion.rows import Half, Row
 from tests.samples.masked_edits import SPEC, EditDesk, masked_order
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 

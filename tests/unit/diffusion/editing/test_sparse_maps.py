@@ -12,6 +12,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.tokens import MaskTokens, dilate, finest_stride
 from bottega.diffusion.editing.sparse import SparseMaps, norms
@@ -21,7 +22,7 @@ from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.model.backbone import Backbone, UNetBackbone
-from bottega.diffusion.rows import Row, RowActivations
+from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.masked_networks import (
     StepInMemory,
@@ -87,7 +88,7 @@ def test_rows_that_compute_everything_get_what_the_plain_backbone_predicts(optio
     unet = small_unet(**options)
     rows = [plain_row(seed, size=SIZE) for seed in range(4)]
     plain = noise_of(unet, rows, sparse=False)
-    everything = RowActivations(computed=torch.ones(SIZE, dtype=torch.bool), recorded=StepInMemory())
+    everything = EditActivations(computed=torch.ones(SIZE, dtype=torch.bool), recorded=StepInMemory())
     of_template = masked(rows[3], recorded_of(unet, rows[3]), MASKS["middle"])
     group = [rows[0], recording(rows[1], StepInMemory()), replace(rows[2], activations=everything), of_template]
     ours = noise_of(unet, group)

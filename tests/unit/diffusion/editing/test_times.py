@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.masked.work import BlockKind
-from bottega.diffusion.rows import RowActivations
 from tests.samples.masked_networks import StepInMemory, box, plain_row, small_unet
 
 SIZE = (32, 32)
@@ -36,7 +36,7 @@ def test_masked_turns_tell_them_apart() -> None:
     blocks = made.blocks(SIZE)
     work = made.work(SIZE, computed, 0.07)
     edit = StepInMemory(reused={name for block in blocks for name in block.names})
-    masked = replace(ROW, activations=RowActivations(computed=computed, share=0.07, recorded=edit))
+    masked = replace(ROW, activations=EditActivations(computed=computed, share=0.07, recorded=edit))
 
     def seconds(share: list[float]) -> float:
         rates = [slow if block.kind is BlockKind.MAPS else fast for block in blocks]
@@ -55,13 +55,13 @@ def test_masked_turns_tell_them_apart() -> None:
 
 def test_a_turn_that_records_says_nothing() -> None:
     made = times()
-    made.observe([replace(ROW, activations=RowActivations(sink=StepInMemory()))], 5.0)
+    made.observe([replace(ROW, activations=EditActivations(sink=StepInMemory()))], 5.0)
     assert made.fit.cost is None
 
 
 def test_a_row_that_takes_nothing_counts_as_whole() -> None:
     made, computed = times(), torch.zeros(SIZE, dtype=torch.bool)
     computed[:4, :4] = True
-    nothing = RowActivations(computed=computed, share=0.02, recorded=StepInMemory())
+    nothing = EditActivations(computed=computed, share=0.02, recorded=StepInMemory())
     made.observe([replace(ROW, activations=nothing)], 0.2)
     assert sum(made.full_s(SIZE)) == pytest.approx(0.2, rel=0.05)

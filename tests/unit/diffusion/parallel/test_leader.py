@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
-from bottega.diffusion.rows import Embeds, Half, Row, RowActivations
+from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.planning import RowFractions, StepTimes
 
 EMBEDS = Embeds(prompt=torch.zeros(7, 8), pooled=torch.zeros(4), time_ids=torch.zeros(6))
@@ -135,7 +136,7 @@ def test_a_wrong_measure_of_fewer_rows_here_does_not_keep_the_pair_apart_for_eve
 
 def test_rows_that_read_recordings_or_make_them_are_computed_where_those_are() -> None:
     pair, follower = pair_with(OWN_S)
-    edited = [replace(row, activations=RowActivations()) for row in rows_of("edited")]
+    edited = [replace(row, activations=EditActivations()) for row in rows_of("edited")]
     prediction = pair.predict([*edited, *rows_of("plain")], offloadable("edited", "plain"))
     assert isinstance(prediction, PairPrediction)
     assert prediction.offloaded == {"plain"}

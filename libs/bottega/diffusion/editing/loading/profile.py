@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens, TokensIn
 from bottega.diffusion.editing.masked.rows import MaskedActivations
@@ -26,7 +27,7 @@ from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row, RowActivations
+from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
@@ -167,7 +168,7 @@ class _Forward:
     """A kind of forward to measure: its row, and the clock of its blocks."""
 
     backbone: MaskedBackbone
-    edit: RowActivations
+    edit: EditActivations
     clock: _Clock
 
 
@@ -191,14 +192,14 @@ class _Measurement:
         self._maps: FeatureMaps = SparseMaps() if sparse else FullMaps()
         self._row = _row(model, size)
         recorder = StepRecorder()
-        self._run(MaskedBackbone(self._unet, maps=self._maps, beat=beat), RowActivations(sink=recorder))
+        self._run(MaskedBackbone(self._unet, maps=self._maps, beat=beat), EditActivations(sink=recorder))
         self._outputs = recorder.outputs
 
     def forward(self, share: float, *, recorded: bool) -> _Forward:
         """Return a forward that computes a share of the tokens; all of them, by the same code, if none are recorded."""
         clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
-        edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
+        edit = EditActivations(computed=_square(self._size, share), share=share, recorded=clock)
         return _Forward(backbone=backbone, edit=edit, clock=clock)
 
     def by_turns(self, forwards: Sequence[_Forward]) -> list[tuple[dict[str, float], float]]:
@@ -226,7 +227,7 @@ class _Measurement:
         forward.clock.mark("")
         return forward.clock.seconds
 
-    def _run(self, backbone: MaskedBackbone, edit: RowActivations) -> None:
+    def _run(self, backbone: MaskedBackbone, edit: EditActivations) -> None:
         activations = backbone.begin(stack([replace(self._row, activations=edit)]))
         for block in backbone.blocks:
             block.run(activations)

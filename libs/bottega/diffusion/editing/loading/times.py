@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations, edit_activations
 from bottega.diffusion.editing.masked.tokens import MaskTokens, TokenCache
 from bottega.diffusion.editing.masked.work import BlockKind, BlockWork, blocks_of
 from bottega.diffusion.editing.sparse import SparseMaps
@@ -138,18 +139,19 @@ class BlockTimes:
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """Learn the seconds of a forward. Forwards that record are ignored: their copies belong to no block."""
-        if any(row.activations is not None and row.activations.sink is not None for row in rows):
+        edits = [edit_activations(row.activations) for row in rows]
+        if any(edit is not None and edit.sink is not None for edit in edits):
             return
         _, *size = rows[0].sample.shape
         latent = (size[0], size[1])
         done = _Done()
-        for row in rows:
-            self._add(done, latent, row)
+        for edit in edits:
+            self._add(done, latent, edit)
         self.fit.observe(flops=done.flops, map_flops=done.map_flops, size_bytes=float(done.size_bytes), seconds=seconds)
 
-    def _add(self, done: _Done, size: Size, row: Row) -> None:
+    def _add(self, done: _Done, size: Size, edit: EditActivations | None) -> None:
         """Add the work of a row that ran."""
-        blocks, edit = self.blocks(size), row.activations
+        blocks = self.blocks(size)
         done.flops += self._full[size].flops
         done.map_flops += self._full[size].map_flops
         if edit is None or edit.computed is None or edit.recorded is None:

@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.diffusion.editing.activations import edit_activations
 from bottega.diffusion.editing.masked.cross_attention import PromptCache
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps
 from bottega.diffusion.editing.masked.rows import MaskedActivations
@@ -75,7 +76,7 @@ class MaskedBackbone(UNetBackbone):
             hidden=sample,
             embedding=embedding,
             context=inputs.prompt_embeds,
-            edits=list(inputs.activations) or [None] * len(sample),
+            edits=[edit_activations(activations) for activations in inputs.activations] or [None] * len(sample),
             cache=self._tokens,
             spans=self.spans,
             prompts=self._prompts.of(inputs.origins),

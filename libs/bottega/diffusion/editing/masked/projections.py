@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import KeptProjections, Projections
 from bottega.diffusion.editing.masked.feature_maps import PackedTokens
 from bottega.diffusion.editing.masked.packing import Packing
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.tokens import TokenSet
-from bottega.diffusion.rows import KeptProjections, Projections
 
 # Rows of a guided request.
 _HALVES = 2

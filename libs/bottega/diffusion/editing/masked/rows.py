@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.masked.cross_attention import PromptProjections
 from bottega.diffusion.editing.masked.packing import Packing, pack_rows
 from bottega.diffusion.editing.masked.tokens import MaskTokens, TokenCache
 from bottega.diffusion.model.backbone import Activations, RowSpans
 from bottega.diffusion.operations import Moves
-from bottega.diffusion.rows import RowActivations
 
 
 @dataclass(slots=True, kw_only=True)
 class MaskedActivations(Activations):
     """The state that the blocks of a masked backbone pass on."""
 
-    edits: list[RowActivations | None]
+    edits: list[EditActivations | None]
     """By row; None for a plain one."""
     cache: TokenCache
     """Token sets of the maps in use."""

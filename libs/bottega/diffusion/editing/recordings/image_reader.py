@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations, KeptProjections
 from bottega.diffusion.editing.loading.planner import Coming, ComingRow
 from bottega.diffusion.editing.recordings.keys import StepKey, prompt_of
 from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
@@ -23,7 +24,7 @@ from bottega.diffusion.editing.recordings.step_access import StepCompleter, Step
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, StepLoads
 from bottega.diffusion.editing.recordings.valid_plans import ValidPlan, ValidPlans
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half, KeptProjections, RowActivations
+from bottega.diffusion.rows import Half
 
 FULL_MASK = "it redraws the whole image, its mask's margin included"
 
@@ -89,7 +90,7 @@ class ImageReader:
         self._uses = {step_key(request, half, step - request.step): step for step in steps for half in Half}
         recording.users.add(self)
 
-    def row(self, half: Half) -> RowActivations | None:
+    def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried asks again."""
         if lacks_loras(self._request):
             return None  # The recording was made with other weights.
@@ -111,7 +112,7 @@ class ImageReader:
             self.computed_all_because = (
                 FULL_MASK if full else "the recording has nothing of the part that it does not redraw"
             )
-            return None if sink is None else RowActivations(sink=sink)
+            return None if sink is None else EditActivations(sink=sink)
         reader = StepReader(
             step,
             self._request.latent.device,
@@ -120,7 +121,7 @@ class ImageReader:
             projections=self._projections(step),
         )
         self._readers[key] = reader, plan
-        return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
+        return EditActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
     def made_step(self) -> StepLoadCounts:
         """Finish the step: write what it adds to the recording, and return the counts of its loads."""
@@ -218,12 +219,12 @@ class ImageReader:
         self.other_prompt = True
         return None
 
-    def _new_row(self, key: StepKey) -> RowActivations | None:
+    def _new_row(self, key: StepKey) -> EditActivations | None:
         """Return a fully computed row that records a step which the recording lacks for this prompt."""
         if not self._terms.completes:
             return None
         sink = self._sinks[key] = StepRecorder(self._kept)
-        return RowActivations(sink=sink)
+        return EditActivations(sink=sink)
 
     def _add(self, key: StepKey, sink: StepRecorder) -> None:
         """Add a new step to the recording, if there is room and it was not added meanwhile."""

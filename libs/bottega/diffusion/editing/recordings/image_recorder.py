@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from bottega.diffusion.editing.activations import EditActivations
 from bottega.diffusion.editing.recordings.keys import StepKey, prompt_of
 from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step_access import StepRecorder
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half, RowActivations
+from bottega.diffusion.rows import Half
 
 
 class ImageRecorder:
@@ -37,7 +38,7 @@ class ImageRecorder:
         self._valid = valid
         self._pending: dict[StepKey, StepRecorder] = {}
 
-    def row(self, half: Half) -> RowActivations | None:
+    def row(self, half: Half) -> EditActivations | None:
         """Return the activations of a row of the next step. A step that is retried asks again."""
         if not self.lost and lacks_loras(self.request):
             self.give_up("a LoRA came late")
@@ -46,7 +47,7 @@ class ImageRecorder:
         if self.lost or begins_with_noise(self.request):
             return None
         sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
-        return RowActivations(sink=sink)
+        return EditActivations(sink=sink)
 
     def made_step(self) -> None:
         """Add the step to the recording."""

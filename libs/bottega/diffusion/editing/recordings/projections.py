@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bottega.diffusion.rows import Projections
+from bottega.diffusion.editing.activations import Projections
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

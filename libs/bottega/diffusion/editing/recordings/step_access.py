@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.editing.activations import KeptProjections
 from bottega.diffusion.editing.recordings.areas import level_of
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
-from bottega.diffusion.rows import KeptProjections
 
 
 class StepReader:

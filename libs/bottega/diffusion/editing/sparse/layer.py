@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bottega.diffusion.editing.activations import StepActivations
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.sparse.norms import (
     RecordedStatistics,
@@ -19,7 +20,6 @@ from bottega.diffusion.editing.sparse.norms import (
 )
 from bottega.diffusion.editing.sparse.pieces import Piece, Tiles, Whole, of_rows
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
-from bottega.diffusion.rows import StepActivations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
