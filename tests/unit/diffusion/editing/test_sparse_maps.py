@@ -12,7 +12,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from bottega.diffusion.editing.activations import EditActivations
+from bottega.diffusion.editing.activations import EditActivations, edit_activations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.tokens import MaskTokens, dilate, finest_stride
 from bottega.diffusion.editing.sparse import SparseMaps, norms
@@ -189,9 +189,10 @@ def test_convolutions_compute_rectangles_around_masks_alone(unet: UNet2DConditio
 def by_definition(unet: UNet2DConditionModel, edit: Row, template: Row, recorded: StepInMemory) -> Tensor:
     """What the plain network predicts where the recording takes the place of all that rectangles do not compute: of
     each layer's output, and in the statistics of norms."""
-    assert edit.activations is not None
-    assert edit.activations.computed is not None
-    computed = edit.activations.computed
+    activations = edit_activations(edit.activations)
+    assert activations is not None
+    assert activations.computed is not None
+    computed = activations.computed
     with outputs_of(unet, ("norm1", "norm2", ".norm", "conv_norm_out")):
         inputs: dict[str, Tensor] = {}
         norms = {path: module for path, module in unet.named_modules() if isinstance(module, nn.GroupNorm)}
