@@ -6,7 +6,7 @@ set only between turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +27,12 @@ class WeightSum:
     factors: Factors
 
 
-SumWriter = Callable[[Iterable[WeightSum]], None]
-"""Writes each sum once. Iterating may copy weights, and raise an error if there is no memory for that."""
+class SumWriter(Protocol):
+    """Patches LoRAs into weights."""
+
+    def __call__(self, sums: Iterable[WeightSum]) -> None:
+        """Write each sum once. Iterating may copy weights, and raise an error if there is no memory for that."""
+        ...
 
 
 class Moves(Protocol):
