@@ -1,4 +1,4 @@
-"""Checksums of values, for what is stored where nothing else notices a flipped bit."""
+"""Checksums of stored values, where nothing else notices a flipped bit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import zlib
 from collections.abc import Sequence
 
 Value = str | bytes | int | float | None
-"""What a column of SQLite holds."""
+"""The value of a SQLite column."""
 
 
 def checksum(values: Sequence[Value]) -> int:
-    """CRC-32 over values and their kinds: it guards against accidents, not against people."""
+    """Return the CRC-32 of values and their types. It detects accidents, not manipulation."""
     found = 0
     for value in values:
         raw = value if isinstance(value, bytes) else repr(value).encode()

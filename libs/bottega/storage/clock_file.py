@@ -1,4 +1,4 @@
-"""A file that says where a steady clock was, for the process that goes on with it."""
+"""A file with the last reading of a steady clock, from which the next process continues."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bottega.clocks import ClockMark, SteadyClock
 
 
 def resume(clock: SteadyClock, path: Path) -> bool:
-    """Let the clock go on from the file. Return False where there is none, or what is in it makes no sense."""
+    """Let the clock continue from the file. Return False if there is no file, or its content is invalid."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        mark = ClockMark(boot=str(said["boot"]), ahead_s=float(said["ahead_s"]), steady=float(said["steady"]))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        mark = ClockMark(boot=str(content["boot"]), ahead_s=float(content["ahead_s"]), steady=float(content["steady"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if not (math.isfinite(mark.ahead_s) and math.isfinite(mark.steady)):
@@ -25,7 +25,7 @@ def resume(clock: SteadyClock, path: Path) -> bool:
 
 
 def note(clock: SteadyClock, path: Path) -> None:
-    """Write where the clock is. A disk that cannot be written keeps what it has."""
+    """Write the reading of the clock. If the disk cannot be written, the old file stays."""
     temporary = path.with_name(f"{path.name}.new")
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(dataclasses.asdict(clock.mark())), encoding="utf-8")

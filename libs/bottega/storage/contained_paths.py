@@ -1,8 +1,8 @@
-"""Files that callers name, and that may only lie below a folder that an operator allows, links followed.
+"""Paths that callers choose, which must lie below a folder that an operator allows, after links are resolved.
 
-A path is checked before it is used, for a clear refusal; a file is opened by `open_below`, which checks what it has
-opened, so that nobody can put a link in its place between the two. Raises OSError
-with EXDEV for what leads out of the root, as Linux's openat2 does.
+A path is checked before it is used, for a clear refusal. `open_below` checks the opened file, so that a link that
+replaces the file after the check is noticed. A path that leads out of the root raises OSError with EXDEV, as with
+Linux's openat2.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from pathlib import Path
 
 
 def resolved_below(path: Path, root: Path) -> Path:
-    """The path, absolute or relative to the root, with its links followed. root: itself resolved. Raises OSError."""
+    """Return a path, which may be relative to the root, with its links resolved.
+
+    Raises OSError if it leads out of the root or cannot be resolved.
+
+    Args:
+        root: A resolved path.
+    """
     try:
         resolved = (root / path).resolve()
-    except RuntimeError:  # Path.resolve's word for it
+    except RuntimeError:  # raised by Path.resolve
         raise OSError(errno.ELOOP, "its links lead in circles") from None
     if not resolved.is_relative_to(root):
         raise _outside(root)
@@ -27,7 +33,7 @@ def resolved_below(path: Path, root: Path) -> Path:
 
 
 def check_below(files: Iterable[Path], root: Path) -> None:
-    """Raises OSError whose `filename` is that of the first file that leads out of the root."""
+    """Raise OSError if a file leads out of the root; its `filename` is the name of the first such file."""
     for file in files:
         try:
             resolved_below(file, root)
@@ -36,9 +42,11 @@ def check_below(files: Iterable[Path], root: Path) -> None:
 
 
 def listed(folder: Path, suffix: str, *, most: int, deep: bool) -> Iterator[Path]:
-    """Files of a folder by the end of their names; deep: also those in folders in it, but not in those that are links.
+    """Yield the files of a folder whose names end with `suffix`.
 
-    most: entries of any kind that are looked at; where there are more it raises OSError.
+    Args:
+        most: Maximum number of entries of any kind; more raise OSError.
+        deep: Whether to search the folders in it as well, except those that are links.
     """
     folders, seen = [folder], 0
     while folders:
@@ -55,11 +63,14 @@ def listed(folder: Path, suffix: str, *, most: int, deep: bool) -> Iterator[Path
 
 
 def open_below(path: Path, root: Path | None) -> BufferedReader:
-    """Opens a regular file to be read, wherever its links lead below the root; without a root, anywhere.
+    """Open a regular file for reading, which must lie below the root after links are resolved.
 
-    Raises OSError, also for what is no regular file: opening that could hang, or do something.
+    Raises OSError, also if it is not a regular file: opening a device or pipe could hang or have side effects.
+
+    Args:
+        root: None allows any place.
     """
-    # O_PATH finds the file and opens nothing; what is opened then is what was found and looked at.
+    # O_PATH finds the file without opening it. The descriptor is then opened, so the checked file is the opened one.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(found).st_mode):

@@ -1,9 +1,9 @@
-"""A folder of files named by the SHA-256 of what they hold: written whole or not at all, and checked when read.
+"""A folder of files named by the SHA-256 of their content, which are on the disk once they are written.
 
-    folder/incoming/<digest>    being written; whatever is there at the start was interrupted, and counts for nothing
+    folder/incoming/<digest>    being written; what is here at the start was interrupted
     folder/ab/ab<62 digits>     complete, and on the disk
 
-Its methods block and raise OSError.
+Methods block and raise OSError.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _INCOMING = "incoming"
 _BLOCK_BYTES = 1 << 20
-# Of the size of a small picture.
+# About the size of a small picture.
 _PROBE, _PROBE_BYTES = "probe", 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """time: Unix seconds at which it was last put."""
+    """A complete file."""
 
     digest: str
     size_bytes: int
     time: float
+    """Unix time at which it was last written or renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """foreign: paths of what the store did not put there, relative to the folder."""
+    """The content of a folder."""
 
     files: tuple[StoredFile, ...]
     foreign: tuple[str, ...]
+    """Paths of files of other programs, relative to the folder."""
 
 
 class ContentFolder:
-    """One process at a time has a folder open, so that nobody takes another's half-written files for lost ones."""
+    """A folder of files, which one process at a time may have open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = ProcessLock(path)
 
     def open(self) -> Scan:
-        """Creates the folder or takes it over: removes what was interrupted, and says what is there.
+        """Create or open the folder, remove interrupted files, and return what it contains.
 
-        What is there can be read on a disk that cannot be written: there what was interrupted stays. Raises
-        BlockingIOError when another process has it.
+        On a read-only disk interrupted files stay. Raises BlockingIOError if another process has the folder open.
         """
         folders.make_own(self._path)
         self._lock.acquire()
@@ -68,15 +69,15 @@ class ContentFolder:
 
     @property
     def in_place(self) -> bool:
-        """Whether the folder that was opened is still there. Raise OSError where that cannot be seen."""
+        """Whether the opened folder still exists. Raises OSError if that cannot be determined."""
         return self._lock.in_place and (self._path / _INCOMING).is_dir()
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Close the folder, so that another process may open it."""
         self._lock.release()
 
     def write(self, digest: str, data: bytes, *, time: float) -> None:
-        """The file is complete and on the disk when this returns; after an error there is none."""
+        """Write a file, and return when it is on the disk. After an error there is none."""
         folders.make(self._path / digest[:2])
         temporary, final = self._path / _INCOMING / digest, self._final(digest)
         try:
@@ -85,18 +86,22 @@ class ContentFolder:
             try:
                 folders.sync(final.parent)
             except OSError:
-                _discard(final)  # it could be gone after a power cut, which nobody must rely on
+                _discard(final)  # it could be gone after a power cut
                 raise
         except OSError:
             _discard(temporary)
             raise
 
     def renew(self, digest: str, *, time: float) -> None:
-        """Sets the time of a file."""
+        """Set the time of a file."""
         os.utime(self._final(digest), (time, time))
 
     def confirm(self, digest: str, *, size_bytes: int, thoroughly: bool) -> bool:
-        """Whether the file is there with this size; thoroughly: also with its hash, and on the disk for certain."""
+        """Return whether the file exists with this size.
+
+        Args:
+            thoroughly: Whether to check its hash as well, and to make sure that it is on the disk.
+        """
         try:
             with self.reading(digest) as descriptor:
                 if os.fstat(descriptor).st_size != size_bytes:
@@ -109,7 +114,7 @@ class ContentFolder:
         return True
 
     def is_intact(self, digest: str) -> bool:
-        """Whether the file is there with its hash."""
+        """Return whether the file exists and has its hash."""
         try:
             with self.reading(digest) as descriptor:
                 check(descriptor, digest)
@@ -118,7 +123,7 @@ class ContentFolder:
         return True
 
     def probe(self) -> None:
-        """Writes something and takes it away again. Raises OSError where a file could not be written."""
+        """Write and remove a file, as a test of the disk."""
         path = self._path / _INCOMING / _PROBE
         try:
             _write(path, bytes(_PROBE_BYTES), time=0.0)
@@ -126,16 +131,16 @@ class ContentFolder:
             _discard(path)
 
     def remove(self, digest: str) -> None:
-        """Harmless when it has gone."""
+        """Remove a file, which may not exist."""
         self._final(digest).unlink(missing_ok=True)
 
     def open_file(self, digest: str) -> int:
-        """A descriptor to read the file by, which outlives its removal. Raises FileNotFoundError."""
+        """Return a descriptor that reads the file, even after its removal. Raises FileNotFoundError."""
         return os.open(self._final(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[int]:
-        """`open_file`, closed at the end of the block."""
+        """Yield a descriptor as `open_file` does, and close it after the block."""
         descriptor = self.open_file(digest)
         try:
             yield descriptor
@@ -143,7 +148,7 @@ class ContentFolder:
             os.close(descriptor)
 
     def _final(self, digest: str) -> Path:
-        # Names never become paths: what is no digest can name no file.
+        # Only digests become paths.
         if not _DIGEST.fullmatch(digest):
             raise ValueError("not a SHA-256 in hex")
         return self._path / digest[:2] / digest
@@ -160,7 +165,7 @@ class ContentFolder:
 
 
 def check(descriptor: int, digest: str) -> None:
-    """Reads the whole file. Raises DataLoss when it does not have its hash."""
+    """Read the whole file. Raises DataLoss if it does not have its hash."""
     found, offset = hashlib.sha256(), 0
     while block := os.pread(descriptor, _BLOCK_BYTES, offset):
         found.update(block)
@@ -170,7 +175,7 @@ def check(descriptor: int, digest: str) -> None:
 
 
 def damaged(digest: str) -> DataLoss:
-    """The error for a file that does not hold what its name says."""
+    """Return the error for a file whose content does not have its hash."""
     return DataLoss(f"the stored image {digest} is damaged", metadata={"digest": digest})
 
 
@@ -205,5 +210,5 @@ def _clear(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):  # the error that led here is the one to tell
+    with contextlib.suppress(OSError):  # the first error is the one to report
         path.unlink()

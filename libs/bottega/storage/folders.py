@@ -1,4 +1,4 @@
-"""Folders that are still there after a power cut. Raises OSError."""
+"""Folders that survive a power cut. Functions raise OSError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def make(folder: Path) -> None:
-    """Creates the folder, and those above it, for its owner alone, where there is none."""
+    """Create the folder and its parents for the owner alone, if they do not exist."""
     if not folder.is_dir():
         make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -22,10 +22,9 @@ def make(folder: Path) -> None:
 
 
 def make_own(folder: Path) -> None:
-    """The same for a folder that is nobody else's: where others may look into one that is there, they no longer may.
+    """Create the folder as `make` does; revoke other users' access if it exists already.
 
-    What keeps it from that, such as another owner or a disk that cannot be written, is logged: what is there can be
-    read all the same.
+    If that is impossible, because of another owner or a read-only disk, it is logged, and the folder is used anyway.
     """
     make(folder)
     with contextlib.suppress(OSError):
@@ -33,11 +32,11 @@ def make_own(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         facts = {"folder": str(folder), "mode": f"{mode:o}", "owner": owner_of(folder)}
-        _log.warning("other users may look into the folder", extra=facts)
+        _log.warning("other users may read the folder", extra=facts)
 
 
 def sync(folder: Path) -> None:
-    """Returns when the names in the folder are on the disk."""
+    """Return when the names in the folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What is free of a disk, and what stores leave of that to others."""
+"""The free space of a disk, and the part of it that stores leave to others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from bottega.storage import os_errors
 
-# On a disk so small that `min_free_bytes` would be most of it, this share of it stays free.
+# On a disk so small that `min_free_bytes` would be most of it, this share stays free instead.
 _FREE_SHARE = 0.05
 
 
 def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
-    """Bytes that are free on the folder's disk, and those of them that stay free. Raises StorageUnavailable.
+    """Return the free bytes of the folder's disk, and how many of them stay free. Raises StorageUnavailable.
 
-    min_free_bytes: that stay free; of a small disk a twentieth.
+    Args:
+        min_free_bytes: Bytes that stay free; at most a twentieth of the disk.
     """
     with os_errors.translated():
         disk = os.statvfs(folder)
@@ -22,15 +23,15 @@ def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
 
 
 def lack(folder: Path, size_bytes: int, *, min_free_bytes: int) -> int:
-    """Bytes that have to go before so many more leave others what they should have. Raises StorageUnavailable."""
+    """Return how many bytes must be freed before `size_bytes` more may be written. Raises StorageUnavailable."""
     free_bytes, kept_bytes = measure(folder, min_free_bytes=min_free_bytes)
     return max(0, size_bytes + kept_bytes - free_bytes)
 
 
 def check(folder: Path, size_bytes: int, *, min_free_bytes: int) -> None:
-    """Raises StorageUnavailable where so much more would leave others less of the disk than it should.
+    """Raise StorageUnavailable if `size_bytes` more would leave less than `min_free_bytes` to others.
 
-    Where nothing is to stay free, the system itself says when the disk is full.
+    If nothing has to stay free, it checks nothing: the system reports a full disk.
     """
     if not min_free_bytes:
         return

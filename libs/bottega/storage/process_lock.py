@@ -1,6 +1,6 @@
-"""A lock on a folder or a file that one process at a time has, and which process that is. Reads nothing of it.
+"""A lock on a folder or a file for one process at a time, which also tells which process holds it.
 
-It is the system's: whoever dies lets it go, and nobody has to clear it away.
+The system releases the lock of a process that dies, so that no stale lock is left.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ _PROCESSES = Path("/proc")
 
 
 class HeldElsewhere(BlockingIOError):
-    """Another process has it. str() is a sentence for an operator; pid: of that process, None where nothing tells."""
+    """The error for a lock that another process holds. Its text is a sentence for an operator."""
 
     def __init__(self, path: Path, pid: int | None, error: OSError) -> None:
         super().__init__(error.errno, error.strerror)
         self.path = path
         self.pid = pid
+        """Process id of the holder; None if it is unknown."""
 
     def __str__(self) -> str:
         who = "another process" if self.pid is None else f"process {self.pid}"
@@ -28,10 +29,11 @@ class HeldElsewhere(BlockingIOError):
 
 
 class ProcessLock:
-    """path: of a folder that is there, or of a file, which is made where there is none and is never replaced.
+    """A lock. Two locks of one process exclude each other as well.
 
-    of: what the lock is for, and what a refusal names; by default the path itself. Two locks of one process exclude
-    each other as well.
+    Args:
+        path: An existing folder, or a file, which is created if it does not exist and is never replaced.
+        of: What the lock protects, for the text of a refusal; the path by default.
     """
 
     def __init__(self, path: Path, *, of: Path | None = None) -> None:
@@ -40,7 +42,7 @@ class ProcessLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Returns at once. Harmless where this process has it. Raises HeldElsewhere, OSError."""
+        """Acquire the lock without waiting. It does nothing if it is held. Raises HeldElsewhere, OSError."""
         if self._descriptor is not None:
             return
         made = 0 if self._path.is_dir() else os.O_CREAT
@@ -58,7 +60,7 @@ class ProcessLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether this process has the lock of what is at the path now, and not of what was there before."""
+        """Whether the lock is held, and its folder or file was not replaced since."""
         if self._descriptor is None:
             return False
         held = os.fstat(self._descriptor)
@@ -69,22 +71,24 @@ class ProcessLock:
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
-        """Lets another process have it. Does nothing if this process does not hold it."""
+        """Release the lock. It does nothing if the lock is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _holder(descriptor: int) -> int | None:
-    """The process that has the lock of this file, as far as this user may know: the system tells of each descriptor
-    which locks it has (proc_pid_fdinfo(5))."""
+    """Return the process that holds the lock of this file; None if this user cannot see it.
+
+    The system lists the locks of each descriptor, see proc_pid_fdinfo(5).
+    """
     wanted = os.fstat(descriptor)
     lock = re.compile(rf"^lock:.*\bFLOCK\b.*:{wanted.st_ino}\s", re.MULTILINE)
-    for told in _PROCESSES.glob("[0-9]*/fdinfo/[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if lock.search(told.read_text(encoding="ascii", errors="replace")):
-                process = told.parent.parent
-                found = (process / "fd" / told.name).stat()
+    for info in _PROCESSES.glob("[0-9]*/fdinfo/[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if lock.search(info.read_text(encoding="ascii", errors="replace")):
+                process = info.parent.parent
+                found = (process / "fd" / info.name).stat()
                 if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
                     return int(process.name)
     return None

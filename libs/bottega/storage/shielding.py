@@ -1,4 +1,4 @@
-"""Work of an event loop that is done to its end even if the task that waits for it is cancelled."""
+"""Work of an event loop that runs to its end even if the task that awaits it is cancelled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ ResultT = TypeVar("ResultT")
 
 
 async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `work` returns or raises. A caller that is cancelled, even more than once, is so when the work has ended.
+    """Return or raise what `work` does. If the caller is cancelled, CancelledError is raised after the work has ended.
 
-    For what must be neither half done nor forgotten, such as a file that is made or removed: a caller may go at any
-    moment, also while what it left is being cleared away.
+    It is for work that must not stop halfway, such as creating or removing a file.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -25,21 +24,21 @@ async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # it is looked at: what is said is that the caller has gone
+            task.exception()  # retrieved, because CancelledError is raised in its place
         raise cancelled
     return task.result()
 
 
 @asynccontextmanager
 async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], object]) -> AsyncIterator[ResultT]:
-    """In the block, what `make` returns; afterwards it is unmade, whenever the caller is cancelled.
+    """Yield the result of `make`, and pass it to `unmake` after the block, even if the caller is cancelled.
 
-    Both run in threads. Raises what they raise.
+    Both run in threads, and may raise.
     """
-    there: list[ResultT] = []
+    made: list[ResultT] = []
     try:
-        await run_to_end(asyncio.to_thread(lambda: there.append(make())))
-        yield there[0]
+        await run_to_end(asyncio.to_thread(lambda: made.append(make())))
+        yield made[0]
     finally:
-        for each in there:
-            await run_to_end(asyncio.to_thread(unmake, each))
+        for resource in made:
+            await run_to_end(asyncio.to_thread(unmake, resource))

@@ -1,6 +1,4 @@
-"""SQLite files as every store of ours has them: made for their owner alone, opened without trust, looked over, and kept
-aside where they are damaged.
-"""
+"""Functions for SQLite files: they create, open, check and copy them, and set them aside."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from bottega.storage import folders
 
 # Another process's commit takes milliseconds, and a checkpoint some tens of them.
 _BUSY_TIMEOUT_S = 5.0
-# A service should be ready again within 3 s; 50,000 rows are checked in .3 s.
+# A service should be ready again within 3 s; checking 50,000 rows takes .3 s.
 _CHECK_S = 1.0
 # Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# Of a statement that suits the schema which the file had: its text in the file has changed since.
+# Errors of a valid statement if the text of the schema in the file was changed.
 _CHANGED_SCHEMA = ("no such column", "no such table")
 
 
 def create_file(path: Path) -> None:
-    """An empty file for its owner alone, where there is none. Raises OSError."""
+    """Create an empty file for its owner alone, if there is none. Raises OSError."""
     if path.exists():
         return
     folders.make_own(path.parent)
@@ -34,9 +32,10 @@ def create_file(path: Path) -> None:
 
 
 def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
-    """A connection for one thread at a time; transactions are begun explicitly. path: or a URI.
+    """Return a connection for one thread at a time, with explicit transactions. Raises sqlite3.Error.
 
-    Raises sqlite3.Error.
+    Args:
+        path: A path, or a URI as a string.
     """
     connection = sqlite3.connect(
         path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str)
@@ -77,9 +76,12 @@ def connect_without_log(path: Path) -> sqlite3.Connection:
 
 
 def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: int, version: int, what: str) -> bool:
-    """Whether it has our tables, of this version; an empty file has none.
+    """Return whether the file has this program's tables; False means that it is empty.
 
-    what: such a file is, for people. Raises ConfigError for somebody else's file and another version; sqlite3.Error.
+    Raises ConfigError if the file is another program's or of another version, and sqlite3.Error.
+
+    Args:
+        what: Names the file for people.
     """
     ((found,),) = connection.execute("PRAGMA application_id")
     ((written,),) = connection.execute("PRAGMA user_version")
@@ -99,7 +101,7 @@ def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: in
 
 
 def is_whole(connection: sqlite3.Connection) -> bool:
-    """Whether tables and indexes are, as far as a look of a second tells. Raises sqlite3.Error."""
+    """Return whether tables and indexes are intact, as far as a check of one second shows. Raises sqlite3.Error."""
     timer = threading.Timer(_CHECK_S, connection.interrupt)
     timer.start()
     try:
@@ -115,12 +117,12 @@ def is_whole(connection: sqlite3.Connection) -> bool:
 
 
 def schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Its tables, indexes and triggers by name. Raises sqlite3.Error."""
+    """Return the SQL of tables, indexes and triggers, sorted by name. Raises sqlite3.Error."""
     return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
 
 
 def says_damage(error: sqlite3.Error) -> bool:
-    """Whether it is about what is in the file."""
+    """Return whether the error means that the content of the file is damaged."""
     code = getattr(error, "sqlite_errorcode", None)
     if code == sqlite3.SQLITE_ERROR:
         return str(error).startswith(_CHANGED_SCHEMA)
@@ -128,10 +130,10 @@ def says_damage(error: sqlite3.Error) -> bool:
 
 
 def copy_whole(connection: sqlite3.Connection, copy: Path, is_whole: Callable[[sqlite3.Connection], bool]) -> bool:
-    """Copy all that an open connection reads to a new file, on the disk. Return False where not all can be read.
+    """Copy everything that an open connection reads to a new file; return False if not everything can be read.
 
-    A connection still reads a file that was deleted or replaced. Raise OSError and sqlite3.Error where nothing can be
-    written.
+    A connection can still read a file that was deleted or replaced. Raises OSError and sqlite3.Error if the copy cannot
+    be written.
     """
     folders.make_own(copy.parent)
     copy.unlink(missing_ok=True)
@@ -159,12 +161,12 @@ def copy_whole(connection: sqlite3.Connection, copy: Path, is_whole: Callable[[s
 
 
 def log_of(path: Path) -> Path:
-    """The log beside a file, which is part of it."""
+    """Return the path of the write-ahead log of a file."""
     return path.with_name(f"{path.name}-wal")
 
 
 def put_aside(path: Path, aside: Path) -> None:
-    """Gives a file another name, with what lies beside it, so that the first name is free. Raises OSError."""
+    """Rename a file, with its log and journal, so that its name is free. Raises OSError."""
     for end in ("-wal", "-shm", "-journal", ""):
         part = path.with_name(path.name + end)
         if part.exists():

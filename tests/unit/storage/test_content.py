@@ -276,7 +276,7 @@ async def test_a_leftover_that_cannot_be_removed_for_another_reason_is_said(tmp_
     async with _store(tmp_path):
         pass
     (tmp_path / "incoming" / "folder").mkdir()
-    with pytest.raises(StorageUnavailable, match="does not do what it should"):
+    with pytest.raises(StorageUnavailable, match="the disk has failed"):
         await ContentStore(tmp_path, budget_bytes=MIB, ttl_s=60).open()
 
 
