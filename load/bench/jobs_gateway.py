@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from bottega.gateway.__main__ import main
 from bottega.gateway.jobs.store import group_commit
-from bottega.storage import StorageTask
+from bottega.storage import SerialTask
 
 GROUP_VARIABLE = "BENCH_MAX_GROUP"
 """Operations that share a commit, at most."""
@@ -25,7 +25,7 @@ _TRANSACT = group_commit.GroupCommit._transact
 def change(max_group: int, slower_s: float) -> None:
     """Makes every job store of this process so from now on."""
 
-    def slowed(self: group_commit.GroupCommit, group: Sequence[StorageTask]) -> None:
+    def slowed(self: group_commit.GroupCommit, group: Sequence[SerialTask]) -> None:
         _TRANSACT(self, group)
         time.sleep(slower_s)
 

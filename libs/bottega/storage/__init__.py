@@ -1,8 +1,8 @@
-"""What outlives a process: files by content hash, SQLite files, and the thread that blocking work is done in."""
+"""Data that outlives a process: files by content hash, SQLite files, and the thread that does blocking work."""
 
 from bottega.storage.content import ContentReader, ContentStore
 from bottega.storage.sqlite_database import SqliteDatabase, SqliteFile, SqliteSchema
-from bottega.storage.thread import StorageTask, StorageThread
+from bottega.storage.thread import SerialTask, SerialThread, TaskGroups
 
 __all__ = [
     "ContentReader",
@@ -10,6 +10,7 @@ __all__ = [
     "SqliteDatabase",
     "SqliteFile",
     "SqliteSchema",
-    "StorageTask",
-    "StorageThread",
+    "TaskGroups",
+    "SerialTask",
+    "SerialThread",
 ]

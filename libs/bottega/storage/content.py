@@ -1,7 +1,7 @@
 """Finished images by content hash, on the disk, within a budget of bytes and time.
 
-All that changes files runs in one thread, all that reads them in another, so that a write never waits for the
-event loop, nor a reader for a write.
+One thread changes files and another one reads them, so that neither blocks the event loop, and readers do not wait for
+writes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from bottega.clocks import Clock, SteadyClock
 from bottega.errors import DataLoss, TooLarge
 from bottega.storage import os_errors
 from bottega.storage.content_files import ContentFolder, check, damaged
-from bottega.storage.fair_thread import FairStorageThread
-from bottega.storage.thread import StorageThread
+from bottega.storage.fair_thread import FairThread
+from bottega.storage.thread import SerialThread
 
 ResultT = TypeVar("ResultT")
 
-# One call of sweep; an unlink takes some tens of microseconds, and those of the largest files a millisecond.
+# Duration of one sweep. An unlink takes some tens of microseconds, or a millisecond for the largest files.
 _SLICE_S = 0.002
 _FOREIGN_NAMES_IN_LOG = 5
-# A file that changed so long ago gets another time with its next change: file systems count in milliseconds.
+# A file that was changed longer ago gets another time with its next change: file systems count in milliseconds.
 _SETTLED_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -37,23 +37,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """time: on the store's steady clock. trusted: written, or checked, since the start, and not seen damaged. damaged:
-    seen so.
-    """
+    """An image in the index."""
 
     owners: set[str]
-    """Who put it: it goes when none of them keeps it."""
+    """Owners that put it. It is deleted when none of them keeps it."""
     size_bytes: int
     time: float
+    """When it was last put or renewed, on the store's steady clock."""
     trusted: bool
+    """Whether it was written or checked since the start, and not found damaged."""
     damaged: bool = False
+    """Whether it was found damaged."""
     checked: tuple[int, ...] = ()
-    """Version of the file whose hash was found right by a reader: inode, size and times in ns."""
+    """Version of the file whose hash a reader has checked: inode, size and times in ns."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Owned:
-    """What an owner has."""
+    """The images of an owner."""
 
     digests: dict[str, None] = field(default_factory=dict)
     """Oldest first."""
@@ -61,9 +62,9 @@ class _Owned:
 
 
 class ContentReader:
-    """One image, part by part; it stays readable when the store drops it meanwhile. An async context manager."""
+    """A reader of one image in parts, which works even if the store deletes the image. An async context manager."""
 
-    def __init__(self, thread: FairStorageThread, descriptor: int, digest: str, *, size_bytes: int, owner: str) -> None:
+    def __init__(self, thread: FairThread, descriptor: int, digest: str, *, size_bytes: int, owner: str) -> None:
         self._thread = thread
         self._owner = owner
         self._descriptor: int | None = descriptor
@@ -71,15 +72,15 @@ class ContentReader:
         self.size_bytes = size_bytes
 
     async def read(self, offset: int, size_bytes: int) -> bytes:
-        """The bytes from `offset` on, as many as there are up to `size_bytes`.
+        """Return up to `size_bytes` bytes from `offset` on.
 
-        Raises DataLoss when the file has become shorter, StorageUnavailable when it cannot be read.
+        Raises DataLoss if the file has become shorter, and StorageUnavailable if it cannot be read.
         """
         size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
         return await self._thread.run(lambda: self._read(offset, size_bytes), owner=self._owner)
 
     def close(self) -> None:
-        """Read no more. Harmless when it was closed."""
+        """Close the reader. It may be called again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -93,7 +94,7 @@ class ContentReader:
         self.close()
 
     def __del__(self) -> None:
-        self.close()  # a caller that was cancelled while it asked for a reader never got it
+        self.close()  # a caller that is cancelled while it waits for a reader never gets it
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         assert self._descriptor is not None, "read after close"
@@ -105,17 +106,18 @@ class ContentReader:
 
 
 class ContentStore:
-    """Keeps images until their time is over; when the budget is used up, the owner that has most loses its oldest ones.
+    """A store that keeps images until they expire, within a budget.
 
-    So an owner whose images take no more than its share, which is the budget divided by the owners that have images,
-    loses none of them through another. An image that several have put counts for each.
+    If the budget is exceeded, the owner with the most bytes loses its oldest images. So an owner whose images take no
+    more than its share, which is the budget divided by the number of owners, loses none to others. An image that
+    several owners have put counts for each of them.
 
-    Open it before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
+    Call `open` before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
     One process at a time may have a folder open.
 
-    budget_bytes: of all images together. ttl_s: seconds since an image was last put, whatever the machine's clock is
-    set to meanwhile. steady: the time by which they age; let it go on from an earlier life before `open`, or a time at
-    which no store was open is what the machine's clock says.
+    Args:
+        budget_bytes: Maximum size of all images together.
+        ttl_s: Seconds from the last put or renewal of an image to its expiry.
     """
 
     def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Clock | None = None) -> None:
@@ -124,12 +126,15 @@ class ContentStore:
         self._folder = ContentFolder(folder)
         self._ttl_s = ttl_s
         self.steady = SteadyClock(clock or Clock())
+        """The clock by which images age, whatever the machine's clock is set to. Resume it before `open`: otherwise the
+        machine's clock tells how long the store was closed.
+        """
         self._pinned: Counter[str] = Counter()
-        # Oldest first. Only the writer changes it; the reader looks things up.
+        # Oldest first. The writer changes it, the reader only looks entries up.
         self._entries: dict[str, _Entry] = {}
         self._owned: dict[str, _Owned] = {}
-        self._writer = StorageThread("content-writer")
-        self._reader = FairStorageThread("content-reader")
+        self._writer = SerialThread("content-writer")
+        self._reader = FairThread("content-reader")
         self._opened = False
         self.size_bytes = 0
 
@@ -137,20 +142,20 @@ class ContentStore:
         return len(self._entries)
 
     async def open(self) -> None:
-        """Takes over the folder and learns what is there. May be called again after it failed."""
+        """Open the folder and read what it contains. It may be called again after a failure."""
         await self._writer.run(self._open)
 
     async def close(self) -> None:
-        """Ends after what was begun; another process may have the folder then."""
+        """Finish pending work and close the folder, so that another process may open it."""
         await self._reader.close()
         await self._writer.close()
         self._folder.close()
 
     @contextlib.contextmanager
     def pinned(self, digests: Collection[str]) -> Iterator[None]:
-        """In the block none of these goes to make room for another: several that belong together are put in it.
+        """Evict none of these images during the block, so that several that belong together can be put.
 
-        All that are pinned at any time must be within the budget together.
+        All images that are pinned at one time must fit into the budget together.
         """
         self._pinned.update(digests)
         try:
@@ -164,36 +169,41 @@ class ContentStore:
         return frozenset(self._pinned)
 
     async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
-        """Say whose the images are that were found at the start. owners: by digest."""
+        """Assign owners to the images that were found at the start.
+
+        Args:
+            owners: Owners by digest.
+        """
         await self._writer.run(lambda: self._assign(owners))
 
     async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
-        """Keep an image under its SHA-256; it is on the disk when this returns, and half of it never is.
+        """Store an image, and return when all of it is on the disk.
 
-        One that is there already has its time renewed and is not written again; after a start it is checked once.
-        Raise TooLarge for one that is beyond the whole budget.
+        The time of an existing image is renewed, and it is not written again; after a start it is checked once. Raises
+        TooLarge if the image exceeds the whole budget.
+
+        Args:
+            digest: The SHA-256 of the image.
         """
         if len(data) > self.budget_bytes:
             limit = {"limit": "results_bytes", "bytes": str(self.budget_bytes)}
-            raise TooLarge("the image is larger than all that may be kept", metadata=limit)
+            raise TooLarge("the image is larger than the budget for all images", metadata=limit)
         await self._writer.run(lambda: self._put(digest, data, owner))
 
     async def renew(self, digest: str) -> bool:
-        """Renews the time of an image, as another `put` would. False when it has gone, or is not what it was."""
+        """Renew the time of an image, as another `put` would. Return False if it is gone or damaged."""
         return await self._writer.run(lambda: self._renew(digest))
 
     async def release(self, digest: str, *, owner: str, put_before: float) -> None:
-        """Drop an image of an owner, at once; where others have it too, it stays theirs.
+        """Remove an image from an owner, and delete it if it has no other owner. It does nothing if it is gone.
 
         Args:
-            digest: One that is not there does no harm.
-            owner: Whose it is no more.
-            put_before: By the store's clock. An image that was put, or renewed, since stays: somebody needs it.
+            put_before: Time on the store's clock. An image that was put or renewed later stays, because it is needed.
         """
         await self._writer.run(lambda: self._release(digest, owner, put_before))
 
     async def get(self, digest: str) -> bytes | None:
-        """The image, or None when it has gone. Raises DataLoss when it is not what it was: never wrong bytes."""
+        """Return an image; None if it is gone. Raises DataLoss if it is damaged."""
         reader = await self.reader(digest)
         if reader is None:
             return None
@@ -201,25 +211,25 @@ class ContentStore:
             return await reader.read(0, reader.size_bytes)
 
     async def reader(self, digest: str, *, owner: str = "") -> ContentReader | None:
-        """Return what reads the image part by part, or None when it has gone. Close it. Those of owners take turns.
+        """Return a reader of an image, which the caller closes; None if the image is gone. Owners take turns.
 
-        The whole hash is checked here, before the first part goes out: a caller cannot take back what it has sent,
-        and hashing takes about a millisecond per MiB. It is checked once for each version of the file. What happens to
-        the file while it is being read is seen only if it gets shorter. Raises DataLoss.
+        The hash of the whole file is checked first, because a caller cannot take back what it has sent; that takes
+        about a millisecond per MiB, once for each version of the file. Damage during the reading is noticed only if the
+        file gets shorter. Raises DataLoss if the image is damaged.
         """
         return await self._reader.run(lambda: self._read(digest, owner), owner=owner)
 
     def holds(self, digest: str) -> bool:
-        """Whether the image is there and good, as far as is known without a look at the disk."""
+        """Return whether the image exists, as far as is known without asking the disk."""
         entry = self._entries.get(digest)
         return entry is not None and not entry.damaged and entry.time + self._ttl_s > self.steady()
 
     async def probe(self) -> None:
-        """Returns when something could be written, and was taken away again."""
+        """Write and remove a file, as a test of the disk."""
         await self._writer.run(self._probe)
 
     async def sweep(self) -> bool:
-        """Drops what has expired, oldest first, for a few milliseconds at most. Whether there is more to drop."""
+        """Delete expired images for a few milliseconds, oldest first; return whether there are more."""
         return await self._writer.run(self._sweep)
 
     def _open(self) -> None:
@@ -229,13 +239,16 @@ class ContentStore:
         files = sorted(scan.files, key=lambda file: file.time)
         self._entries, self._owned, self.size_bytes = {}, {}, 0
         for file in files:
-            # A clock that was wrong once must not keep a file for ever: a time to come is now.
+            # A clock that was wrong once must not keep a file for ever: a time in the future counts as now.
             time = now - max(0.0, now - file.time)
             self._enter(file.digest, _Entry(owners={""}, size_bytes=file.size_bytes, time=time, trusted=False))
         self._opened = True
         if scan.foreign:
             names = scan.foreign[:_FOREIGN_NAMES_IN_LOG]
-            _log.warning("left alone what is no image", extra={"folder": str(self._path), "names": names})
+            _log.warning(
+                "the folder of images has other files, which are left alone",
+                extra={"folder": str(self._path), "names": names},
+            )
 
     def _assign(self, owners: Mapping[str, Collection[str]]) -> None:
         found, self._owned = self._entries, {}
@@ -261,7 +274,7 @@ class ContentStore:
         if entry is None or entry.time + self._ttl_s <= now:
             return False
         with os_errors.translated():
-            if entry.trusted:  # it is on the disk for certain: there is nothing to wait for
+            if entry.trusted:  # it is certainly on the disk
                 intact = self._folder.is_intact(digest)
             else:
                 intact = self._folder.confirm(digest, size_bytes=entry.size_bytes, thoroughly=True)
@@ -294,7 +307,7 @@ class ContentStore:
             try:
                 descriptor = self._folder.open_file(digest)
             except FileNotFoundError:
-                if self._entries.get(digest) is entry:  # nobody of ours has removed it
+                if self._entries.get(digest) is entry:  # this process has not removed it
                     entry.trusted, entry.damaged = False, True
                     raise damaged(digest) from None
                 return None
@@ -341,9 +354,9 @@ class ContentStore:
             pass
 
     def _evict_one(self, owner: str, size_bytes: int) -> bool:
-        """Take the oldest image from the owner that has most, counting what `owner` wants to add.
+        """Take the oldest image from the owner with the most bytes, counting `size_bytes` that `owner` wants to add.
 
-        Return False where all that is left is pinned.
+        Return False if all remaining images are pinned.
         """
         added = {owner: size_bytes}
         by_use = sorted(self._owned, key=lambda name: -self._owned[name].size_bytes - added.get(name, 0))
@@ -361,7 +374,7 @@ class ContentStore:
         return False
 
     def _drop(self, digest: str) -> None:
-        # Out of the index first: a reader that finds no file then knows why.
+        # Removed from the index first, so that a reader that finds no file knows why.
         entry = self._entries[digest]
         self._leave(digest)
         try:
@@ -373,7 +386,7 @@ class ContentStore:
             raise
 
     def _enter(self, digest: str, entry: _Entry, *, oldest: bool = False) -> None:
-        """Take an image into the index, as the newest one, or as the oldest of its owners."""
+        """Add an image to the index, as the newest one, or as the oldest of its owners."""
         self._entries[digest] = entry
         self.size_bytes += entry.size_bytes
         for owner in entry.owners:
@@ -385,7 +398,7 @@ class ContentStore:
             owned.size_bytes += entry.size_bytes
 
     def _leave(self, digest: str) -> set[str]:
-        """Take an image out of the index, if it is there, and return whose it was."""
+        """Remove an image from the index, if it is there, and return its owners."""
         entry = self._entries.pop(digest, None)
         if entry is None:
             return set()
@@ -402,12 +415,12 @@ class ContentStore:
             del self._owned[owner]
 
     def _keep_in_place(self) -> None:
-        """Make the folder again, and learn what is there, where somebody has deleted it since it was opened."""
+        """Create and read the folder again if it was deleted since it was opened."""
         self._check_opened()
         with os_errors.translated():
             if self._folder.in_place:
                 return
-        _log.error("the folder of images was deleted; it is made again", extra={"folder": str(self._path)})
+        _log.error("the folder of images was deleted; it is created again", extra={"folder": str(self._path)})
         self._folder.close()
         self._open()
 

@@ -1,4 +1,4 @@
-"""A storage thread whose callers take turns by owner, so that one with many calls holds up nobody else."""
+"""A thread whose callers take turns by owner, so that an owner with many calls does not delay the others."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from bottega.storage.os_errors import BUSY, unavailable
-from bottega.storage.thread import StorageThread
+from bottega.storage.thread import SerialThread
 
 ResultT = TypeVar("ResultT")
 
-# One that runs, and one that is there when it ends.
+# One call runs, and the next one waits in the thread's own queue.
 _AT_ONCE = 2
-# Calls of one owner that may wait: more than a gateway serves streams at once.
+# Maximum number of waiting calls of one owner: more than the streams that a gateway serves at once.
 _MAX_WAITING = 4096
 
 
-class FairStorageThread:
-    """Runs blocking work of several owners, a piece of each in turn. Everything is awaited in one event loop."""
+class FairThread:
+    """A thread that runs blocking work of several owners in turns. It is used from one event loop."""
 
     def __init__(self, name: str) -> None:
-        self._thread = StorageThread(name)
+        self._thread = SerialThread(name)
         self._running = 0
-        # By owner; the one whose turn is next is first.
+        # Waiting calls by owner; the owner whose turn is next comes first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
-        """Return what `do` returns or raises. Raise StorageUnavailable as StorageThread does."""
+        """Return what `do` returns or raises. Raises StorageUnavailable as SerialThread.run does."""
         await self._wait_for_turn(owner)
         try:
             return await self._thread.run(do)
@@ -43,15 +43,15 @@ class FairStorageThread:
         if self._running < _AT_ONCE and not self._waiting:
             self._running += 1
             return
-        line = self._waiting.setdefault(owner, deque())
-        if len(line) >= _MAX_WAITING:
+        queue = self._waiting.setdefault(owner, deque())
+        if len(queue) >= _MAX_WAITING:
             raise unavailable("too many operations wait for the disk", cause=BUSY)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append(turn)
+        queue.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had come
+            if turn.done() and not turn.cancelled():  # its turn had come
                 self._end_turn()
             raise
 
@@ -59,10 +59,10 @@ class FairStorageThread:
         self._running -= 1
         while self._waiting and self._running < _AT_ONCE:
             owner = next(iter(self._waiting))
-            line = self._waiting.pop(owner)
-            turn = line.popleft()
-            if line:
-                self._waiting[owner] = line
+            queue = self._waiting.pop(owner)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)

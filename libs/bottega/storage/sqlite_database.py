@@ -1,9 +1,8 @@
-"""One SQLite file of ours: made, opened or kept aside where it is damaged, and every transaction on it in one thread at
-a time.
+"""A SQLite file: it is created, or opened, or set aside if it is damaged.
 
-A file that is damaged gets another name and stays; a new one takes its place, so that the service starts. Damage to a
-single row is seen by the checksum that each table's owner keeps in its rows. There is no log beside a file, whose index
-SQLite would map: a process that reads a mapped file which somebody has truncated is ended by SIGBUS.
+A damaged file gets another name, and a new one takes its place, so that the service starts. Damage to a single row is
+noticed by the checksum that the table's owner keeps in it. Files have no write-ahead log, because SQLite would map its
+index: a process that reads a mapped file after another one has truncated it is killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import TypeVar
 from bottega.errors import DataLoss
 from bottega.process import open_files
 from bottega.storage import folders, os_errors, sqlite_files
-from bottega.storage.thread import StorageThread
+from bottega.storage.thread import SerialThread
 
 ResultT = TypeVar("ResultT")
 
-# A disk that damages one file after the other needs a person, not more of them.
+# A disk that damages one file after another needs an operator, not more files.
 _MOST_ASIDE = 8
 
 _log = logging.getLogger(__name__)
@@ -32,21 +31,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqliteSchema:
-    """What is in a file. what: it is, for people, such as "the catalogue of LoRAs". tables: statements that make them.
-
-    remedy: of a damaged file whose place a new one has taken, for people: what fills that.
-    """
+    """The content of a file."""
 
     what: str
+    """Names it for people, such as "the catalogue of LoRAs"."""
     application_id: int
+    """Value of PRAGMA application_id."""
     version: int
     tables: tuple[str, ...]
+    """Statements that create tables and indexes."""
     remedy: str
+    """Tells people what fills a new file after a damaged one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenFile:
-    """The identity of a file when a transaction found it in its place."""
+    """The identity and size of a file at the last transaction."""
 
     device: int
     inode: int
@@ -65,15 +65,13 @@ class _SeenFile:
 
 
 class SqliteFile:
-    """The file in the caller's own thread; calls come one at a time. Open it before anything else.
+    """A SQLite file for one caller at a time. Call `open` before anything else.
 
     Every method may raise StorageUnavailable, or DataLoss for a damaged file.
 
     Args:
-        path: Of the file.
-        schema: What is in it.
-        keeps_place: Whether a file that is deleted or replaced while it is open is put back, and a truncated one made
-            anew; otherwise the owner looks after that.
+        keeps_place: Whether an open file that was deleted or replaced is restored, and a truncated one replaced by a
+            new one; otherwise the owner must handle that.
     """
 
     def __init__(self, path: Path, schema: SqliteSchema, *, keeps_place: bool = False) -> None:
@@ -84,21 +82,21 @@ class SqliteFile:
         self._seen: _SeenFile | None = None
 
     def open(self) -> None:
-        """Makes the file where there is none; a damaged one is kept aside.
+        """Open the file, or create it. A damaged one is set aside.
 
-        Raises ConfigError for somebody else's or another version's, DataLoss where too many have been damaged.
+        Raises ConfigError if it is another program's or of another version, and DataLoss if too many were damaged.
         """
         with self._typed_errors(), os_errors.translated():
             self._use(open_file(self.path, self._schema))
 
     def close(self) -> None:
-        """Lets the file go. Harmless where it is not open."""
+        """Close the file. It does nothing if it is not open."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """Return what `operation` returns, after its transaction is on the disk. Roll back if it raises."""
+        """Return the result of `operation`, after its transaction is on the disk. Roll back if it raises."""
         if self._connection is None:
             raise os_errors.unavailable(f"{self._schema.what} is not open", cause=os_errors.NOT_OPEN)
         with self._typed_errors():
@@ -110,9 +108,9 @@ class SqliteFile:
         return result
 
     def _return_to_place(self) -> None:
-        """Put the file back where it was deleted or replaced: SQLite would go on without it.
+        """Restore the file if it was deleted or replaced, because SQLite would continue without it.
 
-        Raises StorageUnavailable where its contents are gone, and a new one has taken its place.
+        Raises StorageUnavailable if its content is lost; a new file has taken its place then.
         """
         if not self._keeps_place or self._seen is None or self._connection is None:
             return
@@ -134,7 +132,7 @@ class SqliteFile:
         raise os_errors.unavailable(f"{text}: {self._schema.remedy}", cause="ESTALE")
 
     def _put_back(self, connection: sqlite3.Connection) -> bool:
-        """Return False where not all can be read."""
+        """Restore the file from the open connection; return False if not everything can be read."""
         copy = self.path.with_name(f"{self.path.name}-copy")
         if not sqlite_files.copy_whole(connection, copy, lambda target: _is_whole(target, self.path, self._schema)):
             return False
@@ -150,11 +148,11 @@ class SqliteFile:
         self._use(open_file(self.path, self._schema))
 
     def _make_room(self) -> None:
-        """Keep aside what has the name of the file, if there is something in it."""
+        """Set aside another file that has the name of ours, or remove it if it is empty."""
         found = _SeenFile.at(self.path)
         if found is not None and found.size_bytes:
             kept = _put_aside(self.path)
-            _log.warning("a file that has the name of ours is kept aside", extra={"kept": str(kept)})
+            _log.warning("a file with the name of ours is set aside", extra={"kept": str(kept)})
             return
         for part in (self.path.with_name(f"{self.path.name}-journal"), self.path):
             part.unlink(missing_ok=True)
@@ -174,7 +172,7 @@ class SqliteFile:
         what = self._schema.what
         if sqlite_files.says_damage(error):
             return DataLoss(
-                f"{what} is damaged; start the service again: it keeps the damaged file aside and makes a new one: "
+                f"{what} is damaged; start the service again: it sets the damaged file aside and makes a new one: "
                 f"{self._schema.remedy}"
             )
         if getattr(error, "sqlite_errorcode", None) is None:
@@ -185,31 +183,31 @@ class SqliteFile:
 
 
 class SqliteDatabase:
-    """The file for an event loop, in a thread of its own. The same methods, awaited."""
+    """A SqliteFile for an event loop, in a thread of its own. It keeps its place; see SqliteFile."""
 
     def __init__(self, path: Path, schema: SqliteSchema) -> None:
         self.path = path
         self._file = SqliteFile(path, schema, keeps_place=True)
-        self._thread = StorageThread(path.stem)
+        self._thread = SerialThread(path.stem)
 
     async def open(self) -> None:
-        """As SqliteFile does."""
+        """Open the file, see SqliteFile.open."""
         await self._thread.run(self._file.open)
 
     async def close(self) -> None:
-        """Ends after what was begun."""
+        """Finish pending transactions and close the file."""
         await self._thread.close()
         self._file.close()
 
     async def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """As SqliteFile does."""
+        """Return the result of `operation`, see SqliteFile.transact."""
         return await self._thread.run(lambda: self._file.transact(operation))
 
 
 def open_file(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
-    """A connection whose commits are on the disk when they return, to the file or to a new one in its place.
+    """Return a connection to the file, or to a new one if it is damaged. Commits return when they are on the disk.
 
-    Raises as SqliteFile.open does, and OSError, sqlite3.Error.
+    Raises what SqliteFile.open raises, and OSError, sqlite3.Error.
     """
     sqlite_files.create_file(path)
     try:
@@ -230,7 +228,7 @@ def _opened(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
         )
         if not sqlite_files.is_whole(connection) or (is_made and not _has_tables(connection, schema)):
             raise _damage()
-        # A file in this mode can be read where nothing can be written.
+        # A file in this mode can be read on a read-only disk.
         for pragma in ("journal_mode = DELETE", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
         if not is_made:
@@ -244,7 +242,7 @@ def _opened(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
 
 
 def _make_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> None:
-    """Within a transaction."""
+    """Create the tables. Call it in a transaction."""
     for statement in schema.tables:
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {schema.application_id}")
@@ -267,12 +265,12 @@ def _has_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> bool:
 
 def _keep_aside(path: Path, schema: SqliteSchema) -> None:
     aside = _put_aside(path)
-    what = f"{schema.what} is damaged; it is kept aside, and a new one is made"
+    what = f"{schema.what} is damaged; it is set aside, and a new one is made"
     _log.error(f"{what}: {schema.remedy}", extra={"kept": str(aside)})
 
 
 def _put_aside(path: Path) -> Path:
-    """Give a file another name, and return that. Raises DataLoss where there are too many such files."""
+    """Rename a file and return its new path. Raises DataLoss if there are too many such files."""
     others = sorted(path.parent.glob(f"{path.stem}.damaged-*{path.suffix}"))
     if len(others) >= _MOST_ASIDE:
         raise DataLoss(

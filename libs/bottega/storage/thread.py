@@ -1,112 +1,142 @@
-"""One thread that does blocking work in the order in which it came, for an event loop that only awaits.
+"""One thread that runs blocking work in the order in which it was queued.
 
-What only such a thread touches needs no lock.
+State that only such a thread touches needs no lock. An event loop awaits `run`; threads use `call`, or `post` if nobody
+waits for the result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from bottega.errors import StorageUnavailable
 from bottega.storage.os_errors import BUSY, unavailable
 
 ResultT = TypeVar("ResultT")
 
-# Of a disk that hangs; a healthy one takes milliseconds.
+# Time for a disk that hangs; a healthy one answers within milliseconds.
 _WAIT_S = 30.0
-# A wait that ends so much later than it was to says that this process was stopped itself.
+# A timer that fires so much later than it was set for shows that this process was stopped itself.
 _LATE_S = 1.0
 # More than a service has calls at once: beyond it the disk is the bottleneck, and callers should get an error.
 _MAX_WAITING = 1024
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StorageTask:
-    """Something to do, and how it ended. size_bytes: about what it writes. outcome: belongs to the event loop.
-
-    The thread that serves it sets `result` or `error`; the last value counts, and is passed on when the whole group was
-    served.
-    """
+class SerialTask:
+    """A piece of work and its result, which the thread delivers after it has served the whole group."""
 
     do: Callable[[], Any]
-    outcome: asyncio.Future[Any]
+    outcome: asyncio.Future[Any] | Future[Any] | None = None
+    """Future of the caller; None if nobody waits."""
     size_bytes: int = 0
+    """Approximate size of what it writes."""
     result: Any = None
     error: BaseException | None = None
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody still waits for it. Ask before doing it."""
-        return not self.outcome.done()
+        """Whether the work is still to be done. It is False if its caller has given up."""
+        return self.outcome is None or not self.outcome.done()
 
     def deliver(self) -> None:
-        """Ends the wait for it. In the event loop."""
-        if self.outcome.done():
+        """Complete the caller's future, in its event loop if it has one; log the error of work without a caller."""
+        if self.outcome is None:
+            if self.error is not None:
+                _log.error("work in the background failed", exc_info=self.error)
             return
-        if self.error is not None:
-            self.outcome.set_exception(self.error)
-        else:
-            self.outcome.set_result(self.result)
+        with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):  # the caller has given up
+            if self.error is not None:
+                self.outcome.set_exception(self.error)
+            else:
+                self.outcome.set_result(self.result)
 
 
-def one_by_one(group: Sequence[StorageTask]) -> None:
-    """Does each piece of work by itself."""
-    for work in group:
-        if work.wanted:
+def one_by_one(group: Sequence[SerialTask]) -> None:
+    """Do each piece of work on its own."""
+    for task in group:
+        if task.wanted:
             try:
-                work.result = work.do()
-            except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
-                work.error = error
+                task.result = task.do()
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+                task.error = error
 
 
-class StorageThread:
-    """Starts with the first work; close it when it is no longer needed. Everything is awaited in one event loop.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGroups:
+    """Groups of waiting tasks that are done together."""
 
-    serve: does a group of work and says how each piece of it ended; it does not raise. max_group, max_group_bytes: a
-    group is what waits, up to so much of it. max_waiting: pieces of work that may wait. wait_s: seconds until the
-    caller of one that has not ended gives up.
+    serve: Callable[[Sequence[SerialTask]], None] = one_by_one
+    """Does a group and sets the result or error of each task; must not raise."""
+    max_tasks: int = 1
+    """Maximum number of tasks in a group."""
+    max_bytes: int = 1
+    """Size from which a group takes no more tasks."""
+
+
+class SerialThread:
+    """A thread that runs queued work in order. It starts with the first work; end it with `close` or `end`.
+
+    Args:
+        groups: How waiting tasks form groups; by default each is done on its own.
+        max_waiting: Maximum number of tasks of `run` that may wait. Callers of `post` bound what they queue.
+        wait_s: Seconds after which callers give up.
+        tick: Called between other work, however much of that waits.
+        tick_s: Seconds between calls of `tick`.
+        niceness: Added to the thread's nice value on Linux, so that other threads go first on the same core.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        serve: Callable[[Sequence[StorageTask]], None] = one_by_one,
-        max_group: int = 1,
-        max_group_bytes: int = 1,
+        groups: TaskGroups | None = None,
         max_waiting: int = _MAX_WAITING,
         wait_s: float = _WAIT_S,
+        tick: Callable[[], None] | None = None,
+        tick_s: float = 0.0,
+        niceness: int = 0,
     ) -> None:
-        self._serve = serve
-        self._max_group = max_group
-        self._max_group_bytes = max_group_bytes
-        # Tasks come from the event loop alone, so that checking the length before adding keeps the bound.
-        self._queue: queue.SimpleQueue[StorageTask | None] = queue.SimpleQueue()
+        self._groups = groups or TaskGroups()
         self._max_waiting = max_waiting
+        self._wait_s = wait_s
+        self._tick = tick
+        self._tick_s = tick_s
+        self._niceness = niceness
+        self._queue: queue.SimpleQueue[SerialTask | None] = queue.SimpleQueue()
         # A daemon, because nothing else lets a process end while its disk hangs.
         self._thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
-        self._wait_s = wait_s
+        self._lock = threading.Lock()
         self._started = self._closed = False
+        self._tick_due_s = 0.0
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that wait."""
+        """Number of tasks that wait."""
         return self._queue.qsize()
 
     async def run(self, do: Callable[[], ResultT], *, size_bytes: int = 0) -> ResultT:
-        """What `do` returns or raises.
+        """Return or raise what `do` does.
 
-        Raises StorageUnavailable when too much waits already, when it takes too long, and after close(). Then, and
-        when the caller is cancelled, work that has begun goes on to its end, and other work is dropped.
+        Raises StorageUnavailable if too many tasks wait, if it takes too long, and after `close`. Then, and if the
+        caller is cancelled, work that has begun continues to its end, and other work is dropped.
         """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[ResultT] = loop.create_future()
-        self._enqueue(StorageTask(do=do, size_bytes=size_bytes, outcome=outcome))
+        self._enqueue(SerialTask(do=do, size_bytes=size_bytes, outcome=outcome), max_waiting=self._max_waiting)
         giving_up: asyncio.TimerHandle
 
         def give_up(due: float) -> None:
@@ -123,57 +153,119 @@ class StorageThread:
         finally:
             giving_up.cancel()
 
-    async def close(self) -> None:
-        """Ends the thread after the work that waits. Raises StorageUnavailable when that takes too long."""
-        if self._started and not self._closed:
-            self._closed = True
-            await asyncio.to_thread(self._end)
+    def call(self, do: Callable[[], ResultT], *, wait_s: float | None = None) -> ResultT:
+        """Return or raise what `do` does, after all work that was queued before. Not for event loops.
 
-    def _enqueue(self, work: StorageTask) -> None:
-        if self._closed:
-            raise unavailable("the storage is closed", cause="ESHUTDOWN")
-        if not self._started:
-            self._started = True
-            self._thread.start()
-        if self._queue.qsize() >= self._max_waiting:
-            raise unavailable("too many operations wait for the disk", cause=BUSY)
-        self._queue.put(work)
+        Raises StorageUnavailable if that takes longer than `wait_s`, and after the end. Work that has begun continues.
+        """
+        outcome: Future[ResultT] = Future()
+        self._enqueue(SerialTask(do=do, outcome=outcome))
+        try:
+            return outcome.result(self._wait_s if wait_s is None else wait_s)
+        except FutureTimeoutError:
+            if not outcome.cancel():
+                return outcome.result()  # it has just ended, or `do` raised a TimeoutError
+            raise unavailable("the disk does not answer", cause="ETIMEDOUT") from None
+
+    def post(self, do: Callable[[], None]) -> None:
+        """Queue work that nobody waits for; its errors are logged. After the end, it is dropped."""
+        with contextlib.suppress(StorageUnavailable):
+            self._enqueue(SerialTask(do=do))
+
+    async def close(self) -> None:
+        """End the thread after the work that waits. Raises StorageUnavailable if that takes too long."""
+        if self._started and not self._closed and not await asyncio.to_thread(self.end):
+            raise unavailable("the disk does not answer", cause="ETIMEDOUT")
+
+    def end(self, *, wait_s: float | None = None, drop_waiting: bool = False) -> bool:
+        """End the thread after the work that waits, or without that; return whether it has ended in time."""
+        with self._lock:
+            if not self._started:
+                self._closed = True
+                return True
+            if not self._closed:
+                self._closed = True
+                if drop_waiting:
+                    self._drop_waiting()
+                self._queue.put(None)
+        self._thread.join(self._wait_s if wait_s is None else wait_s)
+        return not self._thread.is_alive()
+
+    def _enqueue(self, task: SerialTask, *, max_waiting: int | None = None) -> None:
+        with self._lock:
+            if self._closed:
+                raise unavailable("the storage is closed", cause="ESHUTDOWN")
+            if not self._started:
+                self._started = True
+                self._thread.start()
+            if max_waiting is not None and self._queue.qsize() >= max_waiting:
+                raise unavailable("too many operations wait for the disk", cause=BUSY)
+            self._queue.put(task)
+
+    def _drop_waiting(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = self._queue.get_nowait()
+                if task is not None and task.outcome is not None:
+                    task.error = unavailable("the storage is closed", cause="ESHUTDOWN")
+                    _deliver([task])
 
     def _serve_all(self) -> None:
-        while (first := self._queue.get()) is not None:
+        if self._niceness and sys.platform == "linux":  # elsewhere, threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        self._tick_due_s = time.monotonic() + self._tick_s
+        while (first := self._next()) is not None:
             group, ended = self._group(first)
             del first
-            self._serve(group)
+            self._groups.serve(group)
             _deliver(group)
-            del group  # what the work holds goes with it
+            del group  # so that what the work holds is freed
             if ended:
                 return
 
-    def _group(self, first: StorageTask) -> tuple[list[StorageTask], bool]:
-        """`first` and what else waits, within the bounds; and whether the end was among it."""
+    def _next(self) -> SerialTask | None:
+        """Return the tick if it is due, however much waits, or else the next task. None is the end."""
+        if self._tick is None:
+            return self._queue.get()
+        left_s = self._tick_due_s - time.monotonic()
+        try:
+            return self._queue.get(timeout=left_s) if left_s > 0.0 else SerialTask(do=self._run_tick)
+        except queue.Empty:
+            return SerialTask(do=self._run_tick)
+
+    def _run_tick(self) -> None:
+        assert self._tick is not None, "only a thread with a tick runs it"
+        try:
+            self._tick()
+        finally:
+            self._tick_due_s = time.monotonic() + self._tick_s
+
+    def _group(self, first: SerialTask) -> tuple[list[SerialTask], bool]:
+        """Return `first` and further waiting tasks within the bounds, and whether the end was among them."""
         group, size_bytes = [first], first.size_bytes
         with contextlib.suppress(queue.Empty):
-            while len(group) < self._max_group and size_bytes < self._max_group_bytes:
-                work = self._queue.get_nowait()
-                if work is None:
+            while len(group) < self._groups.max_tasks and size_bytes < self._groups.max_bytes:
+                task = self._queue.get_nowait()
+                if task is None:
                     return group, True
-                group.append(work)
-                size_bytes += work.size_bytes
+                group.append(task)
+                size_bytes += task.size_bytes
         return group, False
 
-    def _end(self) -> None:
-        self._queue.put(None)
-        self._thread.join(self._wait_s)
-        if self._thread.is_alive():
-            raise unavailable("the disk does not answer", cause="ETIMEDOUT")
 
-
-def _deliver(group: Sequence[StorageTask]) -> None:
-    """Completes all futures of the group at once: waking another thread costs as much as a small piece of work."""
+def _deliver(group: Sequence[SerialTask]) -> None:
+    """Deliver a group's results, those of an event loop at once: waking it costs as much as a small piece of work."""
+    awaited = [task for task in group if isinstance(task.outcome, asyncio.Future)]
+    for task in group:
+        if not isinstance(task.outcome, asyncio.Future):
+            task.deliver()
 
     def deliver() -> None:
-        for work in group:
-            work.deliver()
+        for task in awaited:
+            task.deliver()
 
-    with contextlib.suppress(RuntimeError):  # a loop that is closed awaits nothing any more
-        group[0].outcome.get_loop().call_soon_threadsafe(deliver)
+    if awaited:
+        outcome = awaited[0].outcome
+        assert isinstance(outcome, asyncio.Future)
+        with contextlib.suppress(RuntimeError):  # a closed loop awaits nothing
+            outcome.get_loop().call_soon_threadsafe(deliver)

@@ -8,21 +8,24 @@ few sections of a worker are loaded at once; further requests wait.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from bottega.activations.store.store import ActivationStore
-from bottega.activations.transfer import SectionRequested, SectionTransfer
 from bottega.activations.turns import TurnQueue
 from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InternalError, InvalidRequest, NoSharedMemory, TooLarge
 from bottega.rpc.status import job_error_to_json
 from bottega.sections import messages
 from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS
+from bottega.sections.pieces import SectionPiece, SectionPieces, send_chunk
+from bottega.sections.section import SectionLayout
 from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile
 from bottega.v1.activations_pb2 import SectionRequest
+from bottega.v1.trace_pb2 import StoreTimes
 
 # Requests of one worker, which has some tens of edits that each request the sections of coming steps.
 _MOST_WAITING = 4096
@@ -197,3 +200,68 @@ class SectionSender:
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         self._forget(number)
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionRequested:
+    """A worker's request for a section."""
+
+    number: int
+    """The worker's number of the request."""
+    digest: str
+    tensors: tuple[int, ...]
+    """Places of the requested tensors in the section; empty for all."""
+    edit: int
+    """See `SectionRequest`."""
+    order: int
+    """Place of the request among all of the worker."""
+    requested_s: float = field(default_factory=time.monotonic)
+    """Time of arrival, on the monotonic clock."""
+    waited_s: float = 0.0
+    """Seconds in the queue."""
+
+    def times(self, lease: CacheLease) -> StoreTimes:
+        """Return the store's times for the request until now, when the lease is sent."""
+        times = lease.times_until_now()
+        times.wait_s += self.waited_s
+        return times
+
+
+class SectionTransfer:
+    """A lease that is being sent. Raises InvalidRequest if tensors are requested that the section does not have."""
+
+    def __init__(self, requested: SectionRequested, lease: CacheLease, layout: SectionLayout) -> None:
+        self.number = requested.number
+        self.edit = requested.edit
+        self.order = requested.order
+        self.lease = lease
+        self._requested = requested
+        self._begun = False
+        self._layout = layout
+        try:
+            self._pieces = SectionPieces(layout, requested.tensors or None)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    @property
+    def done(self) -> bool:
+        """Whether everything requested was sent."""
+        return self._pieces.done
+
+    def send_piece(self, link: Link, most_bytes: int) -> int:
+        """Send the next bytes, up to `most_bytes`, and return how many were sent.
+
+        Raise InternalError if the file has become shorter, or the error of the link.
+        """
+        times = None if self._begun else self._requested.times(self.lease)
+        self._begun = True
+        return send_chunk(link, self.number, self._pieces.take(most_bytes), self._fill, times=times)
+
+    def _fill(self, piece: SectionPiece, view: memoryview) -> None:
+        """Read bytes of the file into a tensor of a slot."""
+        place, done = self._layout.offsets[piece.tensor] + piece.start, 0
+        while done < len(view):
+            got = os.preadv(self.lease.descriptor, [view[done:]], place + done)
+            if not got:
+                raise InternalError("a section's file has become shorter while it was sent")
+            done += got

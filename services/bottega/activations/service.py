@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from bottega import rules
+from bottega.activations.profiles import check_profile
 from bottega.activations.store.store import ActivationStore
-from bottega.activations.validation import check_id, check_limit, check_profile, check_sources
+from bottega.errors import Violation
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1 import activations_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ActivationService"].full_name
 
-# Stated in the contract.
+# The limits in the contract.
 _DEFAULT_LIMIT = 100
+_MAX_LIMIT = 1000
+_MAX_SOURCES = 64
+_ID = re.compile(r"[0-9a-f]{8,32}")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -31,32 +37,32 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
         self, request: pb.ListStoredTemplatesRequest, _context: _Context
     ) -> pb.ListStoredTemplatesResponse:
         """List templates, most recently used first."""
-        rules.refuse(list(check_limit(request.limit)))
+        rules.refuse(list(_check_limit(request.limit)))
         return await asyncio.to_thread(self._list, request.limit or _DEFAULT_LIMIT)
 
     async def DropStoredTemplate(
         self, request: pb.DropStoredTemplateRequest, _context: _Context
     ) -> pb.DropStoredTemplateResponse:
         """Drop the templates whose ids begin with a prefix."""
-        rules.refuse(list(check_id(request.id)))
+        rules.refuse(list(_check_id(request.id)))
         return pb.DropStoredTemplateResponse(dropped=await asyncio.to_thread(self._store.drop, request.id))
 
     async def PinTemplate(self, request: pb.PinTemplateRequest, _context: _Context) -> pb.PinTemplateResponse:
         """Pin templates, or unpin them."""
-        rules.refuse(list(check_id(request.id, may_be_empty=False)))
+        rules.refuse(list(_check_id(request.id, may_be_empty=False)))
         pinned = await asyncio.to_thread(self._store.pin, request.id, request.pinned)
         return pb.PinTemplateResponse(templates=pinned)
 
     async def WarmTemplate(self, request: pb.WarmTemplateRequest, _context: _Context) -> pb.WarmTemplateResponse:
         """Begin to load templates into memory."""
-        rules.refuse(list(check_id(request.id)))
+        rules.refuse(list(_check_id(request.id)))
         return await asyncio.to_thread(self._store.warm, request.id)
 
     async def PrefetchTemplates(
         self, request: pb.PrefetchTemplatesRequest, _context: _Context
     ) -> pb.PrefetchTemplatesResponse:
         """Begin to load the templates of coming edits into memory."""
-        rules.refuse(list(check_sources(request.sources)))
+        rules.refuse(list(_check_sources(request.sources)))
         templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
         return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)
 
@@ -89,3 +95,25 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
             trouble=figures.trouble,
             template_budget_bytes=figures.template_budget_bytes,
         )
+
+
+def _check_id(template: str, *, may_be_empty: bool = True) -> Iterator[Violation]:
+    """Yield the violations of a template's id, or the prefix of one."""
+    if (template or not may_be_empty) and _ID.fullmatch(template) is None:
+        empty = "empty, or " if may_be_empty else ""
+        yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of an id")
+
+
+def _check_limit(limit: int) -> Iterator[Violation]:
+    """Yield the violations of a list's limit; 0 means the contract's default."""
+    if not 0 <= limit <= _MAX_LIMIT:
+        yield Violation(field="limit", description=f"must be 0 to {_MAX_LIMIT}")
+
+
+def _check_sources(sources: Sequence[str]) -> Iterator[Violation]:
+    """Yield the violations of sources of templates to prefetch."""
+    if len(sources) > _MAX_SOURCES:
+        yield Violation(field="sources", description=f"must be at most {_MAX_SOURCES}")
+    for index, source in enumerate(sources[:_MAX_SOURCES]):
+        if not rules.is_digest(source):
+            yield Violation(field=f"sources[{index}]", description="must be 64 hex digits, in lower case")

@@ -1,60 +1,47 @@
-"""The approximate cache as a service: its store, its links, and its membership in the fleet.
-
-`service.py` translates between it and gRPC.
-"""
+"""The approximate cache as a service. `service.py` translates between the store and gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
-import os
 from pathlib import Path
 
 from google.protobuf import json_format
 
 from bottega import kinds, rules
-from bottega.background_tasks import BackgroundTasks
 from bottega.cache.config import CacheConfig
 from bottega.cache.metrics import CacheStatistics
+from bottega.cache.profiles import check_profile
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.cache.validation import check_profile
 from bottega.cache.worker_link import CacheLinks
-from bottega.errors import ConfigError, Draining, InvalidRequest, StorageUnavailable
+from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable
 from bottega.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
-from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening
-from bottega.rpc.operation.link_metrics import link_counts
-from bottega.transport import offer_to_wire
+from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.store_server import StoreServer
 from bottega.v1 import fleet_pb2
 from bottega.v1.cache_pb2 import CacheProfile
-from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
 
-class CacheServer:
-    """The server of an approximate cache. Start it with `start`, end it with `drain` and `stop`.
+class CacheServer(StoreServer):
+    """The server of an approximate cache.
 
     Raises ConfigError if a configured profile cannot be used, or an address cannot be bound.
-
-    Args:
-        listening: The gRPC server.
     """
 
     def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
-        self.name = config.name or f"cache-{os.getpid()}"
-        self._config = config
-        self._listening = listening
-        self._version = importlib.metadata.version("bottega-services")
         self._profiles = read_profiles(config)
         self.store = LatentStore(store_settings(config, folder))
-        self._links = CacheLinks(config.links, store=self.store)
-        self._membership: FleetMembership | None = None
-        self._memory = MemoryMeter(lambda: [os.getpid()])
-        self._tasks = BackgroundTasks("measuring of memory")
-        self._draining = False
+        super().__init__(
+            kind=kinds.CACHE,
+            name=config.name,
+            what="the approximate cache",
+            gateway=config.gateway,
+            listening=listening,
+            links=CacheLinks(config.links, store=self.store),
+        )
 
     async def start(self) -> None:
         """Open the store and join the fleet. Earlier entries are read in the background.
@@ -62,16 +49,7 @@ class CacheServer:
         Raises ConfigError, and Unavailable if another process uses the folder.
         """
         await asyncio.to_thread(self._open)
-        self._tasks.start(self._memory.run())
-        if self._config.gateway:
-            self._membership = self._join()
-            self._membership.start()
-
-    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return a link's offer for a worker, whose host is `caller`. Raises Draining, LinksFull, InvalidRequest."""
-        if self._draining:
-            raise Draining("the approximate cache is stopping")
-        return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
+        await super().start()
 
     def load(self) -> fleet_pb2.Load:
         """Return how busy it is."""
@@ -82,25 +60,14 @@ class CacheServer:
             activity=fleet_pb2.Activity(lookups=sum(lookups.values()), hits=lookups["hit"]),
         )
 
-    async def drain(self) -> None:
-        """Offer no more links. Jobs continue without pending answers."""
-        self._draining = True
-        self._links.drain()
-        if self._membership:
-            self._membership.report_soon()
-
     async def stop(self) -> None:
         """Leave the fleet, end every link, and write pending recordings."""
-        if self._membership:
-            await self._membership.stop()
-        await self._tasks.cancel()
-        await asyncio.to_thread(self._links.close)
+        await super().stop()
         await asyncio.to_thread(self.store.close)
 
     def statistics(self) -> CacheStatistics:
         """Return the current figures. Any thread may call it."""
-        links = link_counts(self._links.counters, open_links=len(self._links.handlers))
-        return CacheStatistics(store=self.store.statistics(), links=links)
+        return CacheStatistics(store=self.store.statistics(), links=self.link_counts())
 
     def _open(self) -> None:
         self.store.start()
@@ -112,16 +79,6 @@ class CacheServer:
                 _log.warning(
                     "a profile could not be kept", extra={"model_hash": profile.model_hash, "text": error.message}
                 )
-
-    def _join(self) -> FleetMembership:
-        registration = fleet_pb2.Registration(
-            kind=kinds.CACHE,
-            name=self.name,
-            address=self._listening.address,
-            version=self._version,
-            metrics_address=self._listening.metrics_address,
-        )
-        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
 
 def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 
 from bottega import rules
+from bottega.cache.profiles import check_profile
 from bottega.cache.store.statistics import LatentStatistics
 from bottega.cache.store.store import LatentStore
-from bottega.cache.validation import check_entry, check_limit, check_model_hash, check_profile
 from bottega.codec import Pixels, images
-from bottega.errors import CacheEntryNotFound
+from bottega.errors import CacheEntryNotFound, Violation
+from bottega.latents import ENTRY_PATTERN
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1 import cache_pb2_grpc
 from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
-# The limit in the contract.
+# The limits of a list in the contract.
 _DEFAULT_LIMIT = 100
+_MAX_LIMIT = 500
+_HASH = re.compile(r"[0-9a-f]{1,128}")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -38,14 +43,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def GetCacheEntry(self, request: pb.GetCacheEntryRequest, _context: _Context) -> pb.GetCacheEntryResponse:
         """Return one entry with its picture."""
         entry = request.entry.partition("@")[0]
-        rules.refuse(list(check_entry(entry)))
+        rules.refuse(list(_check_entry(entry)))
         return await asyncio.to_thread(self._entry, entry)
 
     async def ListCacheEntries(
         self, request: pb.ListCacheEntriesRequest, _context: _Context
     ) -> pb.ListCacheEntriesResponse:
         """Return the newest entries."""
-        rules.refuse([*check_model_hash(request.model_hash), *check_limit(request.limit)])
+        rules.refuse([*_check_model_hash(request.model_hash), *_check_limit(request.limit)])
         limit = request.limit or _DEFAULT_LIMIT
         return pb.ListCacheEntriesResponse(
             entries=await asyncio.to_thread(self._store.entries, request.model_hash, limit)
@@ -53,7 +58,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, _context: _Context) -> pb.ClearCacheResponse:
         """Delete the entries of a model, or all."""
-        rules.refuse(list(check_model_hash(request.model_hash)))
+        rules.refuse(list(_check_model_hash(request.model_hash)))
         return pb.ClearCacheResponse(entries=await asyncio.to_thread(self._store.clear, request.model_hash))
 
     async def ListCacheProfiles(
@@ -106,3 +111,21 @@ def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
         trouble=figures.trouble,
         predictor_on=figures.predictor is not None and figures.predictor.on,
     )
+
+
+def _check_entry(entry: str) -> Iterator[Violation]:
+    """Yield the violations of an entry's name, without a step."""
+    if ENTRY_PATTERN.fullmatch(entry) is None:
+        yield Violation(field="entry", description="must be 32 hex digits, with @ and a step behind them or without")
+
+
+def _check_model_hash(model_hash: str) -> Iterator[Violation]:
+    """Yield the violations of a model hash, where "" means all models."""
+    if model_hash and _HASH.fullmatch(model_hash) is None:
+        yield Violation(field="model_hash", description="must be 1 to 128 hex digits, or empty for all models")
+
+
+def _check_limit(limit: int) -> Iterator[Violation]:
+    """Yield the violations of a list's limit; 0 means the contract's default."""
+    if not 0 <= limit <= _MAX_LIMIT:
+        yield Violation(field="limit", description=f"must be 0 to {_MAX_LIMIT}")

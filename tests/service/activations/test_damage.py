@@ -127,14 +127,14 @@ def test_a_template_whose_latent_and_noise_are_damaged_is_none(tmp_path: Path) -
         assert store.statistics().damaged == 1
 
 
-@pytest.mark.parametrize("table", ["templates", "sections", "parts"])
+@pytest.mark.parametrize("table", ["templates", "sections", "shared"])
 def test_records_with_flipped_bits_are_not_believed(tmp_path: Path, table: str) -> None:
     """What a row says is what was written, or the row is no more."""
     with running_store(tmp_path) as store:
         for name in ("a", "b"):
             record(store, name, _STEPS)
         before = {info.digest for name in ("a", "b") for info in answer(store, name).sections}
-    column = {"templates": "header", "sections": "digest", "parts": "data"}[table]
+    column = {"templates": "header", "sections": "digest", "shared": "data"}[table]
     with sqlite3.connect(tmp_path / "records.db") as connection:
         (value,) = connection.execute(f"SELECT {column} FROM {table}").fetchone()
         changed = value[:-1] + (b"\x01" if isinstance(value, bytes) else "z")
@@ -151,15 +151,3 @@ def test_records_with_flipped_bits_are_not_believed(tmp_path: Path, table: str) 
                 record(store, name, _STEPS)
     with running_store(tmp_path) as store:
         assert all(answer(store, name).sections for name in ("a", "b"))
-
-
-def test_records_that_are_destroyed_are_kept_aside_and_the_store_starts(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        record(store, "a", _STEPS)
-    (tmp_path / "records.db").write_bytes(b"\xff" * 8192)
-    with running_store(tmp_path) as store:
-        assert not answer(store, "a").sections
-        assert section_paths(tmp_path) == []
-        record(store, "a", _STEPS)
-        assert answer(store, "a").sections
-    assert list(tmp_path.glob("records.damaged-*"))

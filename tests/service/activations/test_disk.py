@@ -1,22 +1,18 @@
-"""A full disk costs the templates used longest ago. Where none may go, or the disk fails, a store is read-only: it says
-so, serves what it has, and heals by itself.
-"""
+"""A full disk costs the templates used longest ago; where none may go, the store is read-only."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from bottega.activations.disk import disk
 from bottega.activations.store.store import ActivationStore
-from bottega.errors import ConfigError, StorageUnavailable, Unavailable
+from bottega.blobstore import disk as blob_disk
 from bottega.sections import SectionLayout
-from tests.support.full_disk import fill, read_only, small_disk
+from tests.support.full_disk import fill, small_disk
 from tests.support.stored_templates import (
     WAIT_S,
     answer,
@@ -32,7 +28,6 @@ from tests.support.stored_templates import (
     section_header,
     section_paths,
     send_sections,
-    settings_of,
     take_section,
     tensors_of,
 )
@@ -41,16 +36,6 @@ from tests.support.waiting import wait_until
 _DISK_BYTES = 4 << 20
 # Sections that fill the disk soon: 128 KiB each.
 _LARGE = SectionLayout.of([("down.0", (256, 128)), ("up.1", (256, 128))])
-
-
-def _in_trouble(store: ActivationStore, says: str) -> None:
-    """It says so, records nothing, and serves the template "kept"."""
-    wait_until(lambda: store.statistics().trouble != "", "the store to notice")
-    assert says in store.statistics().trouble
-    assert not answer(store, "new").record
-    record(store, "new")
-    assert store.statistics().dropped["trouble"] >= 1
-    _serves(store, "kept")
 
 
 def _serves(store: ActivationStore, name: str) -> None:
@@ -65,22 +50,6 @@ def _healed(store: ActivationStore) -> None:
     assert answer(store, "later").record
     record(store, "later")
     _serves(store, "later")
-
-
-def test_a_full_disk_is_said_and_heals_when_there_is_room(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
-        record(store, "kept")
-        store.pin("", True)
-        ballast = fill(disk)
-        record(store, "half")
-        _in_trouble(store, "the disk is full")
-        assert not list((disk / "store" / "sections" / "incoming").iterdir())
-        with pytest.raises(StorageUnavailable, match="the disk is full"):
-            store.set_profile(block_profile())
-        ballast.unlink()
-        _healed(store)
-        _serves(store, "kept")
-        assert len(section_paths(disk / "store")) == 2 * 4, "what did not fit leaves nothing behind"
 
 
 def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(tmp_path: Path) -> None:
@@ -100,75 +69,6 @@ def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(t
         _serves(store, "half")
 
 
-def test_dropping_makes_room_on_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
-        for number in range(20):
-            record(store, f"template {number}")
-        store.pin("", True)
-        fill(disk)
-        record(store, "new")
-        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
-        assert store.drop("") == 20
-        _healed(store)
-    with small_disk(tmp_path / "other", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
-        assert store.templates(10) == []
-
-
-def test_a_disk_that_cannot_be_written_is_served_from(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk:
-        with running_store(disk / "store") as store:
-            record(store, "kept")
-        store = ActivationStore(settings_of(disk / "store"))
-        with read_only(disk):
-            store.start()
-            _in_trouble(store, "cannot be written")
-        _healed(store)
-        store.close()
-        with running_store(disk / "store") as store:
-            _serves(store, "kept")
-            _serves(store, "later")
-
-
-def test_a_store_starts_on_a_full_disk_and_heals(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk:
-        (disk / "store").mkdir()
-        ballast = fill(disk)
-        with running_store(disk / "store") as store:
-            assert store.statistics().trouble
-            assert not answer(store, "new").record
-            ballast.unlink()
-            wait_until(lambda: store.statistics().trouble == "", "the store to heal")
-            store.set_profile(block_profile())
-            _healed(store)
-
-
-def test_some_of_the_disk_stays_free_for_others(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    ballast = disk / "ballast"
-    with small_disk(disk, size_bytes=_DISK_BYTES), running_store(disk / "store", min_free_bytes=1 << 30) as store:
-        record(store, "kept")
-        store.pin("", True)
-        ballast.write_bytes(bytes(_DISK_BYTES * 94 // 100))
-        record(store, "half")
-        _in_trouble(store, "stay free (min_free_bytes)")
-        ballast.unlink()
-        _healed(store)
-
-
-@pytest.mark.parametrize("gone", ["store", "store/records.db", "store/sections"])
-def test_what_somebody_has_deleted_is_made_again(tmp_path: Path, gone: str) -> None:
-    with running_store(tmp_path / "store", memory_budget_bytes=0) as store:
-        record(store, "kept")
-        place = tmp_path / gone
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-        record(store, "half")
-        wait_until(lambda: store.statistics().dropped["trouble"] >= 1, "the store to notice")
-        _healed(store)
-        assert not answer(store, "kept").sections
-    with running_store(tmp_path / "store") as store:
-        _serves(store, "later")
-
-
 def test_records_that_are_damaged_while_it_runs_are_made_again(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         for number in range(50):
@@ -184,33 +84,6 @@ def test_records_that_are_damaged_while_it_runs_are_made_again(tmp_path: Path) -
         assert store.statistics().templates == 1
         assert len(section_paths(tmp_path)) == 4, "nobody knows the others any more"
         assert store.statistics().disk_bytes == sum(path.stat().st_size for path in section_paths(tmp_path))
-
-
-def test_one_process_at_a_time_has_a_folder(tmp_path: Path) -> None:
-    with running_store(tmp_path), pytest.raises(Unavailable, match="in use"):
-        ActivationStore(settings_of(tmp_path)).start()
-    with running_store(tmp_path) as store:
-        record(store, "kept")
-
-
-def test_somebody_elses_records_are_left_alone(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "records.db") as connection:
-        connection.execute("CREATE TABLE mine (number INTEGER)")
-    connection.close()
-    with pytest.raises(ConfigError, match="not the records of templates"), running_store(tmp_path):
-        pass
-
-
-def test_records_of_an_earlier_version_are_left_alone(tmp_path: Path) -> None:
-    """They do not say of which noise a section is."""
-    with running_store(tmp_path) as store:
-        record(store, "cat")
-    with sqlite3.connect(tmp_path / "records.db") as connection:
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    with pytest.raises(ConfigError, match=r"earlier version .*schema 1; this one has 2"), running_store(tmp_path):
-        pass
-    assert section_paths(tmp_path)
 
 
 def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
@@ -229,7 +102,7 @@ def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
 
 
 def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_STRAYS_AFTER", 4)
+    monkeypatch.setattr(blob_disk, "_STRAYS_AFTER", 4)
     with running_store(tmp_path) as store:
         record(store, "cat")
         for number in range(1, 31):
@@ -237,7 +110,7 @@ def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch
             assert store.flush(WAIT_S)
         assert len(answer(store, "cat").maps) == 2
     with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
-        ((parts,),) = records.execute("SELECT count(*) FROM parts")
+        ((parts,),) = records.execute("SELECT count(*) FROM shared")
     assert 3 <= parts <= 3 + 4, "a layout, the maps of three sections, and what was replaced of late"
 
 

@@ -24,6 +24,7 @@ from tests.support.cached_latents import (
     vector,
     written,
 )
+from tests.support.full_disk import fill, small_disk
 from tests.support.waiting import wait_until
 
 
@@ -166,3 +167,21 @@ def test_recordings_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
         written(store)
         assert store.statistics().waiting_bytes == 0
         assert {entry.key for entry in store.entries(MODEL, 10)} == {KEY}
+
+
+def test_recordings_that_do_not_fit_on_the_disk_leave_nothing_behind(tmp_path: Path) -> None:
+    index = KeyedIndex()
+    with small_disk(tmp_path / "disk", size_bytes=4 << 20) as disk, running(disk / "cache", index=index) as store:
+        record(store, vector(0))
+        written(store)
+        ballast = fill(disk)
+        for seed in range(1, 20):
+            record(store, vector(seed), seed=seed)
+        wait_until(lambda: store.statistics().trouble != "" and not store.statistics().waiting, "it to be dropped")
+        ballast.unlink()
+        wait_until(lambda: store.statistics().trouble == "", "the store to heal")
+        record(store, vector(30), seed=30)
+        written(store)
+        kept = {entry.entry for entry in store.entries(MODEL, 100)}
+        assert {path.name.partition("@")[0].partition(".")[0] for path in (disk / "cache/latents").glob("??/*")} == kept
+        assert len(index) == len(kept)

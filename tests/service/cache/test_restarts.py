@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import threading
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from bottega.cache.index import KeyedIndex
 from bottega.cache.store.store import LatentStore
-from bottega.errors import ConfigError, Unavailable
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from tests.support.cached_latents import (
     MODEL,
@@ -105,21 +103,6 @@ def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None
         assert list(store.entries(MODEL, 2)[1].steps) == [5]
 
 
-def test_files_without_a_record_are_swept_and_foreign_ones_are_not(tmp_path: Path) -> None:
-    _fill(tmp_path)
-    latents = tmp_path / "latents"
-    (latents / "00").mkdir(exist_ok=True)
-    orphans = [latents / "00" / f"{0:032x}@5", latents / "00" / f"{0:032x}.rgb", latents / "incoming" / f"{1:032x}@5"]
-    foreign = [latents / "00" / "notes.txt", latents / "notes.txt"]
-    for path in (*orphans, *foreign):
-        path.write_bytes(b"something")
-    with running(tmp_path) as store:
-        written(store)
-        assert not any(path.exists() for path in orphans)
-        assert all(path.exists() for path in foreign)
-        assert len(store.entries("", 100)) == 20
-
-
 def test_a_record_without_its_file_is_dropped(tmp_path: Path) -> None:
     _fill(tmp_path)
     with running(tmp_path) as store:
@@ -173,41 +156,3 @@ def test_counts_of_use_that_are_nonsense_harm_nothing(tmp_path: Path) -> None:
         entries = store.entries("", 100)
         assert [entry.hits for entry in entries] == [0] * 20
         assert store.ask(question(KEYS[0]), vector(0)).header.hits
-
-
-def test_damaged_records_are_kept_aside_and_the_store_starts_empty(tmp_path: Path) -> None:
-    _fill(tmp_path)
-    file = tmp_path / "records.db"
-    file.write_bytes(b"\0" * 4096 + file.read_bytes()[4096:])
-    with running(tmp_path) as store:
-        assert store.entries("", 100) == []
-        assert list((tmp_path / "latents").glob("??/*")) == []
-        assert list(tmp_path.glob("records.damaged-*.db"))
-        assert store.profiles() == [profile()]
-        record(store, vector(0))
-        written(store)
-
-
-def test_a_damaged_profile_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _fill(tmp_path)
-    file = tmp_path / "profiles" / f"{MODEL}.json"
-    said = json.loads(file.read_text(encoding="utf-8"))
-    said["profile"]["fast"][0]["thresholds"][0]["similarity"] = 0.0
-    file.write_text(json.dumps(said), encoding="utf-8")
-    with running(tmp_path, measured=False) as store:
-        assert store.profiles() == []
-    assert "bottega cache profile makes it again" in caplog.text
-
-
-def test_a_folder_has_one_store_at_a_time(tmp_path: Path) -> None:
-    with running(tmp_path), pytest.raises(Unavailable, match="in use by process"):
-        LatentStore(settings(tmp_path)).start()
-
-
-def test_records_of_somebody_else_are_refused(tmp_path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
-        records.execute("CREATE TABLE things (name TEXT)")
-    store = LatentStore(settings(tmp_path))
-    with pytest.raises(ConfigError, match="not the records of cached latents"):
-        store.start()
-    store.close()

@@ -169,6 +169,7 @@ _THRESHOLD = pb.CacheThreshold(fraction=0.5, similarity=0.9)
         ({"fast": _classes(max_words=-1)}, "fast[0].max_words"),
         ({"fast": [*_classes(), *_classes(max_words=9)]}, "fast[0].max_words"),
         ({"balanced": [*_classes(max_words=9), *_classes(max_words=9)]}, "balanced[1].max_words"),
+        ({"balanced": _classes(thresholds=[pb.CacheThreshold(fraction=0.4, similarity=0.95), _THRESHOLD])}, "balanced"),
         ({"balanced": _classes(thresholds=[_THRESHOLD] * 6)}, "balanced[0].thresholds"),
         ({"balanced": _classes(thresholds=[_THRESHOLD] * 2)}, "balanced[0].thresholds[1].fraction"),
         ({"balanced": _classes(thresholds=[pb.CacheThreshold(fraction=0.25)])}, "balanced[0].thresholds[0].fraction"),

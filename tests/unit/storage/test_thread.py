@@ -1,4 +1,4 @@
-"""The thread of storage work: its order, its bounds, and its end."""
+"""A thread for blocking work: its order, its bounds, its ticks, its deadlines, and its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 
 from bottega.errors import StorageUnavailable
-from bottega.storage import StorageThread
+from bottega.storage import SerialThread
+from tests.support.waiting import wait_until
 
 
-async def _hanging(thread: StorageThread) -> tuple[asyncio.Task[bool], threading.Event]:
+async def _hanging(thread: SerialThread) -> tuple[asyncio.Task[bool], threading.Event]:
     """Work that the thread has begun with, and the gate that it waits for."""
     hangs, gate = threading.Event(), threading.Event()
 
@@ -28,7 +29,7 @@ async def _hanging(thread: StorageThread) -> tuple[asyncio.Task[bool], threading
 
 
 async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
-    thread = StorageThread("test")
+    thread = SerialThread("test")
     done: list[int] = []
     await asyncio.gather(*(thread.run(partial(done.append, number)) for number in range(50)))
     assert done == list(range(50))
@@ -38,7 +39,7 @@ async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
 
 
 async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_bound() -> None:
-    thread = StorageThread("hangs", max_waiting=2, wait_s=0.05)
+    thread = SerialThread("hangs", max_waiting=2, wait_s=0.05)
     hanging, gate = await _hanging(thread)
     dropped: list[str] = []
     (ours,) = (other for other in threading.enumerate() if other.name == "hangs")
@@ -55,7 +56,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_b
 
 
 async def test_a_process_that_was_stopped_does_not_blame_the_disk() -> None:
-    thread = StorageThread("stopped", wait_s=0.1)
+    thread = SerialThread("stopped", wait_s=0.1)
     working, gate = await _hanging(thread)
     time.sleep(1.5)  # noqa: ASYNC251 - as SIGSTOP does: nothing of this process goes on
     asyncio.get_running_loop().call_later(0.1, gate.set)  # the thread goes on a little later than the loop
@@ -64,7 +65,7 @@ async def test_a_process_that_was_stopped_does_not_blame_the_disk() -> None:
 
 
 async def test_close_finishes_what_waits_and_ends_the_thread() -> None:
-    thread = StorageThread("ends")
+    thread = SerialThread("ends")
     done: list[int] = []
     work = [asyncio.create_task(thread.run(partial(done.append, number))) for number in range(9)]
     await asyncio.sleep(0)
@@ -74,3 +75,96 @@ async def test_close_finishes_what_waits_and_ends_the_thread() -> None:
     assert "ends" not in {other.name for other in threading.enumerate()}
     with pytest.raises(StorageUnavailable, match="closed"):
         await thread.run(lambda: None)
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_call_waits_for_what_was_posted_before() -> None:
+    thread = SerialThread("test")
+    done: list[int] = []
+    for number in range(100):
+        thread.post(partial(done.append, number))
+    assert thread.call(lambda: list(done)) == list(range(100))
+    assert thread.end()
+
+
+def test_a_failure_is_raised_where_it_was_called_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    thread = SerialThread("test")
+    thread.post(_fail)
+    with pytest.raises(ZeroDivisionError):
+        thread.call(_fail)
+    assert thread.call(lambda: 7) == 7
+    assert thread.end()
+    assert [record.message for record in caplog.records] == ["work in the background failed"]
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_not_made_later() -> None:
+    thread = SerialThread("test")
+    go_on, done = threading.Event(), []
+    thread.post(lambda: [go_on.wait(60.0)])  # type: ignore[arg-type]
+    with pytest.raises(StorageUnavailable, match="does not answer"):
+        thread.call(lambda: done.append(1), wait_s=0.01)
+    assert not thread.end(wait_s=0.01)
+    go_on.set()
+    assert thread.end()
+    assert not done
+
+
+def _ticking() -> tuple[SerialThread, list[str]]:
+    ticks: list[str] = []
+    thread = SerialThread("test", tick=lambda: ticks.append("tick"), tick_s=0.01)
+    thread.call(lambda: None)
+    return thread, ticks
+
+
+def test_the_tick_comes_where_nothing_else_does() -> None:
+    thread, ticks = _ticking()
+    wait_until(lambda: len(ticks) > 2, "it to tick")
+    assert thread.end()
+
+
+def test_the_tick_comes_as_often_where_something_is_always_asked() -> None:
+    thread, ticks = _ticking()
+    given_up = threading.Event()
+
+    def ask_again() -> None:
+        if not given_up.is_set():
+            thread.post(ask_again)
+
+    thread.post(ask_again)
+    try:
+        wait_until(lambda: len(ticks) > 2, "it to tick though something waits all the time")
+    finally:
+        given_up.set()
+    assert thread.end()
+
+
+def test_a_thread_that_has_ended_refuses_calls_and_drops_what_is_posted() -> None:
+    ended, never_begun = SerialThread("test"), SerialThread("test")
+    ended.call(lambda: None)
+    done: list[int] = []
+    for thread in (ended, never_begun):
+        assert thread.end()
+        with pytest.raises(StorageUnavailable, match="closed"):
+            thread.call(lambda: 1)
+        thread.post(lambda: done.append(1))
+    assert not done
+
+
+def test_an_end_without_what_waits_runs_none_of_it() -> None:
+    thread = SerialThread("test")
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait(60.0)
+
+    thread.post(hang)
+    assert begun.wait(60.0)
+    thread.post(lambda: done.append(1))
+    assert not thread.end(wait_s=0.0, drop_waiting=True)
+    go_on.set()
+    assert thread.end()
+    assert not done

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from bottega.activations.disk.record_rows import layout_part
-from bottega.activations.disk.section_files import SectionFiles
+from bottega.activations.records import layout_part
 from bottega.activations.store.sealed_parts import read_drawn
 from bottega.activations.template import SectionRecord, TemplateRecord
+from bottega.blobstore import BlobFiles
 from bottega.caching import LruCache, TieredCache
 from bottega.errors import StorageUnavailable
 from bottega.sections import DrawnTensors
@@ -47,7 +47,7 @@ def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
 class DrawnCache:
     """A thread-safe cache of templates' image latents and noise; `lost` gets the digest of a damaged or gone file."""
 
-    def __init__(self, files: SectionFiles, *, lost: Callable[[str], None]) -> None:
+    def __init__(self, files: BlobFiles, *, lost: Callable[[str], None]) -> None:
         self._files = files
         self._lost = lost
         self._lock = threading.Lock()
@@ -62,7 +62,8 @@ class DrawnCache:
         if kept is not None:
             return kept.drawn
         try:
-            data = self._files.read(drawn.digest, drawn.size_bytes)
+            digest = bytes.fromhex(drawn.digest)
+            data = self._files.read(drawn.digest, digest=digest, size_bytes=drawn.size_bytes)
         except StorageUnavailable:
             return None
         if data is None:

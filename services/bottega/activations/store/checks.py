@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from bottega.activations.disk.record_rows import layout_part
+from bottega.activations.records import layout_part
 from bottega.activations.template import SectionKey, SectionRecord, key_from_wire, map_bytes
 from bottega.sections import DrawnTensors
 from bottega.sections.messages import MAX_HEADER_BYTES, MAX_MAP_BYTES

@@ -6,20 +6,22 @@ Calls must come from one thread at a time. Errors of the disk are raised; the wr
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from bottega.activations.disk.disk import ActivationDisk
+from bottega.activations.records import load_templates, new_rows
 from bottega.activations.store.checks import fits_answer
-from bottega.activations.store.disk_room import RECORD_BYTES, DiskRoom
 from bottega.activations.store.recordings import PendingRecording
 from bottega.activations.store.sealed_parts import drawn_file
 from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import ActivationCounts, DropReason
+from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
+from bottega.blobstore import BlobDisk, StoreCounts
+from bottega.blobstore.files import PROBE_BYTES
 from bottega.caching import KnownFile, TieredCache
 from bottega.caching.sealed_files import digest_of
 from bottega.clocks import SteadyClock
@@ -27,6 +29,13 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.sections import DrawnTensors, SectionLayout
 from bottega.storage import os_errors
 from bottega.v1.activations_pb2 import RecordingHeader
+
+# Typical upper bound on what a transaction adds to the records: a template's sections, layouts and maps.
+_RECORD_BYTES = 256 << 10
+# Attempts at one write: others may use the room that evictions have freed.
+_TRIES = 3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,9 +66,9 @@ class TemplateInsertion:
         settings: ActivationStoreSettings,
         *,
         table: TemplateTable,
-        disk: ActivationDisk,
+        disk: BlobDisk,
         memory: TieredCache,
-        counts: ActivationCounts,
+        counts: StoreCounts[DropReason],
         now: SteadyClock,
     ) -> None:
         self.room = DiskRoom(table=table, disk=disk, counts=counts, release=self.release)
@@ -80,10 +89,10 @@ class TemplateInsertion:
         """Bytes of files of pending recordings."""
         return self._pending_bytes
 
-    def load(self, templates: Iterable[TemplateRecord]) -> None:
+    def load(self) -> None:
         """Add the templates that the disk has to the empty table."""
         self._uses.clear()
-        ordered = sorted(templates, key=lambda template: template.use.used_s)
+        ordered = sorted(load_templates(self._disk), key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
         if last_s > self._now():  # Otherwise, uses from now on would count as the oldest after the next start.
             self._now.go_on_from(last_s)
@@ -197,7 +206,7 @@ class TemplateInsertion:
 
         def write() -> None:
             self._disk.files.check_room(size_bytes)
-            self._disk.files.write(digest, descriptor, size_bytes)
+            self._disk.files.copy(digest, descriptor, size_bytes)
 
         self.room.write(size_bytes, write, but=but)
         return True
@@ -226,8 +235,8 @@ class TemplateInsertion:
         """Add or replace a section of an existing template."""
         try:
             self.room.write(
-                RECORD_BYTES,
-                lambda: self._disk.write(self._table.take_changes(), sections=[(incoming.number, section)]),
+                _RECORD_BYTES,
+                lambda: self._disk.write(self._table.take_changes(), new_rows(sections=[(incoming.number, section)])),
                 but=incoming.key,
             )
         except (StorageUnavailable, DataLoss):
@@ -254,7 +263,9 @@ class TemplateInsertion:
         self._next_number += 1
         try:
             self.room.write(
-                RECORD_BYTES, lambda: self._disk.write(self._table.take_changes(), added=[template]), but=pending.key
+                _RECORD_BYTES,
+                lambda: self._disk.write(self._table.take_changes(), new_rows([template])),
+                but=pending.key,
             )
         except (StorageUnavailable, DataLoss):
             self.release([drawn_record.digest] if drawn_record is not None else [])
@@ -274,3 +285,65 @@ class TemplateInsertion:
         finally:
             os.close(descriptor)
         return DrawnFile(digest=digest, shape=drawn.shape, size_bytes=size_bytes)
+
+
+class DiskRoom:
+    """Makes room on a disk that is fuller than the budget assumes: it evicts templates for new ones.
+
+    The disk may be smaller than the budget, or filled by others; its free room is the budget then.
+
+    Args:
+        release: Called with the digests of evicted templates' files, once for each use.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: TemplateTable,
+        disk: BlobDisk,
+        counts: StoreCounts[DropReason],
+        release: Callable[[Iterable[str]], None],
+    ) -> None:
+        self._table = table
+        self._disk = disk
+        self._counts = counts
+        self._release = release
+        self._is_small = False
+
+    def write(self, size_bytes: int, write: Callable[[], None], *, but: str = "") -> None:
+        """Call `write`; if the disk lacks room for `size_bytes`, evict the least recently used templates and retry.
+
+        The template with key `but` stays. Raise StorageUnavailable if that cannot free enough; nothing is evicted in
+        vain, as far as the disk reports its free room.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                write()
+                return
+            except StorageUnavailable as error:
+                if not tries_left or not os_errors.is_lack_of_room(error) or not self._free(size_bytes, but):
+                    raise
+                self._say_small(error)
+
+    def probe(self) -> None:
+        """Test that the disk can be written. Raise StorageUnavailable if not."""
+        self._disk.make_room()  # Deletes discarded files before templates are evicted.
+        self.write(PROBE_BYTES, self._disk.files.probe)
+
+    def _free(self, size_bytes: int, but: str) -> bool:
+        """Evict templates until this many bytes should fit on the disk, and return whether any were evicted."""
+        # The disk's figures do not include quotas, or what a file system needs for itself.
+        gone = self._table.free(max(self._disk.files.lack(size_bytes), size_bytes), but=but)
+        if not gone:
+            return False
+        self._counts.add("evictions", len(gone))
+        self._release(files_of(gone))
+        self._disk.make_room()
+        return True
+
+    def _say_small(self, error: StorageUnavailable) -> None:
+        """Log once that the disk is smaller than the budget."""
+        if not self._is_small:
+            self._is_small = True
+            text = "the disk has less room than disk_bytes: templates within the budget are evicted for new ones"
+            _log.warning(text, extra={"disk": error.message})

@@ -1,9 +1,7 @@
-"""Counters and statistics of a store."""
+"""The statistics of a store."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,30 +70,3 @@ class ActivationStatistics:
     waiting_bytes: int
     trouble: str
     """Why nothing can be recorded now; empty if it can."""
-
-
-class ActivationCounts:
-    """Counters since the start. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter({reason.value: 0 for reason in DropReason})
-
-    def add(self, name: str, number: int = 1) -> None:
-        """Increase one of the counts of ActivationStatistics."""
-        with self._lock:
-            self._totals[name] += number
-
-    def total(self, name: str) -> int:
-        return self._totals[name]
-
-    def drop(self, reason: DropReason, number: int = 1) -> None:
-        """Count something that was dropped."""
-        with self._lock:
-            self._dropped[reason.value] += number
-
-    def dropped(self) -> dict[str, int]:
-        """Return the counts of drops, by reason."""
-        with self._lock:
-            return dict(self._dropped)

@@ -10,11 +10,8 @@ import functools
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 
-from bottega.activations.disk.disk import ActivationDisk
-from bottega.activations.disk.profiles import BlockProfileFolder
-from bottega.activations.disk.record_rows import layout_part, read_layout
-from bottega.activations.disk.records import TemplateRecords
-from bottega.activations.disk.section_files import SectionFiles
+from bottega.activations.profiles import profile_folder
+from bottega.activations.records import activation_disk, layout_part, read_layout
 from bottega.activations.store.answers import DrawnCache, add_profile, template_answer
 from bottega.activations.store.checks import (
     check_header,
@@ -29,17 +26,16 @@ from bottega.activations.store.recordings import PendingRecording, PendingRecord
 from bottega.activations.store.residence import TemplateLoader
 from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import ActivationCounts, ActivationStatistics, DropReason
+from bottega.activations.store.statistics import ActivationStatistics, DropReason
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.activations.template import TemplateRecord, TemplateReply
+from bottega.blobstore import StoreCounts
 from bottega.caching import CacheLease, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import StorageUnavailable, Unavailable
 from bottega.process import open_files
 from bottega.sections import DrawnTensors, SectionLayout
-from bottega.storage import folders, os_errors
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
@@ -56,16 +52,15 @@ class ActivationStore:
 
     def __init__(self, settings: ActivationStoreSettings, *, clock: Clock | None = None) -> None:
         self._settings = settings
-        self._lock = ProcessLock(settings.folder)
         self._now = SteadyClock(clock or Clock())
-        self._counts = ActivationCounts()
+        self._counts = StoreCounts(DropReason)
         self._table = TemplateTable(
             budget_bytes=settings.disk_budget_bytes, max_templates=settings.max_templates, now=self._now
         )
-        self._files = SectionFiles(settings.folder / "sections", min_free_bytes=settings.min_free_bytes)
-        self._profiles = BlockProfileFolder(settings.folder / "profiles")
+        disk = activation_disk(settings.folder, min_free_bytes=settings.min_free_bytes)
+        self._profiles = profile_folder(settings.folder / "profiles")
         self._memory = TieredCache(
-            self._files.path,
+            disk.files.path,
             what="section",
             missing=self._missing,
             budget_bytes=settings.memory_budget_bytes,
@@ -76,7 +71,6 @@ class ActivationStore:
         )
         self._loader = TemplateLoader(self._memory, budget_bytes=settings.memory_budget_bytes)
         self._recordings = PendingRecordings(idle_s=settings.record_idle_s, now=self._now, on_over=self._forget)
-        disk = ActivationDisk(files=self._files, records=TemplateRecords(settings.folder / "records.db"))
         self._insertion = TemplateInsertion(
             settings, table=self._table, disk=disk, memory=self._memory, counts=self._counts, now=self._now
         )
@@ -88,7 +82,7 @@ class ActivationStore:
             insertion=self._insertion,
             counts=self._counts,
         )
-        self._drawn = DrawnCache(self._files, lost=self._lose)
+        self._drawn = DrawnCache(disk.files, lost=self._lose)
 
     def start(self) -> None:
         """Lock the folder and read its content. A failing disk is reported in the statistics and retried.
@@ -96,12 +90,6 @@ class ActivationStore:
         Raise Unavailable if the folder is in use, StorageUnavailable if it cannot be created, or ConfigError if its
         records are another program's.
         """
-        with os_errors.translated():
-            folders.make_own(self._settings.folder)
-            try:
-                self._lock.acquire()
-            except HeldElsewhere as held:
-                raise Unavailable(f"{held} (key folder)") from None
         self._profiles.open()
         self._writer.start()
 
@@ -109,7 +97,6 @@ class ActivationStore:
         """Write what waits, and stop. Does nothing if not started."""
         self._writer.close()
         self._memory.close()
-        self._lock.release()
 
     def flush(self, timeout_s: float) -> bool:
         """Return whether everything before was written within the timeout."""

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bottega.activations.disk.records import RecordChanges
+from bottega.activations.records import section_place, use_values
 from bottega.activations.template import SectionRecord, TemplateRecord, TemplateUse
+from bottega.blobstore import RecordChanges
 from bottega.caching import KnownFile, LruCache
 
 
@@ -122,7 +123,7 @@ class TemplateTable:
     def strike(self, number: int) -> None:
         """Mark a template in the records for deletion."""
         with self._lock:
-            self._changes.templates.add(number)
+            self._changes.gone.add(number)
 
     def lose(self, digest: str) -> list[str]:
         """Forget the users of a damaged file, and return the digests of all released files, once for each use.
@@ -138,7 +139,7 @@ class TemplateTable:
                 self._forget(self._templates.remove(template.key))
                 return template.files
             template.set_sections({key: each for key, each in template.sections.items() if key not in lost})
-            self._changes.sections |= {(template.number, key) for key in lost}
+            self._changes.gone_parts |= {section_place(template.number, key) for key in lost}
             self._key_of.pop(digest, None)
             return [digest] * len(lost)
 
@@ -207,7 +208,7 @@ class TemplateTable:
     def _note_use(self, template: TemplateRecord, use: TemplateUse) -> None:
         """Set the use of a template. Requires the lock."""
         template.use = use
-        self._changes.uses[template.number] = use
+        self._changes.uses[template.number] = use_values(use)
 
     def _all(self) -> list[TemplateRecord]:
         return [kept[1] for kept in self._templates.items()]
@@ -236,7 +237,7 @@ class TemplateTable:
         if not keys:
             self._by_source.pop(template.header.source, None)
         self._changes.uses.pop(template.number, None)
-        self._changes.templates.add(template.number)
+        self._changes.gone.add(template.number)
 
 
 def _section_of(template: TemplateRecord, digest: str) -> SectionRecord | None:

@@ -1,8 +1,7 @@
-"""The thread that writes for a store: sections, templates, deletions and uses. It also reads everything at the start.
+"""The thread that writes for a store: sections, templates, deletions and uses.
 
-If the disk is full, templates are evicted for new ones, as they are beyond the budget. If nothing can be evicted, or
-the disk fails, the store is read-only: recordings are dropped, templates are served, and the disk is tried again every
-`retry_s` seconds. Waiting sections are bounded in bytes.
+If the disk is full, templates are evicted for new ones, as they are beyond the budget. If nothing can be evicted, the
+store is read-only until there is room. Waiting sections are bounded in bytes.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 
-from bottega.activations.disk.disk import ActivationDisk
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
 from bottega.activations.store.settings import ActivationStoreSettings
-from bottega.activations.store.statistics import ActivationCounts, DropReason
+from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
+from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.sections import DrawnTensors
-from bottega.storage.store_thread import StoreThread
 from bottega.v1.activations_pb2 import RecordingHeader
 
 # Extra room for ends of recordings, half a MiB each, so that one waiting section too many does not cost a template.
@@ -32,8 +29,8 @@ _SHARE_OF_OPEN_FILES = 0.125
 _log = logging.getLogger(__name__)
 
 
-class ActivationWriter:
-    """The writer of a store. Call `start` first and `close` last. Thread-safe."""
+class ActivationWriter(BlobWriter):
+    """The writer of an activation store."""
 
     def __init__(
         self,
@@ -41,55 +38,25 @@ class ActivationWriter:
         *,
         table: TemplateTable,
         recordings: PendingRecordings,
-        disk: ActivationDisk,
+        disk: BlobDisk,
         insertion: TemplateInsertion,
-        counts: ActivationCounts,
+        counts: StoreCounts[DropReason],
     ) -> None:
+        super().__init__(disk, name="the activation store", retry_s=settings.retry_s)
         self._settings = settings
         self._table = table
         self._recordings = recordings
-        self._disk = disk
         self._insertion = insertion
         self._counts = counts
-        self._thread = StoreThread("activation-writer", tick=self._tick, every_s=settings.retry_s)
         self._most_waiting = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._lock = threading.Lock()
         self._waiting = self._waiting_bytes = 0
-        self._trouble = ""
-        # Used by the writing thread only.
-        self._opened = self._loaded = False
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be recorded now; empty if it can."""
-        return self._trouble
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Number and bytes of waiting sections."""
         with self._lock:
             return self._waiting, self._waiting_bytes
-
-    def start(self) -> None:
-        """Read the disk. Raise ConfigError if the records are another program's."""
-        self._thread.start()
-        self._thread.call(self._open)
-
-    def close(self) -> None:
-        """Write what waits, and stop."""
-        self._thread.post(self._tidy)
-        if self._thread.end():
-            self._disk.records.close()
-        else:
-            _log.error("the disk of the activation store does not answer; what waits for it is lost")
-
-    def flush(self, timeout_s: float) -> bool:
-        """Return whether everything before was written within the timeout."""
-        try:
-            self._thread.call(self._tidy, wait_s=timeout_s)
-        except StorageUnavailable:
-            return False
-        return self._loaded and not self._trouble
 
     def reserve(self, size_bytes: int, *, is_end: bool = False) -> DropReason | None:
         """Reserve room until a section is written, or return why there is none.
@@ -145,28 +112,20 @@ class ActivationWriter:
 
     def _tick(self) -> None:
         self._recordings.expire()
-        if self._trouble:
-            self._heal()
-        else:
-            self._tidy()
+        super()._tick()
 
-    def _open(self) -> None:
-        if self._try(self._disk.open):
-            self._opened = True
-            self._load()
-
-    def _load(self) -> None:
-        """Read all templates from disk, in place of everything that is known."""
+    def _read(self) -> None:
         for pending in self._recordings.end_all():
             self._insertion.forget(pending)
         self._insertion.release(files_of(self._table.drop("")))
         self._table.take_changes()
-        if not self._try(lambda: self._insertion.load(self._disk.load())):
-            return
-        self._loaded = True
-        _log.info("the activation store has read its templates", extra={"templates": self._table.totals().templates})
-        self._try(self._insertion.room.probe, self._disk.drop_strays)
-        self._tidy()
+        self._insertion.load()
+
+    def _take_changes(self) -> RecordChanges:
+        return self._table.take_changes()
+
+    def _probe(self) -> None:
+        self._insertion.room.probe()
 
     def _write(self, incoming: IncomingSection) -> None:
         try:
@@ -209,42 +168,3 @@ class ActivationWriter:
         found = self._table.pin(prefix, pinned=pinned)
         self._tidy()
         return found
-
-    def _tidy(self) -> None:
-        """Carry out pending deletions and changes."""
-        if self._loaded:
-            self._try(lambda: self._disk.tidy(self._table.take_changes()))
-
-    def _try(self, *steps: Callable[[], object]) -> bool:
-        """Run steps on the disk, and return whether all succeeded."""
-        try:
-            for step in steps:
-                step()
-        except (StorageUnavailable, DataLoss) as error:
-            self._fail(error)
-            return False
-        return True
-
-    def _fail(self, error: StorageUnavailable | DataLoss) -> None:
-        if isinstance(error, DataLoss):
-            self._loaded = False  # The records must be opened and read again.
-        if not self._trouble:
-            text = {"text": error.message}
-            _log.error("the activation store records nothing until its disk can be written", extra=text)
-        self._trouble = error.message
-
-    def _heal(self) -> None:
-        """Try the disk again. If the records have failed or are gone, read everything again."""
-        try:
-            self._loaded = self._disk.open() and self._loaded
-            self._opened = True
-            self._insertion.room.probe()
-            if self._loaded:
-                self._disk.tidy(self._table.take_changes())
-        except (StorageUnavailable, DataLoss) as error:
-            self._fail(error)
-            return
-        self._trouble = ""
-        _log.info("the disk of the activation store can be written again")
-        if not self._loaded:
-            self._load()

@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.cache.background_thread import BackgroundThread
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from bottega.cache.predictor.one_class import OneClassModel, train
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
+from bottega.storage import SerialThread
+
+# Threads that answer requests go first on the same core. It is not higher, because training must still make progress on
+# a busy machine while it holds a lock.
+_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,38 +68,6 @@ class PredictorStatistics:
     """Number of skipped searches."""
 
 
-class Predictor(Protocol):
-    """Predicts before a search whether it will find nothing. Any thread may call it."""
-
-    def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
-        """Record that `changes` entries of a key were added or removed; it now has `entries`."""
-        ...
-
-    def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
-        """Return whether a search of a key will find something, and whether to make it.
-
-        Raises ValueError like a search.
-        """
-        ...
-
-    def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """Record the result of a search that followed a prediction.
-
-        Args:
-            lookup_s: Duration of the search.
-            saved_s: What its hit saves, if known.
-        """
-        ...
-
-    def statistics(self) -> PredictorStatistics:
-        """Return the current figures."""
-        ...
-
-    def close(self) -> None:
-        """Stop the background work. It may be called again."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Key:
     """The state of a key's model."""
@@ -110,7 +81,9 @@ class _Key:
 
 
 class MatchPredictor:
-    """A `Predictor` with a model of each key's entries. Close it.
+    """Predicts before a search whether it will find nothing, by a model of each key's entries. Close it.
+
+    Any thread may call it.
 
     Args:
         sample: Returns up to a number of embeddings of a key's entries (`KeyedIndex.sample`); called in another thread.
@@ -128,13 +101,16 @@ class MatchPredictor:
         self._switch = switch or PredictorSwitch()
         self._lock = threading.Lock()
         self._keys: dict[str, _Key] = {}
-        self._trainer = BackgroundThread("predictor-training")
+        self._trainer = SerialThread("predictor-training", niceness=_NICENESS)
         self._trainings = 0
         self._training_s = 0.0
         self._predicted_hits = self._predicted_misses = self._skipped = 0
 
     def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
-        """Record changes of a key's entries. It trains the key's model in the background when that is due."""
+        """Record that `changes` entries of a key were added or removed; it now has `entries`.
+
+        The key's model is trained in the background when that is due.
+        """
         with self._lock:
             if entries < self._settings.least_entries:
                 self._keys.pop(key, None)
@@ -147,7 +123,7 @@ class MatchPredictor:
             if known.training or not due:
                 return
             known.training, known.changes, known.entries = True, 0, entries
-        self._trainer.start(lambda: self._train(key, known))
+        self._trainer.post(lambda: self._train(key, known))
 
     def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
         """Return whether a search of a key will find something, and whether to make it. Call it before each search.
@@ -169,7 +145,12 @@ class MatchPredictor:
         return MatchPrediction(hit=hit, weight=weight, measured=True)
 
     def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """Record the result of a search that followed a prediction. See Predictor.record."""
+        """Record the result of a search that followed a prediction.
+
+        Args:
+            lookup_s: Duration of the search.
+            saved_s: Seconds that its hit saves, if known.
+        """
         if prediction.measured and prediction.weight > 0.0:
             with self._lock:
                 self._switch.record(
@@ -192,7 +173,7 @@ class MatchPredictor:
 
     def close(self) -> None:
         """Wait for a running training and stop. It may be called again."""
-        self._trainer.close()
+        self._trainer.end(drop_waiting=True)
 
     def _train(self, key: str, known: _Key) -> None:
         """Train the model of a key, unless too few of its entries are left."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from bottega.cache.index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.predictor.predictor import Predictor
+from bottega.cache.predictor.predictor import MatchPredictor
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.rows import PromptRows
 
@@ -24,7 +24,7 @@ class Contents:
 
     table: EntryTable
     index: EntryIndex
-    predictor: Predictor | None
+    predictor: MatchPredictor | None
     rows: PromptRows
     """The entries that rest for each prompt."""
 

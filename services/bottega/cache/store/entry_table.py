@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.cache.disk.latent_files import latent_name, picture_name
-from bottega.cache.disk.records import Changes
+from bottega.blobstore import RecordChanges
 from bottega.cache.latent import Entry, EntryRecord
+from bottega.cache.records import latent_name, picture_name, usage_values
 from bottega.cache.store.selector import Candidate
 from bottega.planning.eviction import EvictionHeap, EvictionPolicy, Usage
 
@@ -66,7 +66,7 @@ class EntryTable:
         self._model_latents: Counter[str] = Counter()
         self._model_keys: Counter[str] = Counter()
         self._picture_bytes = 0
-        self._changes = Changes()
+        self._changes = RecordChanges()
         # The policy's clock counts questions, including those before the last start.
         self._now = 0.0
 
@@ -163,7 +163,7 @@ class EntryTable:
             kept = self._kept.get(number)
             if kept is not None and kept.hits:
                 kept.hits -= 1
-                self._changes.hits[number] = kept.hits
+                self._changes.uses[number] = (kept.hits,)
 
     def use(self, number: int, step: int) -> None:
         """Count that a latent was sent to start a picture from. It does nothing if it is gone."""
@@ -171,8 +171,8 @@ class EntryTable:
             kept = self._kept.get(number)
             if kept is not None and step in kept.digests:
                 kept.hits += 1
-                self._changes.hits[number] = kept.hits
-                self._changes.usages[number, step] = self._heap.use((number, step), self._now)
+                self._changes.uses[number] = (kept.hits,)
+                self._changes.part_uses[number, step] = usage_values(self._heap.use((number, step), self._now))
 
     def remove(self, number: int, step: int) -> Removal:
         """Remove a latent if it exists."""
@@ -206,10 +206,10 @@ class EntryTable:
                     self._drop(kept.entry.number, step, removal)
         return removal
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> RecordChanges:
         """Return the changes since the last call, to be written."""
         with self._lock:
-            taken, self._changes = self._changes, Changes()
+            taken, self._changes = self._changes, RecordChanges()
             return taken
 
     def models(self) -> Mapping[str, ModelCounts]:
@@ -227,18 +227,18 @@ class EntryTable:
         del kept.digests[step]
         removal.latents += 1
         removal.files.append(latent_name(entry.name, step))
-        self._changes.usages.pop((number, step), None)
+        self._changes.part_uses.pop((number, step), None)
         self._model_latents[entry.model_hash] -= 1
         if kept.digests:
-            self._changes.latents.add((number, step))
+            self._changes.gone_parts.add((number, step))
             return
         del self._kept[number]
         del self._numbers[entry.name]
         self._picture_bytes -= entry.picture.size_bytes
         removal.entries.append(entry)
         removal.files.append(picture_name(entry.name))
-        self._changes.hits.pop(number, None)
-        self._changes.entries.add(number)
+        self._changes.uses.pop(number, None)
+        self._changes.gone.add(number)
         if _less(self._keys, entry.key):
             _less(self._model_keys, entry.model_hash)
         if _less(self._models, entry.model_hash):

@@ -9,15 +9,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
-from bottega.cache.disk.disk import CacheDisk
-from bottega.cache.disk.latent_files import latent_name, picture_name
-from bottega.cache.disk.record_rows import noise_of
+from bottega.blobstore import BlobDisk
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
+from bottega.cache.records import latent_name, new_rows, noise_of, picture_name
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import new_usage
 from bottega.cache.store.recording import CheckedRecording
 from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import Counts, Dropped
+from bottega.cache.store.statistics import CacheCounts, Dropped
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 
@@ -30,7 +29,7 @@ class Insertion:
     """
 
     def __init__(
-        self, settings: StoreSettings, *, contents: Contents, disk: CacheDisk, counts: Counts, clock: Clock
+        self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
     ) -> None:
         self._settings = settings
         self._contents = contents
@@ -57,7 +56,7 @@ class Insertion:
                 if record is not None:
                     written.append(record)
                     self._write_files(recording, record)
-            self._disk.add(written, self._contents.table.take_changes())
+            self._disk.write(self._contents.table.take_changes(), new_rows(written))
         except (StorageUnavailable, DataLoss):
             for record in written:
                 self._contents.take_back(record)

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bottega.cache.disk.latent_files import LatentFiles, latent_name
-from bottega.cache.disk.profiles import ProfileFolder
+from bottega.blobstore import BlobFiles
 from bottega.cache.index.vector_index import MAX_COUNT
 from bottega.cache.latent import RecordedLatent, StoreAnswer
+from bottega.cache.profiles import CacheProfiles
+from bottega.cache.records import latent_name
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import Removal
 from bottega.cache.store.recording import Vector
-from bottega.cache.store.selector import Exploration, Selection, Selector
+from bottega.cache.store.selector import Exploration, Selection, select_latents
 from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import Counts
+from bottega.cache.store.statistics import CacheCounts
 from bottega.errors import StorageUnavailable
 from bottega.planning.skip_profile import SkipProfile, skip_steps
 from bottega.store_times import LapTimer
@@ -75,11 +76,10 @@ class Lookup:
         self,
         *,
         contents: Contents,
-        files: LatentFiles,
-        profiles: ProfileFolder,
-        selector: Selector,
+        files: BlobFiles,
+        profiles: CacheProfiles,
         settings: StoreSettings,
-        counts: Counts,
+        counts: CacheCounts,
         lost: Callable[[Removal], None],
         has_read: Callable[[], bool],
     ) -> None:
@@ -88,7 +88,6 @@ class Lookup:
         self._predictor = contents.predictor
         self._files = files
         self._profiles = profiles
-        self._selector = selector
         self._exploration = Exploration(settings.exploration, settings.seed)
         self._rows = contents.rows
         self._plain_for_loras = settings.plain_for_loras
@@ -189,7 +188,7 @@ class Lookup:
         """Return everything that is similar enough, resting or not, with those of the first search first."""
         selected: list[Selection] = []
         for found in searches:
-            selected += self._selector.select(
+            selected += select_latents(
                 self._table.candidates(found.key, found.matches),
                 profile=profile,
                 words=question.words,

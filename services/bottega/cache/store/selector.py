@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from bottega.planning.skip_profile import SkipProfile, served_step, skip_steps
 
@@ -43,48 +42,34 @@ class Selection:
     """Whether the similarity allows more steps, whose latent was evicted."""
 
 
-class Selector(Protocol):
-    """A selector of latents by similarity."""
+def select_latents(
+    candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
+) -> list[Selection]:
+    """Return at most one latent of each candidate, those that save most steps first.
 
-    def select(
-        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
-    ) -> list[Selection]:
-        """Return at most one latent of each candidate, the best first.
-
-        Args:
-            words: Words of the new prompt.
-            steps: Steps of the job.
-            latest: The last step of usable latents.
-        """
-        ...
-
-
-class MostStepsSelector:
-    """A selector that prefers the latent that saves most steps.
-
-    Of equal ones it prefers the most similar prompt, then the least used entry, so that the pictures of one prompt do
+    Of equal ones the most similar prompt comes first, then the least used entry, so that the pictures of one prompt do
     not all begin alike. Each latent is similar enough for its steps, according to the profile.
-    """
 
-    def select(
-        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
-    ) -> list[Selection]:
-        """Return at most one latent of each candidate, those of the most steps first. See Selector.select."""
-        found: list[tuple[Selection, int]] = []
-        for candidate in candidates:
-            similar_enough = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
-            allowed = [step for step in similar_enough if step <= latest]
-            step = served_step(allowed, candidate.steps)
-            if step:
-                selection = Selection(
-                    number=candidate.number,
-                    noise=candidate.noise,
-                    similarity=candidate.similarity,
-                    step=step,
-                    hole=step != allowed[0],
-                )
-                found.append((selection, candidate.hits))
-        return [selection for selection, _ in sorted(found, key=_order)]
+    Args:
+        words: Words of the new prompt.
+        steps: Steps of the job.
+        latest: The last step of usable latents.
+    """
+    found: list[tuple[Selection, int]] = []
+    for candidate in candidates:
+        similar_enough = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
+        allowed = [step for step in similar_enough if step <= latest]
+        step = served_step(allowed, candidate.steps)
+        if step:
+            selection = Selection(
+                number=candidate.number,
+                noise=candidate.noise,
+                similarity=candidate.similarity,
+                step=step,
+                hole=step != allowed[0],
+            )
+            found.append((selection, candidate.hits))
+    return [selection for selection, _ in sorted(found, key=_order)]
 
 
 def _order(found: tuple[Selection, int]) -> tuple[float, ...]:

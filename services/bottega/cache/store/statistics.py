@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bottega.blobstore import StoreCounts
 from bottega.cache.predictor.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheOutcome
@@ -61,43 +61,22 @@ class LatentStatistics:
     """Size of recordings to be written."""
 
 
-class Counts:
-    """Counters since the start. Any thread counts."""
+class CacheCounts(StoreCounts[Dropped]):
+    """The counters of a cache: also questions by outcome."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()
+        super().__init__(Dropped)
         self._lookups: Counter[str] = Counter({_name(outcome): 0 for outcome in CacheOutcome.values() if outcome})
-        self._dropped: Counter[str] = Counter({reason.value: 0 for reason in Dropped})
-
-    def add(self, name: str, number: int = 1) -> None:
-        """Add to one of the totals of LatentStatistics."""
-        with self._lock:
-            self._totals[name] += number
-
-    def total(self, name: str) -> int:
-        """Return a total of `add`."""
-        return self._totals[name]
 
     def lookup(self, outcome: CacheOutcome.ValueType) -> None:
         """Count an answered question."""
         with self._lock:
             self._lookups[_name(outcome)] += 1
 
-    def drop(self, reason: Dropped, number: int = 1) -> None:
-        """Count dropped recordings."""
-        with self._lock:
-            self._dropped[reason.value] += number
-
     def lookups(self) -> dict[str, int]:
         """Return the numbers of questions by outcome."""
         with self._lock:
             return dict(self._lookups)
-
-    def dropped(self) -> dict[str, int]:
-        """Return the numbers of dropped recordings by reason."""
-        with self._lock:
-            return dict(self._dropped)
 
 
 def _name(outcome: CacheOutcome.ValueType) -> str:

@@ -5,34 +5,30 @@ Any thread may call it. `service.py` translates between it and gRPC; links bring
 
 from __future__ import annotations
 
+import hashlib
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from bottega.cache.disk.disk import CacheDisk
-from bottega.cache.disk.latent_files import LatentFiles, picture_name
-from bottega.cache.disk.profiles import ProfileFolder
-from bottega.cache.disk.records import CacheRecords
 from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.profiles import CacheProfiles
+from bottega.cache.records import cache_disk, picture_name
 from bottega.cache.store.contents import Contents
-from bottega.cache.store.doorkeeper import Doorkeeper
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.rows import PromptRows
-from bottega.cache.store.selector import MostStepsSelector
 from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import Counts, LatentStatistics, ModelStatistics
+from bottega.cache.store.statistics import CacheCounts, LatentStatistics, ModelStatistics
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
-from bottega.errors import Unavailable
 from bottega.latents import prompt_digest
-from bottega.storage import folders, os_errors
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording, CacheStarts
 
@@ -51,20 +47,20 @@ class LatentStore:
     def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
         clock = clock or Clock()
         self._settings = settings
-        self._lock = ProcessLock(settings.folder)
-        self._counts = Counts()
+        self._counts = CacheCounts()
         self._table = EntryTable(settings.policy)
         index = index if index is not None else KeyedIndex()
         predictor = MatchPredictor(index.sample) if settings.predictor else None
         self._rows = PromptRows(settings.row_pictures, clock.monotonic)
         self._contents = Contents(table=self._table, index=index, predictor=predictor, rows=self._rows)
-        self._files = LatentFiles(settings.folder / "latents", min_free_bytes=settings.min_free_bytes)
-        self._profiles = ProfileFolder(settings.folder / "profiles")
+        disk = cache_disk(settings.folder, min_free_bytes=settings.min_free_bytes)
+        self._files = disk.files
+        self._profiles = CacheProfiles(settings.folder / "profiles")
         self._doorkeeper = Doorkeeper() if settings.doorkeeper else None
         self._writer = CacheWriter(
             settings,
             contents=self._contents,
-            disk=CacheDisk(files=self._files, records=CacheRecords(settings.folder / "records.db")),
+            disk=disk,
             counts=self._counts,
             clock=clock,
         )
@@ -72,11 +68,10 @@ class LatentStore:
             contents=self._contents,
             files=self._files,
             profiles=self._profiles,
-            selector=MostStepsSelector(),
             settings=settings,
             counts=self._counts,
             lost=self._writer.lose,
-            has_read=lambda: self._writer.has_read,
+            has_read=lambda: self._writer.has_loaded,
         )
 
     def start(self) -> None:
@@ -85,12 +80,6 @@ class LatentStore:
         A disk that fails is reported in the statistics, and tried again. Raises Unavailable if another process uses the
         folder, StorageUnavailable if it cannot be created, and ConfigError if its records are not ours.
         """
-        with os_errors.translated():
-            folders.make_own(self._settings.folder)
-            try:
-                self._lock.acquire()
-            except HeldElsewhere as held:
-                raise Unavailable(f"{held} (key folder)") from None
         self._profiles.open()
         self._writer.start()
 
@@ -98,7 +87,6 @@ class LatentStore:
         """Write what waits, and stop. It does nothing if it was not started."""
         self._writer.close()
         self._contents.close()
-        self._lock.release()
 
     def flush(self, timeout_s: float) -> bool:
         """Return whether earlier entries were read and pending recordings written within that time."""
@@ -225,7 +213,8 @@ class LatentStore:
 
         Raises ValueError if it is invalid, and StorageUnavailable.
         """
-        return self._profiles.set(profile)
+        self._profiles.set(profile)
+        return profile
 
     def add_profile(self, profile: CacheProfile) -> None:
         """Add a profile if the model has none. Raises ValueError, StorageUnavailable."""
@@ -290,3 +279,39 @@ def _check_row(key: str, digest: str) -> None:
     check_key(key)
     if digest and not _DIGEST.fullmatch(digest):
         raise ValueError("the digest of a prompt has 64 hex digits")
+
+
+# Maximum number of remembered keys, 150 bytes each. The least recently asked ones are forgotten first.
+_MOST_KEYS = 65_536
+
+
+class Doorkeeper:
+    """Remembers which keys were asked about. Any thread may call it."""
+
+    def __init__(self, most_keys: int = _MOST_KEYS) -> None:
+        self._most_keys = most_keys
+        # For each key, the job that asked about it; empty if any other job is accepted.
+        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def admits(self, key: str, job: str) -> bool:
+        """Return whether another job has asked about the key before, and remember the question.
+
+        Args:
+            key: In hex.
+            job: The job that asks; its retries do not count as another job. "" is unknown, and always counts as
+                another.
+        """
+        short, asker = bytes.fromhex(key), _short(job)
+        with self._lock:
+            first = self._seen.get(short)
+            admitted = first is not None and not (first and first == asker)
+            self._seen[short] = b"" if admitted else asker
+            self._seen.move_to_end(short)
+            if len(self._seen) > self._most_keys:
+                self._seen.popitem(last=False)
+        return admitted
+
+
+def _short(job: str) -> bytes:
+    return hashlib.blake2b(job.encode(), digest_size=8).digest() if job else b""

@@ -83,7 +83,7 @@ async def test_the_folder_of_images_is_made_again(tmp_path: Path, caplog: pytest
         assert await house.is_serving()
         assert (await house.draw("order-1", prompt="a star")).images
     told = [line.message for line in caplog.records if line.levelname == "ERROR"]
-    assert told == ["the folder of images was deleted; it is made again"]
+    assert told == ["the folder of images was deleted; it is created again"]
 
 
 async def test_an_idle_gateway_makes_the_folder_of_images_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bottega.activations.records import section_place
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.v1.activations_pb2 import RecordingHeader
@@ -65,7 +66,7 @@ def test_room_is_made_by_whole_templates_that_are_neither_pinned_nor_meant() -> 
     assert _names(table) == ["b", "a"], "none goes in vain"
     assert table.section("c0") is None
     assert {template.key for template in table.expect("s")} == {"a", "b"}
-    assert 2 in table.take_changes().templates
+    assert 2 in table.take_changes().gone
 
 
 def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
@@ -75,11 +76,11 @@ def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
     assert table.section("a0") is None
     assert table.section("a1") is not None
     changes = table.take_changes()
-    assert changes.sections == {(0, SectionKey(timestep=100.0, noise_level=1.0, half=0))}
+    assert changes.gone_parts == {section_place(0, SectionKey(timestep=100.0, noise_level=1.0, half=0))}
     assert sorted(table.lose("a1")) == ["a1", "ad"]
     assert table.get("a") is None
     assert sorted(table.lose("bd")) == ["b0", "b1", "bd"]
-    assert table.take_changes().templates == {0, 1}
+    assert table.take_changes().gone == {0, 1}
     totals = table.totals()
     assert (totals.templates, totals.sections, totals.size_bytes) == (0, 0, 0)
     assert table.expect("s") == []
@@ -108,7 +109,7 @@ def test_a_use_of_what_has_gone_is_not_written() -> None:
     table.find("a")
     assert [template.key for template in table.drop("ra")] == ["a"]
     changes = table.take_changes()
-    assert (changes.uses, changes.templates) == ({}, {0})
+    assert (changes.uses, changes.gone) == ({}, {0})
 
 
 def test_what_an_edit_is_on_its_way_to_goes_last_though_no_worker_asks_for_it() -> None:
@@ -132,4 +133,4 @@ def test_templates_within_the_budget_go_where_the_disk_has_less_room() -> None:
     assert [template.key for template in gone] == ["c", "d"]
     assert table.free(_TEMPLATE_BYTES + 1) is None
     assert _names(table) == ["b", "a"], "none goes in vain"
-    assert table.take_changes().templates == {2, 3}
+    assert table.take_changes().gone == {2, 3}

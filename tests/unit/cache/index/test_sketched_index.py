@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from bottega.cache.index import IndexSettings, sketched_index
 from bottega.cache.index.key_index import KeyIndex
-from bottega.cache.index.sketched_index import SketchedIndex
-from bottega.cache.index.sketches import CODE_BYTES, Sketcher
+from bottega.cache.index.sketched_index import CODE_BYTES, SketchedIndex, Sketcher
 from bottega.cache.index.vector_index import unit_vectors
 
 WIDTH = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.cache.store.doorkeeper import Doorkeeper
+from bottega.cache.store.store import Doorkeeper
 
 
 def _key(number: int) -> str:

@@ -71,7 +71,7 @@ def test_what_goes_is_told_with_its_files_and_rows() -> None:
         table.tick()
         table.use(2, 10)
     removal = table.evict(10**6, 1)
-    assert [entry.number for entry in removal.entries] == [1, 3, 4] == sorted(table.take_changes().entries)
+    assert [entry.number for entry in removal.entries] == [1, 3, 4] == sorted(table.take_changes().gone)
     assert table.steps_and_hits(2)[1] == 2
     assert table.newest("", 10)[0].number == 2
 
@@ -81,15 +81,16 @@ def test_uses_are_told_once() -> None:
     table.tick()
     table.use(1, 5)
     changes = table.take_changes()
-    assert (changes.hits, list(changes.usages)) == ({1: 1}, [(1, 5)])
-    assert changes.usages[1, 5].used_at == 1.0
+    assert (changes.uses, list(changes.part_uses)) == ({1: (1,)}, [(1, 5)])
+    _, used_at, _ = changes.part_uses[1, 5]
+    assert used_at == 1.0
     assert not table.take_changes()
     table.remove(1, 10)
     table.use(1, 10)  # it has gone
     table.use(1, 5)
     table.remove(1, 5)
     changes = table.take_changes()
-    assert (changes.usages, changes.hits, changes.entries) == ({}, {}, {1})
+    assert (changes.part_uses, changes.uses, changes.gone) == ({}, {}, {1})
 
 
 def test_the_policys_clock_goes_on_from_what_was_used_last() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.cache.store.selector import Candidate, Exploration, MostStepsSelector
+from bottega.cache.store.selector import Candidate, Exploration, select_latents
 from bottega.planning.skip_profile import LengthClass, SkipProfile
 
 _PROFILE = SkipProfile(
@@ -19,7 +19,7 @@ _ALL = (5, 10, 15, 20, 25)
 
 
 def _select(*candidates: Candidate, words: int = 5, steps: int = 50, latest: int = 50) -> list[tuple[int, int, bool]]:
-    found = MostStepsSelector().select(candidates, profile=_PROFILE, words=words, steps=steps, latest=latest)
+    found = select_latents(candidates, profile=_PROFILE, words=words, steps=steps, latest=latest)
     return [(selection.number, selection.step, selection.hole) for selection in found]
 
 

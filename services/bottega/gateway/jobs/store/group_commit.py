@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from bottega.storage import StorageTask, StorageThread
+from bottega.storage import SerialTask, SerialThread, TaskGroups
 
 ResultT = TypeVar("ResultT")
 
@@ -47,11 +47,9 @@ class GroupCommit:
         self._check = check
         self._typed = typed
         self._on_commit = on_commit
-        self._thread = StorageThread(
+        self._thread = SerialThread(
             "job-writer",
-            serve=self._serve,
-            max_group=_MAX_GROUP,
-            max_group_bytes=_MAX_GROUP_BYTES,
+            groups=TaskGroups(serve=self._serve, max_tasks=_MAX_GROUP, max_bytes=_MAX_GROUP_BYTES),
             max_waiting=_MAX_WAITING,
         )
         self._connection: sqlite3.Connection | None = None
@@ -81,7 +79,7 @@ class GroupCommit:
         await self._thread.close()
         await asyncio.to_thread(self._close)
 
-    def _serve(self, group: Sequence[StorageTask]) -> None:
+    def _serve(self, group: Sequence[SerialTask]) -> None:
         wanted = [work for work in group if work.wanted]
         if not wanted:
             return
@@ -95,7 +93,7 @@ class GroupCommit:
         self._on_commit(time.perf_counter() - began)
         self._log_change(failing=False)
 
-    def _transact(self, group: Sequence[StorageTask]) -> None:
+    def _transact(self, group: Sequence[SerialTask]) -> None:
         """Run all operations and commit."""
         connection = self._open()
         self._check(connection, False)
@@ -108,7 +106,7 @@ class GroupCommit:
         connection.execute("COMMIT")
         self._check(connection, True)
 
-    def _all_went_well(self, group: Sequence[StorageTask]) -> bool:
+    def _all_went_well(self, group: Sequence[SerialTask]) -> bool:
         """Run all operations, or those up to the first that fails by itself. Return whether none failed.
 
         Nearly none fails, and undoing one alone takes two more statements for each, at each of which this thread waits
@@ -122,7 +120,7 @@ class GroupCommit:
             return False
         return True
 
-    def _attempt(self, connection: sqlite3.Connection, work: StorageTask) -> None:
+    def _attempt(self, connection: sqlite3.Connection, work: SerialTask) -> None:
         """Run an operation so that it is undone alone if it fails."""
         connection.execute("SAVEPOINT operation")
         try:
@@ -138,7 +136,7 @@ class GroupCommit:
         if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
             raise error
 
-    def _fail(self, group: Sequence[StorageTask], error: BaseException) -> None:
+    def _fail(self, group: Sequence[SerialTask], error: BaseException) -> None:
         self._log_change(failing=True, error=error)
         self._close()
         for work in group:

@@ -21,7 +21,7 @@ from bottega.gateway.jobs.store.group_commit import GroupCommit
 from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.store.sqlite_place import FileLoss, FilePlace
 from bottega.gateway.jobs.store.sqlite_statements import Listing
-from bottega.storage import StorageThread, os_errors, sqlite_files
+from bottega.storage import SerialThread, os_errors, sqlite_files
 
 ResultT = TypeVar("ResultT")
 
@@ -44,7 +44,7 @@ class SqliteJobStore:
         self._path = path
         self._place = FilePlace(path)
         self._writer = GroupCommit(self._connect, self._typed, on_commit, self._check_place)
-        self._reader = StorageThread("job-reader")
+        self._reader = SerialThread("job-reader")
         self._reading: sqlite3.Connection | None = None
         self._readable = self._writable = False
         self._sound = True

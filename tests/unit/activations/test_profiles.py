@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from bottega.activations.disk.profiles import BlockProfileFolder, profile_key
+from bottega.activations.profiles import profile_folder, profile_key
+from bottega.blobstore import ProfileFolder
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 from tests.support.stored_templates import block_profile
 
 
-def _folder(path: Path) -> BlockProfileFolder:
-    made = BlockProfileFolder(path)
+def _folder(path: Path) -> ProfileFolder[BlockProfile]:
+    made = profile_folder(path)
     made.open()
     return made
 
@@ -61,7 +62,7 @@ def test_a_damaged_profile_is_none_and_others_are(tmp_path: Path, caplog: pytest
         {"model_hash": ""},
         {"dtype": ""},
         {"width": 0},
-        {"height": 1 << 15},
+        {"height": 1 << 30},
         {"about": "a" * 1001},
         {"shares": [0.5, 0.25]},
         {"shares": [0.0, 0.5]},
@@ -78,7 +79,7 @@ def test_a_damaged_profile_is_none_and_others_are(tmp_path: Path, caplog: pytest
 )
 def test_what_is_no_profile_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder = _folder(tmp_path)
-    with pytest.raises(ValueError, match=r"^(model_hash|dtype|width|about|shares|forward_s|blocks)"):
+    with pytest.raises(ValueError, match=r"^profile\.(model_hash|dtype|width|height|about|shares|forward_s|blocks)"):
         folder.set(block_profile(**changed))
     assert folder.all() == []
 

@@ -1,56 +1,52 @@
-"""Validation of ActivationService's requests: yields all violations, with the names of the fields."""
+"""Measured profiles of models: what computing each block costs, in full and for a masked part."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from bottega import rules
+from bottega.blobstore import ProfileFolder
 from bottega.errors import Violation
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
-MAX_TEMPLATES = 1000
-"""Upper bound on the length of a list."""
-
-MAX_SOURCES = 64
-"""Upper bound on the sources of one PrefetchTemplates."""
-
 MAX_ABOUT_CHARACTERS = 1000
-_ID = re.compile(r"[0-9a-f]{8,32}")
-_HASH = re.compile(r"[0-9a-f]{1,128}")
+
+_MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
 _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_SHARES = 8
 _MAX_BLOCKS = 4096
 # For a module's path, as for tensor names on links.
 _MAX_NAME_BYTES = 200
+_MAX_FILE_BYTES = 8 << 20
+
+ProfileKey = tuple[str, str, int, int]
+"""Model hash, dtype, width and height."""
 
 
-def check_id(template: str, *, may_be_empty: bool = True) -> Iterator[Violation]:
-    """Check a template's id, or the prefix of one."""
-    if (template or not may_be_empty) and _ID.fullmatch(template) is None:
-        empty = "empty, or " if may_be_empty else ""
-        yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of an id")
+def profile_key(profile: BlockProfile) -> ProfileKey:
+    """Return the key of a profile."""
+    return profile.model_hash, profile.dtype, profile.width, profile.height
 
 
-def check_limit(limit: int) -> Iterator[Violation]:
-    """Check the number of templates to list; 0 is the contract's default."""
-    if not 0 <= limit <= MAX_TEMPLATES:
-        yield Violation(field="limit", description=f"must be 0 to {MAX_TEMPLATES}")
-
-
-def check_sources(sources: Sequence[str]) -> Iterator[Violation]:
-    """Check the sources of templates to prefetch."""
-    if len(sources) > MAX_SOURCES:
-        yield Violation(field="sources", description=f"must be at most {MAX_SOURCES}")
-    for index, source in enumerate(sources[:MAX_SOURCES]):
-        if not rules.is_digest(source):
-            yield Violation(field=f"sources[{index}]", description="must be 64 hex digits, in lower case")
+def profile_folder(folder: Path) -> ProfileFolder[BlockProfile]:
+    """Return the block profiles of a folder."""
+    return ProfileFolder(
+        folder,
+        BlockProfile,
+        key=profile_key,
+        check=check_profile,
+        is_empty=lambda profile: not profile.blocks,
+        remedy="measure it again with `bottega templates profile`",
+        max_file_bytes=_MAX_FILE_BYTES,
+    )
 
 
 def check_profile(profile: BlockProfile) -> Iterator[Violation]:
-    """Check a block profile."""
-    if _HASH.fullmatch(profile.model_hash) is None:
+    """Yield the violations of a block profile. One without blocks is valid; it names a profile to delete."""
+    if _MODEL_HASH.fullmatch(profile.model_hash) is None:
         yield Violation(field="profile.model_hash", description="must be 1 to 128 hex digits")
     if profile.dtype not in _DTYPES:
         yield Violation(field="profile.dtype", description=f"must be one of {', '.join(_DTYPES)}")
@@ -63,6 +59,8 @@ def check_profile(profile: BlockProfile) -> Iterator[Violation]:
     else:
         for index, block in enumerate(profile.blocks):
             yield from _check_block(f"profile.blocks[{index}]", block, len(profile.shares))
+        if len({block.name for block in profile.blocks}) < len(profile.blocks):
+            yield Violation(field="profile.blocks", description="names must be unique")
     yield from _check_seconds("profile.forward_s", profile.forward_s)
     if len(profile.about) > MAX_ABOUT_CHARACTERS:
         yield Violation(field="profile.about", description=f"must be at most {MAX_ABOUT_CHARACTERS} characters")

@@ -1,0 +1,162 @@
+"""The thread that writes for a store, and how it recovers from a disk that is full or fails.
+
+Such a disk makes the store read-only: what arrives is dropped, what exists is served, and the disk is tried again every
+`retry_s` seconds. The same thread reads what the disk has at the start.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable
+
+from bottega.blobstore.disk import BlobDisk
+from bottega.blobstore.records import RecordChanges
+from bottega.errors import DataLoss, StorageUnavailable
+from bottega.storage import SerialThread
+
+_log = logging.getLogger(__name__)
+
+
+class StoreClosing(Exception):
+    """Stops the reading of earlier records, because the store is being closed."""
+
+
+class BlobWriter(abc.ABC):
+    """The writer of a store. Start it with `start`, end it with `close`. Any thread may call its public methods.
+
+    Args:
+        name: The store's name in the log, such as "the activation store".
+        retry_s: Seconds after which a failed disk is tried again, and after which changes are written at the latest.
+        loads_in_background: Whether `start` returns before earlier records were read.
+    """
+
+    def __init__(self, disk: BlobDisk, *, name: str, retry_s: float, loads_in_background: bool = False) -> None:
+        self._disk = disk
+        self._name = name
+        self._loads_in_background = loads_in_background
+        self._thread = SerialThread("store-writer", tick=self._tick, tick_s=retry_s)
+        self._trouble = ""
+        self._closing = False
+        # Changed by the thread only.
+        self._loaded = False
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be recorded now; empty if it can."""
+        return self._trouble
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether all earlier records have been read."""
+        return self._loaded
+
+    def start(self) -> None:
+        """Lock the folder and read the disk. A failing disk is reported as `trouble` and tried again.
+
+        Raises Unavailable if another process uses the folder, StorageUnavailable if it cannot be created, and
+        ConfigError if its records are another program's.
+        """
+        self._disk.lock()
+        self._thread.call(self._open)
+        if self._loads_in_background:
+            self._thread.post(self._load_first)
+        else:
+            self._thread.call(self._load_first)
+
+    def close(self) -> None:
+        """Write what waits, and stop. It does nothing if it was not started."""
+        self._closing = True
+        self._thread.post(self._tidy)
+        if self._thread.end():
+            self._disk.records.close()
+        else:
+            _log.error(f"the disk of {self._name} does not answer; what waits for it is lost")
+        self._disk.unlock()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether everything that was handed in before was written within the timeout."""
+        try:
+            self._thread.call(self._tidy, wait_s=timeout_s)
+        except StorageUnavailable:
+            return False
+        return self._loaded and not self._trouble
+
+    # The methods below run in the thread.
+
+    @abc.abstractmethod
+    def _read(self) -> None:
+        """Read all records into the store's memory, in place of everything that is known, by `BlobDisk.load`."""
+
+    @abc.abstractmethod
+    def _take_changes(self) -> RecordChanges:
+        """Return and clear the changes that are to be written."""
+
+    def _probe(self) -> None:
+        """Test that the disk can be written. Raise StorageUnavailable if not."""
+        self._disk.files.probe()
+
+    def _tick(self) -> None:
+        if self._trouble:
+            self._heal()
+        else:
+            self._tidy()
+
+    def _open(self) -> None:
+        self._attempt(self._disk.open)
+
+    def _load_first(self) -> None:
+        if not self._loaded and not self._trouble:  # after trouble, the first successful attempt has loaded
+            self._load()
+
+    def _load(self) -> None:
+        try:
+            read = self._attempt(self._read)
+        except StoreClosing:
+            return
+        if read:
+            self._loaded = True
+            _log.info(f"{self._name} has read its records")
+            if self._attempt(self._probe):
+                self._tidy()
+
+    def _check_closing(self) -> None:
+        """Raise StoreClosing if the store is being closed. A long `_read` calls it now and then."""
+        if self._closing:
+            raise StoreClosing
+
+    def _tidy(self) -> None:
+        """Execute pending deletions and write changes."""
+        if self._loaded:
+            self._attempt(lambda: self._disk.tidy(self._take_changes()))
+
+    def _attempt(self, step: Callable[[], object]) -> bool:
+        """Use the disk, and return whether that succeeded. A failure makes the store read-only."""
+        try:
+            step()
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+            return False
+        return True
+
+    def _fail(self, error: StorageUnavailable | DataLoss) -> None:
+        if isinstance(error, DataLoss):
+            self._loaded = False  # the records have to be opened and read again
+        if not self._trouble:
+            _log.error(f"{self._name} records nothing until its disk can be written", extra={"text": error.message})
+        self._trouble = error.message
+
+    def _heal(self) -> None:
+        """Try the disk again. If the records have failed or are gone, read what is there now."""
+        try:
+            self._loaded = self._disk.open() and self._loaded
+            self._probe()
+            if self._loaded:
+                self._disk.tidy(self._take_changes())
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+            return
+        self._trouble = ""
+        _log.info(f"the disk of {self._name} can be written again")
+        if not self._loaded:
+            self._load()

@@ -1,1 +1,0 @@
-"""The cache's disk: files of latents and pictures, records of entries in SQLite, and profiles of models."""

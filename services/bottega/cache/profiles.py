@@ -1,0 +1,134 @@
+"""Measured profiles of models: which similarity of two prompts allows skipping how many steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from bottega import rules
+from bottega.blobstore import ProfileFolder
+from bottega.errors import Violation
+from bottega.latents.names import FRACTIONS
+from bottega.planning.skip_profile import LengthClass, SkipProfile, fallback_profile
+from bottega.v1 import generation_pb2
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
+from bottega.v1.generation_pb2 import Fidelity
+
+MAX_ABOUT_CHARACTERS = 1000
+
+_MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
+_MAX_CLASSES = 16
+# Words of a prompt, whose texts have 16 KiB at most.
+_MAX_WORDS = rules.MAX_PROMPT_BYTES
+# Tenths are not exact in binary, and clients may compute neighbouring values.
+_CLOSE = 1e-9
+_MAX_FILE_BYTES = 64 << 10
+
+
+class CacheProfiles(ProfileFolder[CacheProfile]):
+    """The profiles of a store's models in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._by_fidelity: Mapping[str, Mapping[int, SkipProfile]] = MappingProxyType({})
+        super().__init__(
+            folder,
+            CacheProfile,
+            key=lambda profile: profile.model_hash,
+            check=check_profile,
+            is_empty=lambda profile: not (profile.balanced or profile.fast),
+            remedy="bottega cache profile makes it again",
+            max_file_bytes=_MAX_FILE_BYTES,
+        )
+
+    def has(self, model_hash: str) -> bool:
+        """Return whether there is a profile of the model."""
+        return self.get(model_hash) is not None
+
+    def skip_profile(self, model_hash: str, fidelity: Fidelity.ValueType, *, width: int) -> SkipProfile | None:
+        """Return the model's profile; None forbids reuse.
+
+        Args:
+            width: Width of the embeddings, which selects the fallback of an unmeasured model.
+        """
+        measured = self._by_fidelity.get(model_hash)
+        return measured.get(fidelity) if measured is not None else fallback_profile(width)
+
+    def _keep(self, profiles: Mapping[str, CacheProfile]) -> None:
+        self._by_fidelity = MappingProxyType({model: _by_fidelity(profile) for model, profile in profiles.items()})
+        super()._keep(profiles)
+
+
+def check_profile(profile: CacheProfile) -> Iterator[Violation]:
+    """Yield the violations of a profile."""
+    if _MODEL_HASH.fullmatch(profile.model_hash) is None:
+        yield Violation(field="profile.model_hash", description="must be 1 to 128 hex digits")
+    if len(profile.about) > MAX_ABOUT_CHARACTERS:
+        yield Violation(field="profile.about", description=f"must be at most {MAX_ABOUT_CHARACTERS} characters")
+    for path, classes in (("profile.balanced", profile.balanced), ("profile.fast", profile.fast)):
+        violations = list(_check_classes(path, classes))
+        yield from violations
+        if not violations:
+            try:
+                _skip_profile(classes)
+            except ValueError as error:
+                yield Violation(field=path, description=str(error))
+
+
+def _check_classes(path: str, classes: Sequence[CacheLengthClass]) -> Iterator[Violation]:
+    if len(classes) > _MAX_CLASSES:
+        yield Violation(field=path, description=f"must be at most {_MAX_CLASSES}")
+        return
+    before = 0
+    for index, length_class in enumerate(classes):
+        unbounded = length_class.max_words == 0 and index == len(classes) - 1
+        if not (unbounded or before < length_class.max_words <= _MAX_WORDS):
+            rule = f"must be ascending, at most {_MAX_WORDS}; only the last one may be 0, which means no bound"
+            yield Violation(field=f"{path}[{index}].max_words", description=rule)
+        before = length_class.max_words
+        yield from _check_thresholds(f"{path}[{index}].thresholds", length_class.thresholds)
+
+
+def _check_thresholds(path: str, thresholds: Sequence[CacheThreshold]) -> Iterator[Violation]:
+    if len(thresholds) > len(FRACTIONS):
+        yield Violation(field=path, description=f"must be at most {len(FRACTIONS)}, one for each fraction")
+        return
+    before = 0.0
+    for index, threshold in enumerate(thresholds):
+        if not (_known_fraction(threshold.fraction) and threshold.fraction > before + _CLOSE):
+            rule = f"must be one of {', '.join(map(str, FRACTIONS))}, ascending"
+            yield Violation(field=f"{path}[{index}].fraction", description=rule)
+        before = threshold.fraction
+        if not rules.is_cosine(threshold.similarity):
+            yield Violation(field=f"{path}[{index}].similarity", description="must be a cosine, -1 to 1")
+
+
+def _known_fraction(fraction: float) -> float | None:
+    """Return the fraction after which latents are recorded that this one is meant to be."""
+    return next((known for known in FRACTIONS if abs(fraction - known) < _CLOSE), None)
+
+
+def _by_fidelity(profile: CacheProfile) -> Mapping[int, SkipProfile]:
+    """Return the profile by fidelity. FAST without classes of its own uses those of BALANCED, which are stricter."""
+    return {
+        generation_pb2.FIDELITY_BALANCED: _skip_profile(profile.balanced),
+        generation_pb2.FIDELITY_FAST: _skip_profile(profile.fast or profile.balanced),
+    }
+
+
+def _skip_profile(classes: Iterable[CacheLengthClass]) -> SkipProfile:
+    """Return the classes of one fidelity. Raise ValueError if longer skips need less similarity than shorter ones."""
+    return SkipProfile(
+        classes=tuple(
+            LengthClass(
+                max_words=length_class.max_words or math.inf,
+                thresholds={
+                    _known_fraction(threshold.fraction) or threshold.fraction: threshold.similarity
+                    for threshold in length_class.thresholds
+                },
+            )
+            for length_class in classes
+        )
+    )
