@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from bottega.activations.config import ActivationLinksConfig
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.store import ActivationStore
 from bottega.activations.worker_link import ActivationLinks
 from bottega.errors import PeerDead
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.link_pb2 import LinkOffer
@@ -37,7 +37,7 @@ class Host(Protocol):
 
 
 class StoreHost:
-    """A store of this process. bytes_per_s: see ActivationLinksConfig; unix: whether workers are of its host."""
+    """A store of this process. bytes_per_s: see LimitedLinksConfig; unix: whether workers are of its host."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StoreHost:
         self.store.start()
         socket = str(folder / "links.sock") if unix else None
         listen = "" if unix else "127.0.0.1:0"
-        config = ActivationLinksConfig(listen=listen, socket=socket, bytes_per_s=bytes_per_s)
+        config = LimitedLinksConfig(listen=listen, socket=socket, bytes_per_s=bytes_per_s)
         self.links = ActivationLinks(config, store=self.store)
 
     def offer(self, link_id: str) -> Offer:

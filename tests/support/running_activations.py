@@ -17,10 +17,11 @@ from google.protobuf import json_format
 
 from bottega import kinds
 from bottega.activations.__main__ import build
-from bottega.activations.config import ActivationLinksConfig, ActivationsConfig
+from bottega.activations.config import ActivationsConfig
 from bottega.activations.server import ActivationServer
 from bottega.errors import BottegaError
 from bottega.rpc.channel import open_channel
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_job_error
@@ -175,7 +176,7 @@ def config(**overrides: object) -> ActivationsConfig:
     """Of a store on free ports that joins no fleet."""
     server = ServerConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_grace_s=2.0)
     settings = ActivationsConfig(
-        gateway="", server=server, links=ActivationLinksConfig(socket=None), min_free_bytes=0, budget_bytes=256 << 20
+        gateway="", server=server, links=LimitedLinksConfig(socket=None), min_free_bytes=0, budget_bytes=256 << 20
     )
     return replace(settings, **overrides)  # type: ignore[arg-type]  # the test's own names
 

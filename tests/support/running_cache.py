@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from bottega import kinds
 from bottega.cache.__main__ import build
-from bottega.cache.config import CacheConfig, CacheLinksConfig
+from bottega.cache.config import CacheConfig
 from bottega.cache.server import CacheServer
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.rpc.channel import open_channel
+from bottega.rpc.links_config import StoreLinksConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.transport import Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
@@ -94,7 +95,7 @@ def config(**overrides: object) -> CacheConfig:
     settings = CacheConfig(
         gateway="",
         server=server,
-        links=CacheLinksConfig(socket=None),
+        links=StoreLinksConfig(socket=None),
         exploration=0.0,
         min_free_bytes=0,
     )

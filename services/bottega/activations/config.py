@@ -8,37 +8,12 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.address import OptionalAddress
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
-HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationLinksConfig:
-    """Addresses on which workers open links to an activation store."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    listen: HostPort = "127.0.0.1:0"
-    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
-    advertised: HostPort = ""
-    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
-    socket: str | None = ""
-    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
-
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
-    """
-    seal: bool = True
-    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
-    bytes_per_s: NotNegative = 0
-    """Limit of each link in bytes per second.
-
-    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +27,7 @@ class ActivationsConfig:
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    links: ActivationLinksConfig = field(default_factory=ActivationLinksConfig)
+    links: LimitedLinksConfig = field(default_factory=LimitedLinksConfig)
     folder: str = ""
     """Folder of records and activations. Empty: activations/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30

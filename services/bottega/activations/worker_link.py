@@ -6,17 +6,16 @@ in recordings, which the store writes later.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 
-from bottega.activations.config import ActivationLinksConfig
+from bottega import kinds
 from bottega.activations.section_sender import SectionSender
 from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
-from bottega.errors import BottegaError, NoSharedMemory, TooLarge
-from bottega.rpc.link_service import link_endpoints, tcp_endpoint
+from bottega.errors import BottegaError
+from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
 from bottega.sections import SectionLayout, messages
 from bottega.sections.messages import ActivationMessage, ActivationMessageKind
 from bottega.transport import (
@@ -24,30 +23,23 @@ from bottega.transport import (
     Incoming,
     Layout,
     Link,
-    LinkHandler,
-    LinkServer,
     LinkServerSettings,
-    default_socket_path,
     kind_of,
     read_number,
 )
 from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader, TemplateAnswer
 
-# Of one worker, which has some tens of edits that ask one question each.
-_MOST_UNSENT = 64
 _NOTHING = TemplateAnswer()
 
 
-class ActivationWorkerLink(LinkHandler):
+class ActivationWorkerLink(StoreLinkHandler):
     """The link of one worker, limited to `bytes_per_s` unless 0. The store identifies the worker by this object."""
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._store = store
         self._sections = SectionSender(connection, store=store, bytes_per_s=bytes_per_s)
         self._recorded = SectionReceiver(store, self, on_not_granted=self._say_not_granted)
-        self._unsent = 0
-        self._counting = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """Handle a message. Headers are read from copies; a section's tensors are copied by the store."""
@@ -86,28 +78,12 @@ class ActivationWorkerLink(LinkHandler):
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_question(layout, views)
-        with self._counting:
-            self._unsent += 1
-            busy = self._unsent > _MOST_UNSENT
-        if busy:
-            answer = _refusal(number)
-        else:
+
+        def answer() -> ActivationMessage:
             found = self._store.answer(question, self)
-            answer = messages.answer_message(number, found.header, found.drawn)
-        if not self._connection.post(lambda link: self._send_answer(link, number, answer)):
-            self._sent()
+            return messages.answer_message(number, found.header, found.drawn)
 
-    def _send_answer(self, link: Link, number: int, answer: ActivationMessage) -> None:
-        try:
-            self._connection.send_now(link, answer)
-        except (NoSharedMemory, TooLarge):  # Nothing was sent, and the link can be used further.
-            self._connection.send_now(link, _refusal(number))
-        finally:
-            self._sent()
-
-    def _sent(self) -> None:
-        with self._counting:
-            self._unsent -= 1
+        self._send_answer(answer, refusal=messages.answer_message(number, _NOTHING, None))
 
     def _say_not_granted(self, header: SectionHeader) -> None:
         """Tell the worker that it may not record, so that it stops sending sections and asks again later."""
@@ -131,30 +107,22 @@ class ActivationWorkerLink(LinkHandler):
                 raise ValueError(f"a worker sends no {kind} message")
 
 
-class ActivationLinks(LinkServer[ActivationWorkerLink]):
+class ActivationLinks(StoreLinks[ActivationWorkerLink]):
     """The links of all workers. Raises ConfigError if an address cannot be bound."""
 
-    def __init__(self, config: ActivationLinksConfig, *, store: ActivationStore) -> None:
+    def __init__(self, config: LimitedLinksConfig, *, store: ActivationStore) -> None:
         self._store = store
         self._bytes_per_s = config.bytes_per_s
         super().__init__(
-            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
-            service="the activation store",
+            config,
+            kind=kinds.ACTIVATIONS,
+            what="the activation store",
             settings=LinkServerSettings(limits=messages.STORE_LIMITS),
-            advertised=tcp_endpoint(config.advertised),
         )
 
     def new_handler(self, connection: Connection) -> ActivationWorkerLink:
         """Return the handler of one worker's link."""
         return ActivationWorkerLink(connection, store=self._store, bytes_per_s=self._bytes_per_s)
-
-
-def _refusal(number: int) -> ActivationMessage:
-    return messages.answer_message(number, _NOTHING, None)
-
-
-def _socket(configured: str | None) -> str | Path | None:
-    return default_socket_path("activations") if configured == "" else configured
 
 
 class SectionReceiver:

@@ -8,35 +8,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.address import OptionalAddress
+from bottega.rpc.links_config import StoreLinksConfig
 from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 
 PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheLinksConfig:
-    """Addresses on which workers open links to an approximate cache."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    listen: HostPort = "127.0.0.1:0"
-    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
-    advertised: HostPort = ""
-    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
-    socket: str | None = ""
-    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
-
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
-    """
-    seal: bool = True
-    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +30,7 @@ class CacheConfig:
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    links: CacheLinksConfig = field(default_factory=CacheLinksConfig)
+    links: StoreLinksConfig = field(default_factory=StoreLinksConfig)
     folder: str = ""
     """Folder of records, latents and pictures. Empty: cache/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30

@@ -5,36 +5,28 @@ The receiving thread answers questions and takes recordings. A worker that does 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from bottega.cache.config import CacheLinksConfig
+from bottega import kinds
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.store import LatentStore
-from bottega.errors import BottegaError, NoSharedMemory, TooLarge
+from bottega.errors import BottegaError
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage, CacheMessageKind
-from bottega.rpc.link_service import link_endpoints, tcp_endpoint
+from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
 from bottega.transport import (
     Connection,
     Incoming,
     Layout,
     Limits,
-    Link,
-    LinkHandler,
-    LinkServer,
     LinkServerSettings,
-    default_socket_path,
     kind_of,
 )
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording, CacheStarts
 
-# Maximum number of unsent answers of a worker. It has some tens of jobs and asks once for each; an answer has up to
-# eight latents.
-_MOST_UNSENT = 64
 # A recording has five latents: in float32 at 4096x4096 pixels they take 20 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=32 << 20)
 # Tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
@@ -42,7 +34,7 @@ _EMBEDDING, _PICTURE, _LATENTS = 2, 3, 4
 _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
-class CacheWorkerLink(LinkHandler):
+class CacheWorkerLink(StoreLinkHandler):
     """The link of one worker.
 
     Args:
@@ -50,10 +42,8 @@ class CacheWorkerLink(LinkHandler):
     """
 
     def __init__(self, connection: Connection, *, store: LatentStore) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._store = store
-        self._unsent = 0
-        self._counting = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """Process a question, a recording, or a report of used latents; all are read from copies."""
@@ -78,24 +68,10 @@ class CacheWorkerLink(LinkHandler):
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_header(layout, views, CacheQuestion)
-        with self._counting:
-            self._unsent += 1
-            busy = self._unsent > _MOST_UNSENT
-        answer = _refusal(number) if busy else _message(number, self._store.ask(question, _embedding(views)))
-        if not self._connection.post(lambda link: self._send(link, number, answer)):
-            self._sent()
-
-    def _send(self, link: Link, number: int, answer: CacheMessage) -> None:
-        try:
-            self._connection.send_now(link, answer)
-        except (NoSharedMemory, TooLarge):  # nothing was sent, and the link lives
-            self._connection.send_now(link, _refusal(number))
-        finally:
-            self._sent()
-
-    def _sent(self) -> None:
-        with self._counting:
-            self._unsent -= 1
+        self._send_answer(
+            lambda: _message(number, self._store.ask(question, _embedding(views))),
+            refusal=messages.answer_message(number, _NOTHING, ()),
+        )
 
     def _record(self, layout: Layout, views: Sequence[memoryview]) -> None:
         _, recording = messages.read_header(layout, views, CacheRecording)
@@ -109,16 +85,13 @@ class CacheWorkerLink(LinkHandler):
         self._store.record(recording, embedding=_embedding(views), picture=picture, latents=latents)
 
 
-class CacheLinks(LinkServer[CacheWorkerLink]):
+class CacheLinks(StoreLinks[CacheWorkerLink]):
     """The server of workers' links. Raises ConfigError if an address cannot be bound."""
 
-    def __init__(self, config: CacheLinksConfig, *, store: LatentStore) -> None:
+    def __init__(self, config: StoreLinksConfig, *, store: LatentStore) -> None:
         self._store = store
         super().__init__(
-            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
-            service="the approximate cache",
-            settings=LinkServerSettings(limits=_LIMITS),
-            advertised=tcp_endpoint(config.advertised),
+            config, kind=kinds.CACHE, what="the approximate cache", settings=LinkServerSettings(limits=_LIMITS)
         )
 
     def new_handler(self, connection: Connection) -> CacheWorkerLink:
@@ -136,11 +109,3 @@ def _message(number: int, answer: StoreAnswer) -> CacheMessage:
         for index, latent in enumerate(answer.latents)
     ]
     return messages.answer_message(number, answer.header, latents)
-
-
-def _refusal(number: int) -> CacheMessage:
-    return messages.answer_message(number, _NOTHING, ())
-
-
-def _socket(configured: str | None) -> str | Path | None:
-    return default_socket_path("cache") if configured == "" else configured

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bottega.activations.config import ActivationLinksConfig
 from bottega.errors import BottegaError, DataLoss, LinkError
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.sections import messages
 from bottega.sections.pieces import SectionChunks
 from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, number_message, number_spec, pack_number
@@ -48,7 +48,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Running]:
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[Running]:
     """A store that shares its memory with workers of its host."""
-    links = ActivationLinksConfig(socket=str(tmp_path / "links.sock"))
+    links = LimitedLinksConfig(socket=str(tmp_path / "links.sock"))
     async with running(tmp_path / "activations", config(links=links)) as made:
         yield made
 
@@ -320,7 +320,7 @@ except BottegaError as error:
 async def test_another_user_is_never_given_the_memory_of_a_section(tmp_path: Path, public_folder: Path) -> None:
     path = public_folder / "links.sock"
     made = Recorded(layout=LARGE)
-    async with running(tmp_path / "a", config(links=ActivationLinksConfig(socket=str(path)))) as store:
+    async with running(tmp_path / "a", config(links=LimitedLinksConfig(socket=str(path)))) as store:
         await store.fill(made)
         with await store.link() as link:
             digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest

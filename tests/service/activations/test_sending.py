@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bottega.activations.config import ActivationLinksConfig
 from bottega.errors import LinkError
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.sections import SectionLayout, messages
 from bottega.transport import Deadline, Limits, Link, kind_of
 from tests.support.running_activations import (
@@ -42,7 +42,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Running]:
 @pytest.fixture
 async def slow(tmp_path: Path) -> AsyncIterator[Running]:
     """A store whose links carry little."""
-    async with running(tmp_path, config(links=ActivationLinksConfig(socket=None, bytes_per_s=_BYTES_PER_S))) as made:
+    async with running(tmp_path, config(links=LimitedLinksConfig(socket=None, bytes_per_s=_BYTES_PER_S))) as made:
         yield made
 
 
