@@ -3,7 +3,7 @@
     folder/incoming/<digest>    being written; what is here at the start was interrupted
     folder/ab/ab<62 digits>     complete, and on the disk
 
-Methods block and raise OSError.
+Methods of ContentFolder block and raise OSError.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from bottega.errors import DataLoss
 from bottega.storage import folders, os_errors
+from bottega.storage.fair_thread import FairThread
 from bottega.storage.process_lock import ProcessLock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -162,6 +164,50 @@ class ContentFolder:
             elif folder.name != _INCOMING:
                 foreign.append(folder.name)
         return Scan(files=tuple(files), foreign=tuple(foreign))
+
+
+class ContentReader:
+    """A reader of one image in parts, which works even if the store deletes the image. An async context manager."""
+
+    def __init__(self, thread: FairThread, descriptor: int, digest: str, *, size_bytes: int, owner: str) -> None:
+        self._thread = thread
+        self._owner = owner
+        self._descriptor: int | None = descriptor
+        self._digest = digest
+        self.size_bytes = size_bytes
+
+    async def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return up to `size_bytes` bytes from `offset` on.
+
+        Raises DataLoss if the file has become shorter, and StorageUnavailable if it cannot be read.
+        """
+        size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
+        return await self._thread.run(lambda: self._read(offset, size_bytes), owner=self._owner)
+
+    def close(self) -> None:
+        """Close the reader. It may be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    async def __aenter__(self) -> ContentReader:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # a caller that is cancelled while it waits for a reader never gets it
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        assert self._descriptor is not None, "read after close"
+        with os_errors.translated():
+            data = os.pread(self._descriptor, size_bytes, offset)
+        if len(data) != size_bytes:
+            raise damaged(self._digest)
+        return data
 
 
 def check(descriptor: int, digest: str) -> None:
