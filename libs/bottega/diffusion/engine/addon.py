@@ -66,9 +66,9 @@ class JobAddOn:
         """Prepare a job whose prompt has been encoded and whose requests exist.
 
         Args:
-            job: The job.
             conditions: Conditions of its first image. Only a job of several prompts has others, and add-ons that depend
-                on the prompt do not serve such jobs (rules.check_prompts).
+                on the
+                prompt do not serve such jobs (rules.check_prompts).
             now_s: Monotonic seconds.
 
         Raises:
@@ -219,9 +219,7 @@ class EngineAddOn:
         """Learn the time of a forward of fully computed rows. Return whether as many plain rows take as long.
 
         Args:
-            rows: The rows.
-            seconds: What the forward took.
-            plain_s: What as many plain rows are known to take.
+            plain_s: Seconds that as many plain rows are known to take; None if unknown.
         """
         return True
 

@@ -67,7 +67,6 @@ def encode_prompts(
     """Return the conditions for the prompt of a spec. Without guidance they have no unconditional half.
 
     Args:
-        model: Model whose text encoders read the prompt.
         spec: Spec with one prompt.
         field: Name of the prompt's field, for its truncation.
         negative: The unconditional half, if it has already been encoded.

@@ -59,8 +59,6 @@ class Engine:
     """Draws the pictures of jobs on one device. A single thread makes all calls.
 
     Args:
-        model: The model that draws.
-        limits: What the operator allows.
         addons: Features beside the plain model, such as ControlNets and LoRAs.
         peer: The other worker of a pair, which may compute rows of groups.
         heartbeat: Beats during a turn.
@@ -218,7 +216,6 @@ class Engine:
         Call it before `warm_up`, which measures the engine with them.
 
         Args:
-            candidates: The accelerations to try.
             deadline_s: See `SelfCheckSettings`.
             trials: See `SelfCheck`.
             probes: Probes of features, in addition to the engine's own.

@@ -35,13 +35,9 @@ def guided_step(
     """Return the latent after `step`, in the element type of `latent`, and the estimate of the finished latent.
 
     Args:
-        sampler: Sampler of the request.
-        step: The step to make.
         latent: [1, channels, height, width].
         noise: The prediction for each row, [channels, height, width].
-        guidance: Guidance of the request.
         generator: On the CPU, for samplers that draw noise.
-        operations: Accelerated operations of the model.
     """
     conditional = noise[Half.CONDITIONAL][None]
     unconditional = noise[Half.UNCONDITIONAL][None] if Half.UNCONDITIONAL in noise else None

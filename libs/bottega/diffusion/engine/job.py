@@ -223,9 +223,7 @@ class EngineJob:
         Time spent waiting for an add-on counts for this job only if it has a part of that add-on.
 
         Args:
-            prediction: The prediction of the turn.
             sampler_s: Seconds of guidance and samplers.
-            turn: The whole turn.
             steps: The steps that the job made, for people.
         """
         turn_s = turn.seconds
@@ -294,8 +292,6 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     """Encode a job's prompt and picture, and resume from its checkpoint if there is one that fits.
 
     Args:
-        model: The model that draws it.
-        order: The order.
         addons: The job's parts, which may still wait for something.
         now_s: Monotonic seconds.
         clock: Clock of the model's device.
@@ -345,13 +341,7 @@ def _input_checks(
 
 
 def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditions]) -> list[Request]:
-    """Return the order's images, before their first steps.
-
-    Args:
-        model: Model that draws them.
-        order: What is drawn.
-        conditions: Conditions of each image.
-    """
+    """Return the requests of an order's images, with these conditions of each image, before their first steps."""
     spec = order.spec
     if (spec.strength is None) != (order.image is None):
         raise InternalError("a strength came without an image, or an image without one")

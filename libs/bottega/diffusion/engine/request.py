@@ -68,9 +68,6 @@ class Request:
     """A request to denoise one image of a job.
 
     Args:
-        model: The model that draws it.
-        spec: Spec of the job.
-        conditions: Conditions of the image.
         index: Index of the image in the job; it is drawn with the spec's seed + index.
         image: Encoded source of image-to-image.
         mask: Mask of an edit of `image`, [1, 1, height, width].

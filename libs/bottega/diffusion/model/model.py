@@ -169,9 +169,7 @@ def load_model(
     Args:
         folder: Folder with model_index.json.
         name: Name of the model in requests.
-        device: Device of the model.
         dtype: Element type of the weights in memory.
-        vae: Settings of the VAE.
         device_memory_mib: See `open_memory_plan`.
         reporter: Gets the stages of the start.
 

@@ -227,10 +227,8 @@ class Sampler:
         """Advance the generator by the draws of `steps` steps.
 
         Args:
-            steps: Number of steps.
             shape: Shape of the latent.
             dtype: Element type of the model's predictions.
-            generator: The generator that the steps would draw from.
         """
         if draws_noise(self._kind, self._scheduler.config):
             drawn = torch.float32 if self._kind is SamplerKind.DPMPP_2M else dtype
@@ -335,8 +333,6 @@ def ancestral_step(
     The scheduler's own step is not advanced. Source: Diffusers, scheduling_euler_ancestral_discrete.py.
 
     Args:
-        scheduler: The scheduler.
-        step: The step to make.
         prediction: The model's prediction, [1, channels, height, width].
         latent: The latent before the step, in the same shape.
         generator: On the CPU.
