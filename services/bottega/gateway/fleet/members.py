@@ -1,18 +1,29 @@
-"""Members of the fleet, each with its last report, and the interface of the fleet's observers."""
+"""Members of the fleet, each with its last report, the models that were seen, and the interface of observers."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega import kinds
+from bottega.clocks import Clock
+from bottega.gateway.fleet.validation import MAX_MODELS
 from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
+
+MAX_START_GRACE_S = 600.0
+"""Upper bound on the grace of services that are slow to start; a larger model_grace_s holds for all."""
+
+# Multiple of the longest start. The next one may be from a cold disk, the service itself starts before its engine, and
+# it waits for the lease of its name.
+_STARTS = 2.0
+# Starts of a model's workers that are remembered, the newest ones.
+_MAX_STARTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +147,78 @@ def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:
         applied=tuple(sorted((item.digest, item.scale) for item in applied)),
         switch_s=switch_s,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _SeenModel:
+    """A model as it was last registered."""
+
+    model: image_pb2.Model
+    at: float
+    """When a worker of it last came or went."""
+    starts: dict[str, float] = field(default_factory=dict)
+    """Seconds that its workers took to start, by instance."""
+
+
+class SeenModels:
+    """The models that were seen, at most as many as one service may have; the ones seen longest ago are forgotten.
+
+    A worker that is started again needs as long as its model takes to load: seconds for a small one, minutes for a
+    large one on a cold disk. So jobs wait for twice the longest time that its workers took lately. This class does not
+    know which workers are here now.
+
+    Args:
+        grace_s: How long any model is expected back, at least.
+        clock: Clock of the gateway.
+    """
+
+    def __init__(self, *, grace_s: float, clock: Clock) -> None:
+        self._grace_s = grace_s
+        self._clock = clock
+        self._models: dict[str, _SeenModel] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def get(self, name: str) -> image_pb2.Model | None:
+        """Return the model as it was last registered, or None. Do not change it."""
+        seen = self._models.get(name)
+        return seen.model if seen else None
+
+    def note_presence(self, member: Member, now: float) -> None:
+        """Note that a member comes or goes; only workers have models."""
+        for model in member.models:
+            before = self._models.get(model.name)
+            self._models[model.name] = _SeenModel(model=model, at=now, starts=before.starts if before else {})
+        while len(self._models) > MAX_MODELS:
+            del self._models[min(self._models, key=lambda name: self._models[name].at)]
+
+    def note_start(self, member: Member) -> None:
+        """Note how long a member took to start; an instance counts once."""
+        for seen in self._of(member):
+            starts = seen.starts
+            starts.pop(member.instance, None)
+            starts[member.instance] = member.load.start_s  # the newest last
+            if len(starts) > _MAX_STARTS:
+                del starts[next(iter(starts))]
+
+    def is_recent(self, name: str) -> bool:
+        """Return whether a worker of the model came or went within its grace."""
+        seen = self._models.get(name)
+        return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
+
+    def grace_s(self, member: Member) -> float:
+        """Return how long what a member hosted is expected back: as long as its models, or as it takes to start."""
+        if member.connected:
+            return self._grace_s  # it is not starting, and has dropped something
+        starts = (start for seen in self._of(member) for start in seen.starts.values())
+        return self._grace_of([member.load.start_s, *starts])
+
+    def _of(self, member: Member) -> list[_SeenModel]:
+        return [self._models[model.name] for model in member.models if model.name in self._models]
+
+    def _grace_of(self, starts: Iterable[float]) -> float:
+        return max(self._grace_s, min(_STARTS * max(starts, default=0.0), MAX_START_GRACE_S))
 
 
 class FleetObserver(Protocol):

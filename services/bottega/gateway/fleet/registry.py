@@ -14,8 +14,7 @@ from bottega import kinds, rules
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
-from bottega.gateway.fleet.seen_models import SeenModels
+from bottega.gateway.fleet.members import FleetObserver, Member, SeenModels, hosted_by_kind
 from bottega.gateway.fleet.validation import check_load, check_registration
 from bottega.gateway.tenants.access import ANYTHING, Access
 from bottega.planning import RowFractions, StepTable, StepTimes
