@@ -44,6 +44,9 @@ from bottega.rpc.source_filter import SourceFilter
 _PART_OF_OPEN_FILES = 3
 # Between two rounds. The connections that open meanwhile must fit between the guard's limit and gRPC's.
 _ROUND_S = 0.25
+# The same while the process is at rest, with less than half of the open files that a crowded port has.
+_REST_ROUND_S = 1.0
+_REST_SHARE = 0.5
 # The same during a flood: its host makes some hundred calls in this time.
 _FLOOD_ROUND_S = 0.05
 # A flooding host is kept out for so long, and then not again for half of it: a client's connection attempt, which is
@@ -132,21 +135,23 @@ class ConnectionGuard:
 
     async def _guard(self, port: int) -> None:
         banned = self._banned = SourceFilter(port, banned_s=_BANNED_S, probation_s=_PROBATION_S)
+        at_rest = False
         while True:
-            await self._ledger.wait_for_flood(_ROUND_S)
+            await self._ledger.wait_for_flood(_REST_ROUND_S if at_rest else _ROUND_S)
             try:
                 # These checks take microseconds. A look at the connections takes milliseconds, so a thread does it.
-                floods, crowded, working = self._ledger.floods(), self._is_crowded(), self._is_working()
-                if crowded or floods or working or banned.is_due():
-                    look = _Look(port=port, crowded=crowded, working=working, floods=floods)
+                floods, crowding, working = self._ledger.floods(), self._crowding(), self._is_working()
+                at_rest = crowding < _REST_SHARE and not (floods or working)
+                if crowding > 1.0 or floods or working or banned.is_due():
+                    look = _Look(port=port, crowded=crowding > 1.0, working=working, floods=floods)
                     await asyncio.to_thread(self._look, look, frozenset(self._busy()))
                     await asyncio.sleep(_FLOOD_ROUND_S)
             except (OSError, psutil.Error) as error:
                 _log.warning("connections cannot be looked at", extra={"why": str(error)})
 
-    def _is_crowded(self) -> bool:
-        """Return whether a host may have more than its share: the process has enough files and sockets open for it."""
-        return sum(1 for _ in _OPEN_FILES.iterdir()) > self._share * self._most
+    def _crowding(self) -> float:
+        """Return the open files and sockets relative to a host's share. Up to 1, no host can have more than that."""
+        return sum(1 for _ in _OPEN_FILES.iterdir()) / (self._share * self._most)
 
     def _is_working(self) -> bool:
         """Return whether the process has used much of a core since the last round, for whatever reason."""

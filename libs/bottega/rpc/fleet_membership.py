@@ -240,8 +240,9 @@ class FleetMembership:
                 yield fleet_pb2.JoinRequest(load=load)
             else:
                 yield fleet_pb2.JoinRequest()
-            await asyncio.sleep(_COALESCE_S)
             try:
-                await asyncio.wait_for(self._changed.wait(), REPORT_INTERVAL_S - _COALESCE_S)
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
+            await asyncio.sleep(_COALESCE_S)
