@@ -174,7 +174,7 @@ class GatewayConfig:
 
 
 def check_tenants(config: GatewayConfig) -> None:
-    """Raise ConfigError where the file of tenants cannot be used."""
+    """Raise ConfigError if the file of tenants cannot be used."""
     if config.tenants:
         try:
             read_tenants(Path(config.tenants))

@@ -31,7 +31,7 @@ class Deadlines:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, job: Job, on_passed: Callable[[Job], None]) -> None:
-        """Call `on_passed` with the job when its deadline of now, if it has one, has passed."""
+        """Call `on_passed` with the job when its current deadline, if it has one, has passed."""
         self.unwatch(job)
         if job.deadline is not None:
             left_s = max(0.0, job.deadline - self._clock.monotonic())

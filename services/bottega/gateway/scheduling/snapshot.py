@@ -1,4 +1,4 @@
-"""Makes workers and jobs what the scheduling policy sees: what still denoises where, and what pending jobs need.
+"""Converts workers and jobs to what the scheduling policy sees: what still denoises where, and what pending jobs need.
 
 The state of a worker is made anew only when it has changed: the queue is looked at after every step of every job, and
 most workers do not move between two looks.
