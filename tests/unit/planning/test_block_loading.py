@@ -154,7 +154,6 @@ def test_nothing_to_plan_is_planned() -> None:
     assert [plan.takes for plan in plan_steps([[], [block(1.0, 0.5)], []])] == [(), (True,), ()]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("loading", [0.5, 1.0, 2.0])
 def test_ten_steps_of_140_blocks_are_planned_in_milliseconds(loading: float) -> None:
     steps = network(Random(3), loading, alike=False, steps=10)

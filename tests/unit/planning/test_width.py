@@ -105,7 +105,6 @@ def test_a_cost_is_asked_for_once_per_number_of_rows() -> None:
     assert len(asked) == len(set(asked))
 
 
-@pytest.mark.alone
 def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
     times = StepTimes.from_entries(((16, 16), rows, 0.01 + 0.004 * rows) for rows in (1, 2, 4, 8, 16))
     works = [RemainingWork(rows=2, steps=20 + 7 * index % 31) for index in range(32)]

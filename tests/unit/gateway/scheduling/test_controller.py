@@ -133,7 +133,6 @@ async def test_a_job_that_used_more_than_was_expected_counts_for_its_tenant_howe
     assert 1 + waiting.index("heavy") == 8, "as many of the other tenant's come first as take as long as both"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("steps_done", "waited_s", "charged_s"),
     [(0, 0.3, 0.3), (0, 9.0, 0.5), (10, 0.2, 2.2), (10, 9.0, 2.5)],

@@ -287,7 +287,6 @@ def test_a_group_is_as_wide_as_pays_off_for_the_jobs_that_wait_behind_the_next_o
     assert [len(assign(_line(1), [worker], waiting=waiting)) for waiting in (1, 6)] == [0, 1]
 
 
-@pytest.mark.alone
 def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
     workers = [_worker(f"w{i}", *(_request(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
     pending = _line(64)
