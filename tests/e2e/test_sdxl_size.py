@@ -31,6 +31,7 @@ from tests.samples.controlnets import control_image
 from tests.samples.published import write_controlnet, write_lora, write_model
 from tests.support.running_up import Up, running_up
 from tests.support.stock import Pixels, load_stock, pixels_of, variant
+from tests.support.warm_start.sitecustomize import COLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3600)]
 
@@ -108,7 +109,7 @@ def run(folder: Path) -> Run:
     memory, model = WorkerMemory(), folder / "sdxl"
     options = ("--model", model, "--device", "cpu", "--dtype", "bfloat16", "--threads", THREADS)
     began_s = time.monotonic()
-    with running_up(folder / "up", *options, start_s=START_S, watch=memory.look) as up:
+    with running_up(folder / "up", *options, environment=COLD, start_s=START_S, watch=memory.look) as up:
         ready_s, record = time.monotonic() - began_s, up.record()
         memory.look(up)
         peaks = memory.engine_peak_bytes, memory.peak_pss_bytes

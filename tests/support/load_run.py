@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+from tests.support.warm_start.sitecustomize import COLD
+
 _ROOT = Path(__file__).parents[2]
 
 
@@ -16,7 +18,7 @@ def run_load(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]:
     """The values of its last line. It may end with 1, as where a bar is missed, but with no other status."""
     said = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"},
+        env={**os.environ, **COLD, "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"},
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
+from tests.support.warm_start.sitecustomize import COLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ def family(tmp_path: Path) -> Iterator[list[psutil.Process]]:
     """The processes of a `bottega up` with the embedded model."""
     printed = tmp_path / "printed"
     command = [sys.executable, "-m", "bottega.client.cli", "up", "--port", "0", "--state", str(tmp_path / "state")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BOTTEGA_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BOTTEGA_")} | COLD
     with printed.open("wb") as output:
         suite = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
     try:

@@ -12,6 +12,8 @@ import sys
 ENGINES = ("bottega.worker.engine.main", "bottega.controlnet.engine", "tests.fakes.accelerated_engine")
 SERVER = "TESTS_WARM_ENGINES"
 """Environment variable with the socket of the server."""
+COLD = {SERVER: ""}
+"""Environment of processes whose engines are no forks, as those whose memory is measured."""
 FORKED = b"forked"
 # What a fork has from the server, for better or worse.
 _PREFIXES = ("CUDA", "GLIBC", "GOMP", "HF_", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "TORCH", "TRITON")
@@ -66,5 +68,5 @@ def stand_for_a_fork(server: str, module: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-if SERVER in os.environ and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ENGINES:
+if os.environ.get(SERVER) and sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ENGINES:
     stand_for_a_fork(os.environ[SERVER], sys.orig_argv[2], sys.orig_argv[3:])
