@@ -117,6 +117,7 @@ class GrpcListener:
         )
         self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
         self._services: list[str] = []
         # gRPC's own limits do not tell callers when to retry, so they are above those of the interceptor.
         self.grpc = grpc.aio.server(
@@ -144,6 +145,9 @@ class GrpcListener:
 
     async def set_serving(self, serving: bool) -> None:
         """Set whether grpc.health.v1 says SERVING."""
+        if serving is self._serving:
+            return
+        self._serving = serving
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *self._services):
             await self._health.set(service, status)
