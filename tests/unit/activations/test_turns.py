@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bottega.activations.turns import TurnQueue
+from bottega.activations.section_sender import TurnQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.diffusion.editing.loading.kept_blocks import kept_names
+from bottega.diffusion.editing.addon import kept_names
 from bottega.diffusion.editing.masked.work import BlockKind, blocks_of
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 from tests.samples.masked_networks import LATENT, small_unet

@@ -1,8 +1,7 @@
 """The network for masked rows: which tokens are computed, how rows share layers, and what comes from recordings.
 
-tokens               which tokens a map computes at each resolution packing              tokens of rows with different
-masks in one call of a layer rows                 the rows of one forward backbone             the network in blocks,
-over the modules of the plain one transformer        a transformer's blocks
-    cross_attention  keys and values of prompts, kept from step to step feature_maps       convolutions and norms, in
-        full (sparse/: around masks) support              which networks can be masked
+`backbone` is the network in blocks, over the modules of the plain one. Its transformers compute the `tokens` that a
+mask needs at each resolution, and `packing` runs the tokens of rows with different masks in one call of a layer.
+`cross_attention` keeps keys and values of prompts from step to step. `feature_maps` has convolutions and norms, in
+full or, with `sparse`, around masks. `support` tells which networks can be masked.
 """
