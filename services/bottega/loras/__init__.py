@@ -1,4 +1,4 @@
-"""The LoRA store: a catalogue, files in canonical form, a tier in memory, and links that send them to workers.
+"""The LoRA store: a catalogue, files in canonical form, a cache in memory, and links that send LoRAs to workers.
 
-Untrusted files are opened in a process of their own (importing); nothing here imports torch.
+Untrusted files are opened in separate processes (`importing`). Nothing here imports torch.
 """

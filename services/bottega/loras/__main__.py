@@ -1,4 +1,4 @@
-"""Starts a LoRA store: `python -m bottega.loras --config FILE`. Without a file every setting has its default."""
+"""Starts a LoRA store: `python -m bottega.loras --config FILE`. Without a file, every setting has its default."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bottega.v1 import lora_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit status, see `boot`."""
+    """Run a store and return the exit status, see `boot`."""
     return boot("loras", LoraConfig, _lifespan, description="Bottega's LoRA store")
 
 
 def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
-    """A store and its server, neither of them started. In a running event loop."""
+    """Return a store and its server, neither of them started. Call it in a running event loop."""
     server = Server("loras", settings.server)
     imports = import_counter(server.registry)
     store = LoraStore(settings, folder=folder, imports=imports, listening=server)

@@ -1,7 +1,7 @@
-"""The catalogue of LoRAs in one SQLite file: name, base, digest and the rest.
+"""The catalogue of LoRAs, in one SQLite file: name, base model, digest and further facts of each LoRA.
 
-One thread does all of it, on a connection of its own; a change is on the disk when its call returns. A row that is not
-what was written is left out, told of in the log, and stays until its LoRA is brought again or back.
+One thread makes all calls to SQLite, on its own connection. A change is on the disk when its call returns. A damaged
+row is skipped and logged. It stays in the file until its LoRA is uploaded again or restored.
 """
 
 from __future__ import annotations
@@ -20,70 +20,82 @@ from bottega.loras.records import CatalogueRecord
 from bottega.storage import SqliteDatabase
 from bottega.storage.checksums import Value
 
-# A name is some hundred bytes of the file: this is a catalogue that is still listed within a second.
-_MOST = 100_000
+# A row takes some hundred bytes. A catalogue of this size is still listed within a second.
+_MAX_LORAS = 100_000
 _ALL = f"SELECT {', '.join(COLUMNS)} FROM loras"
 
 _log = logging.getLogger(__name__)
 
 
 class LoraCatalogue:
-    """Open it before anything else. Every method may raise StorageUnavailable, or DataLoss for a damaged file."""
+    """The names of a store's LoRAs, with what is known of each.
+
+    Call `open` first. Every method may raise StorageUnavailable, or DataLoss for a damaged file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._database = SqliteDatabase(path, SCHEMA)
-        self._damaged: set[str] = set()  # names, as far as somebody came across them: for the log
+        self._damaged: set[str] = set()  # names of damaged rows that have been logged
 
     async def open(self) -> None:
-        """Creates the file where there is none; a damaged one is kept aside. Raises ConfigError for somebody else's."""
+        """Open the file; create it if it is missing, and move a damaged one aside.
+
+        Raises ConfigError for a SQLite file of another program.
+        """
         await self._database.open()
 
     async def close(self) -> None:
-        """Ends after what was begun."""
+        """Close the file after the calls that have begun."""
         await self._database.close()
 
     async def add(self, record: CatalogueRecord, *, rewords: bool = False) -> CatalogueRecord:
-        """Adds a LoRA, and returns it as it is kept: one that is there with the same digest and base stays as it is.
+        """Add a LoRA, and return its record.
 
-        rewords: such a one gets the trigger words of this record. A damaged row of the name or the digest gives way.
-        Raises LoraExists for another one of that name, TooLarge when there are too many.
+        A LoRA of the same name, digest and base model stays as it is. Damaged rows of the name or the digest are
+        replaced. Raises LoraExists for another LoRA of that name, TooLarge if the catalogue is full.
+
+        Args:
+            record: The LoRA to add.
+            rewords: Whether a LoRA that is already there gets the trigger words of `record`.
         """
         return await self._database.transact(lambda connection: self._add(connection, record, rewords))
 
     async def get(self, name: str) -> CatalogueRecord:
-        """Raises LoraNotFound, DataLoss for a damaged row."""
+        """Return the LoRA of a name. Raises LoraNotFound, and DataLoss for a damaged row."""
         return await self._database.transact(lambda connection: _get(connection, name))
 
     async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
+        """Return up to `size` LoRAs by name, starting behind the name `after`. An empty `base` selects all."""
         return await self._database.transact(lambda connection: self._page(connection, size, after, base))
 
     async def remove(self, name: str) -> None:
-        """Forgets it. Raises LoraNotFound, DataLoss for a damaged row."""
+        """Delete the row of a name. Raises LoraNotFound, and DataLoss for a damaged row."""
         await self._database.transact(lambda connection: _remove(connection, name))
 
     async def change(self, name: str, changed: Callable[[CatalogueRecord], CatalogueRecord]) -> CatalogueRecord:
-        """Keeps what `changed` makes of its trigger words, bounds and pin. Raises LoraNotFound, DataLoss, and what
-        that raises."""
+        """Replace a LoRA's record with the one that `changed` returns, which has the same name, and return that.
+
+        Raises LoraNotFound, DataLoss, and the errors of `changed`.
+        """
         return await self._database.transact(lambda connection: _change(connection, changed(_get(connection, name))))
 
     async def all(self) -> list[CatalogueRecord]:
-        """Every one."""
+        """Return all LoRAs."""
         return await self._database.transact(lambda connection: self._records(connection, _ALL))
 
     async def pinned(self) -> dict[str, int]:
-        """Bytes of every digest of which a name is pinned."""
+        """Return the size in bytes of each digest that has a pinned name."""
         records = await self._database.transact(lambda connection: self._records(connection, f"{_ALL} WHERE pinned"))
         return {record.digest: record.size_bytes for record in records}
 
     async def known(self, digests: Collection[str]) -> set[str]:
-        """Those of these digests that a LoRA has; a few hundred at most."""
+        """Return those digests that a LoRA has. Pass a few hundred digests at most."""
         query = f"{_ALL} WHERE digest IN ({', '.join('?' * len(digests))})"
         records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
         return {record.digest for record in records}
 
     async def names(self, digest: str) -> list[str]:
-        """Names of the LoRAs with that digest."""
+        """Return the names of the LoRAs with a digest."""
         query = f"{_ALL} WHERE digest = ? ORDER BY name"
         return [
             record.name for record in await self._database.transact(lambda found: self._records(found, query, digest))
@@ -93,7 +105,7 @@ class LoraCatalogue:
         return self._sound(connection.execute(query, parameters).fetchall())
 
     def _page(self, connection: sqlite3.Connection, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """Damaged rows take no place in it, so that it is full where there are enough others."""
+        """Return a page that is full if enough rows are intact: damaged rows do not count."""
         query = f"{_ALL} WHERE name > ? AND (? = '' OR base = ?) ORDER BY name LIMIT ?"
         found: list[CatalogueRecord] = []
         while True:
@@ -104,41 +116,46 @@ class LoraCatalogue:
             after = rows[-1][0]
 
     def _sound(self, rows: list[tuple[Any, ...]]) -> list[CatalogueRecord]:
-        """The records of those that are what was written."""
+        """Return the records of the rows that are intact, and log the others."""
         found = []
         for row in rows:
             try:
                 found.append(from_row(row))
             except DataLoss:
-                self._note(str(row[0]), str(row[1]))
+                self._log_damaged(str(row[0]), str(row[1]))
         return found
 
-    def _note(self, name: str, digest: str) -> None:
+    def _log_damaged(self, name: str, digest: str) -> None:
         if name not in self._damaged:
             self._damaged.add(name)
-            what = "what the catalogue says of a LoRA is damaged; it is not served"
             facts = {"lora": name, "digest": digest}
-            _log.error(f"{what}: bottega loras rebuild brings it back from its file", extra=facts)
+            _log.error(
+                "the catalogue's row of a LoRA is damaged, and the LoRA is not served: bottega loras rebuild restores "
+                "it from its file",
+                extra=facts,
+            )
 
     def _add(self, connection: sqlite3.Connection, record: CatalogueRecord, rewords: bool) -> CatalogueRecord:
-        self._make_way(connection, record)
+        self._delete_damaged(connection, record)
         found = _find(connection, record.name)
         if found is not None:
             if (found.digest, found.base) == (record.digest, record.base):
                 return _change(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
             raise LoraExists(
-                f"{record.name} is there already, with other weights or for another base model; remove it first",
+                f"{record.name} exists already, with other weights or for another base model; remove it first",
                 metadata={"loras": record.name, "digest": found.digest, "base": found.base},
             )
         ((count,),) = connection.execute("SELECT count(*) FROM loras")
-        if count >= _MOST:
-            raise TooLarge(f"the store has {_MOST} LoRAs, as many as it may", metadata={"limit": "loras"})
+        if count >= _MAX_LORAS:
+            raise TooLarge(f"the store has {_MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
         connection.execute(INSERT, to_row(record))
         return record
 
-    def _make_way(self, connection: sqlite3.Connection, record: CatalogueRecord) -> None:
-        """Drops what is damaged of the name or the digest: the record says it anew. Another name that had the digest
-        has its description beside the file."""
+    def _delete_damaged(self, connection: sqlite3.Connection, record: CatalogueRecord) -> None:
+        """Delete damaged rows of the record's name or digest, which the record replaces.
+
+        Another name of the digest can be restored from its description beside the file.
+        """
         rows = connection.execute(f"{_ALL} WHERE name = ? OR digest = ?", (record.name, record.digest)).fetchall()
         sound = {found.name for found in self._sound(rows)}
         for name, *_ in rows:

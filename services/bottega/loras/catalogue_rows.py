@@ -1,6 +1,6 @@
-"""What is known of a LoRA as a row with a checksum of itself, so that damage is seen and never answered with.
+"""A LoRA's record as a row of values with a checksum, so that a damaged record is noticed and never served.
 
-The same values stand in the catalogue and in the description beside a LoRA's file.
+The catalogue and the description beside a LoRA's file hold the same values.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from bottega.loras.records import CatalogueRecord
 from bottega.storage.checksums import Value, checksum
 
 COLUMNS = (*(field.name for field in fields(CatalogueRecord)), "checksum")
-"""In the order of `to_row` and `from_row`."""
+"""Names of the values, in the order of `to_row` and `from_row`."""
 
 
 def to_row(record: CatalogueRecord) -> tuple[Value, ...]:
-    """The values of COLUMNS."""
+    """Return a record as the values of COLUMNS."""
     values = tuple(_value(getattr(record, column)) for column in COLUMNS[:-1])
     return (*values, checksum(values))
 
 
-def _value(said: Value | tuple[object, ...]) -> Value:
-    if isinstance(said, tuple):
-        return json.dumps(said)
-    return int(said) if isinstance(said, bool) else said
+def _value(field: Value | tuple[object, ...]) -> Value:
+    if isinstance(field, tuple):
+        return json.dumps(field)
+    return int(field) if isinstance(field, bool) else field
 
 
 def from_row(row: Sequence[Any]) -> CatalogueRecord:
-    """The record of the values of COLUMNS. Raises DataLoss when they are not what was written."""
+    """Return the record that `to_row` turned into these values. Raises DataLoss if they are damaged."""
     *values, expected = row
     if len(row) != len(COLUMNS) or checksum(values) != expected:
         raise damaged_row(str(row[0]))
@@ -56,8 +56,8 @@ def from_row(row: Sequence[Any]) -> CatalogueRecord:
 
 
 def damaged_row(name: str) -> DataLoss:
-    """The error for a LoRA whose row does not read as it was written."""
+    """Return the error for a LoRA whose row is damaged."""
     return DataLoss(
-        f"what the catalogue says of {name} is damaged; `bottega loras rebuild` brings it back from its file",
+        f"the catalogue's row of {name} is damaged; `bottega loras rebuild` restores it from the LoRA's file",
         metadata={"loras": name},
     )

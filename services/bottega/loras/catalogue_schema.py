@@ -5,7 +5,7 @@ from __future__ import annotations
 from bottega.loras.catalogue_rows import COLUMNS
 from bottega.storage import SqliteSchema
 
-# "BtLo": what PRAGMA application_id says of a file of ours.
+# "BtLo" in ASCII: the value of PRAGMA application_id in the store's files.
 APPLICATION_ID = 0x42744C6F
 _VERSION = 2
 _TABLES = (
@@ -35,5 +35,5 @@ SCHEMA = SqliteSchema(
     application_id=APPLICATION_ID,
     version=_VERSION,
     tables=_TABLES,
-    remedy="bottega loras rebuild fills it from the LoRAs' files",
+    remedy="bottega loras rebuild restores it from the LoRAs' files",
 )

@@ -1,13 +1,12 @@
-"""The store's files: canonical LoRAs by digest, each with descriptions, and what is on its way to become one.
+"""The store's files: canonical LoRAs by digest, each with its descriptions, and files that are being written.
 
-    files/incoming/                            being written; whatever is there at the start was interrupted
-    files/ab/<digest>.safetensors              weights, whole
-    files/ab/<digest>.<16 digits>.json         what the catalogue says of a name that has them
-    quarantine/                                both of what the catalogue does not know
+    files/incoming/                            files being written; those found at the start were interrupted
+    files/ab/<digest>.safetensors              complete weights
+    files/ab/<digest>.<16 digits>.json         the catalogue's record of one name of these weights
+    quarantine/                                weights and descriptions that the catalogue does not list
 
-Its calls may wait for the disk. Half a file never has a digest's name, and nothing that was whole is deleted without a
-word of somebody who may. Knows the catalogue's records, not the catalogue. Of its calls that change what is kept, one
-at a time is under way.
+Calls may wait for the disk. A file gets a digest's name only when it is complete. Complete files are deleted only when
+a caller or an operator says so. Callers make sure that one call at a time changes files.
 """
 
 from __future__ import annotations
@@ -38,16 +37,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderScan:
-    """lost: digests without weights. moved: files that went into quarantine just now, and their bytes."""
+    """The result of comparing the files with the catalogue."""
 
     lost: tuple[str, ...]
+    """Digests in the catalogue that have no weights."""
     moved: int
+    """Number of files that were moved into quarantine."""
     moved_bytes: int
 
 
 class LoraFolder:
-    """folder, quarantine: of one disk. budget_bytes: of all files together, those in quarantine and those on their way
-    included. min_free_bytes: of the disk, see DiskQuota. Every method may raise StorageUnavailable."""
+    """The folder of the store's files. Every method may raise StorageUnavailable.
+
+    Args:
+        folder: The files.
+        quarantine: The files that the catalogue does not list, on the same disk.
+        budget_bytes: Upper bound on all files, including the quarantine and files being written.
+        min_free_bytes: Space that stays free on the disk, see DiskQuota.
+    """
 
     def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
         self._folder = folder
@@ -61,20 +68,26 @@ class LoraFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Of all LoRAs."""
+        """Size of all LoRAs outside of quarantine."""
         return self._used_bytes
 
     def open(self) -> None:
-        """Takes over the folder, and removes what was interrupted on its way."""
+        """Create or open the folder, and delete files whose writing was interrupted."""
         with os_errors.translated():
             folders.make(self._incoming)
             for left in self._incoming.iterdir():
                 left.unlink()
             self.quarantine.open()
 
-    def sort_out(self, records: Collection[CatalogueRecord]) -> FolderScan:
-        """Moves what none of these wants into quarantine, and weights that one of them wants back out of it; writes
-        the descriptions that are not there. records: all that the catalogue has."""
+    def reconcile(self, records: Collection[CatalogueRecord]) -> FolderScan:
+        """Make the files agree with the catalogue.
+
+        Files that no record refers to go into quarantine, weights that a record refers to come back from there, and
+        missing descriptions are written.
+
+        Args:
+            records: All records of the catalogue.
+        """
         wanted = {record.digest for record in records}
         stems = {sidecar_files.stem_of(record.digest, record.name) for record in records}
         with os_errors.translated():
@@ -94,26 +107,30 @@ class LoraFolder:
         return FolderScan(lost=lost, moved=len(unlisted) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
-        """Where the LoRA of a digest is, if it is there. A digest that is none of ours has no path elsewhere."""
+        """Return the path of a digest's weights, whether or not they exist.
+
+        The digest must be 64 hex digits, so that the path is always below the folder.
+        """
         assert _DIGEST.fullmatch(digest), "digests are checked before"
         return self._folder / digest[:2] / f"{digest}{WEIGHTS}"
 
     def has(self, digest: str) -> bool:
-        """Whether the LoRA of a digest is there."""
+        """Return whether the weights of a digest exist."""
         with os_errors.translated():
             return self.path(digest).is_file()
 
     def spool(self) -> Path:
-        """A new empty file, for what is on its way. Whoever asked removes it."""
+        """Create an empty file to write to. The caller removes it, or renames it with `adopt`."""
         with os_errors.translated():
             descriptor, name = tempfile.mkstemp(dir=self._incoming)
             os.close(descriptor)
         return Path(name)
 
     def adopt(self, spool: Path) -> tuple[str, CanonicalLora]:
-        """Keeps a canonical file under its digest, in place of one that is there: that one may have been damaged.
+        """Move a canonical file to its digest's path, and return the digest and the file's content.
 
-        Raises BadLora for what is none, TooLarge beyond the budget.
+        An existing file is replaced, because it may be damaged. Raises BadLora for a file that is not canonical, and
+        TooLarge beyond the budget.
         """
         with os_errors.translated(), spool.open("rb") as file:
             lora = canonical.read(file)
@@ -131,14 +148,16 @@ class LoraFolder:
         return digest, lora
 
     def bring_back(self, digest: str) -> None:
-        """Moves weights out of quarantine, into their place, where they are in it."""
+        """Move weights from quarantine to their path, if they are in quarantine."""
         with os_errors.translated():
             if self.quarantine.has_weights(digest):
                 self._bring_back(digest)
 
     def describe(self, record: CatalogueRecord) -> None:
-        """Writes what the catalogue says of a LoRA beside its weights. A disk that does not take it is told of in the
-        log: the catalogue has it, and the next start writes it."""
+        """Write a LoRA's record beside its weights.
+
+        A failure is only logged: the catalogue has the record, and the next start writes the description.
+        """
         folder = self.path(record.digest).parent
         try:
             with os_errors.translated():
@@ -149,7 +168,7 @@ class LoraFolder:
             _log.warning("the description of a LoRA could not be written beside its file", extra=facts)
 
     def undescribe(self, digest: str, name: str) -> None:
-        """Removes what `describe` wrote. Harmless where it is not."""
+        """Delete a description, if it exists."""
         with os_errors.translated():
             path = self.path(digest).parent / f"{sidecar_files.stem_of(digest, name)}{sidecar_files.SUFFIX}"
             if path.exists():
@@ -157,9 +176,9 @@ class LoraFolder:
                 folders.sync(path.parent)
 
     def remove(self, digest: str) -> None:
-        """Removes weights. Harmless where they are not.
+        """Delete weights, if they exist.
 
-        Those that a description speaks of stay: the catalogue does not know all that it should.
+        Weights that still have a description stay: the catalogue lacks a row that it should have.
         """
         path = self.path(digest)
         with os_errors.translated():
@@ -178,7 +197,7 @@ class LoraFolder:
         return self._used_bytes + self.quarantine.used_bytes
 
     def _scan(self) -> tuple[dict[str, Path], dict[str, Path]]:
-        """Weights by digest, and descriptions by stem."""
+        """Return the weights by digest and the descriptions by stem."""
         weights: dict[str, Path] = {}
         described: dict[str, Path] = {}
         foreign: list[str] = []
@@ -191,11 +210,11 @@ class LoraFolder:
                 foreign.append(path.name)
         if foreign:
             facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
-            _log.warning("left alone what is no LoRA's file", extra=facts)
+            _log.warning("files in the store's folder that are not LoRAs are ignored", extra=facts)
         return weights, described
 
     def _confine(self, weights: Collection[Path], described: Collection[Path]) -> int:
-        """Moves these into quarantine, descriptions first. The bytes of the weights."""
+        """Move files into quarantine, descriptions first, and return the size of the weights."""
         moved_bytes = sum(path.stat().st_size for path in weights)
         for path in described:
             self.quarantine.move_in_description(path)

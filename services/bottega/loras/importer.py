@@ -1,6 +1,6 @@
-"""How LoRAs come in: uploaded bytes or a path below the root, imported, checked and kept.
+"""Takes in LoRAs from uploads or paths: converts and checks the files, and adds them to the store.
 
-What was brought in vain leaves nothing behind.
+An import that fails leaves no files behind.
 """
 
 from __future__ import annotations
@@ -37,26 +37,36 @@ _log = logging.getLogger(__name__)
 _MOST_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
-# A canonical file has the tensors of its source, and a header, which may be longer; folding makes convolutions larger.
+# A canonical file has the tensors of its source, and a header that may be longer. Folding makes convolutions larger.
 _MOST_HEADER_BYTES, _LEAST_HEADER_BYTES = 1 << 20, 4 << 10
 _FOLDED = 4
-# What of a folder may be read.
+# Files of a folder that an import may read.
 _READ = ("*.safetensors", "adapter_config.json")
 _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for name in _READ))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What a caller says of the LoRA that it brings. trigger_words: none are those that its file says, or that it has
-    already."""
+    """A caller's description of a LoRA to import."""
 
     name: str
     base: str
+    """Name of its base model."""
     trigger_words: tuple[str, ...]
+    """If empty, the LoRA keeps the words that it has in the store, or gets the phrase in its file."""
 
 
 class LoraImporter:
-    """bases: by name, the folders of base models. imports: see import_counter."""
+    """Imports LoRAs into the store.
+
+    Args:
+        bases: Folders of the base models, by name.
+        config: Limits of imports.
+        files: Receives the canonical files.
+        catalogue: Receives the records.
+        processes: Convert the files.
+        imports: Counts outcomes, see import_counter.
+    """
 
     def __init__(
         self,
@@ -77,21 +87,29 @@ class LoraImporter:
         self._catalogue = catalogue
         self._processes = processes
         self._imports = imports
-        self._uploads = UploadLimits(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
-        # Held from the write of a digest's file to that of its row: a file without a row goes into quarantine.
+        self._uploads = UploadLimits(
+            max_uploads=config.uploads, max_total_bytes=config.upload_bytes, max_bytes=config.max_bytes
+        )
+        # Held from writing a digest's file to writing its row, because a file without a row goes into quarantine.
         self.write_lock = asyncio.Lock()
 
     async def upload(
         self, request: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
     ) -> CatalogueRecord:
-        """Takes in what is sent. host: that it comes from.
+        """Import an upload, and return the LoRA's record.
 
         Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
+
+        Args:
+            request: The LoRA's description.
+            upload: The announced files.
+            chunks: Their bytes.
+            host: The caller's host, for the limits of one host.
         """
         rules.refuse([*self._check(request), *check_upload(upload, max_bytes=self._max_bytes)])
         with self._counted(), self._uploads.admitted(host, upload.size_bytes):
             async with contextlib.AsyncExitStack() as stack:
-                # As it comes and, beside that, as it is kept.
+                # Space for the uploaded files and, at the same time, for the canonical file.
                 room = await stack.enter_async_context(self._room(upload.size_bytes + _kept_bytes(upload.size_bytes)))
                 spools = [await stack.enter_async_context(self._spool()) for _ in upload.files]
                 room.files.extend(spools)
@@ -110,10 +128,11 @@ class LoraImporter:
                 return await self._import(request, sources, upload.size_bytes, room)
 
     async def register(self, request: ImportRequest, path: str) -> CatalogueRecord:
-        """Takes in what is at a path below the root. Raises as `upload` does."""
+        """Import a file or folder below `imports.root`. Raises as `upload` does."""
         violations = list(self._check(request))
         if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
-            violations.append(Violation(field="path", description="must be the path of a file or a folder"))
+            rule = f"must be the path of a file or a folder, of at most {_MAX_PATH_CHARACTERS} characters"
+            violations.append(Violation(field="path", description=rule))
         rules.refuse(violations)
         with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
@@ -121,7 +140,7 @@ class LoraImporter:
                 return await self._import(request, [ImportSource(path=source, root=self._root)], size_bytes, room)
 
     async def import_own(self, request: ImportRequest, path: Path) -> CatalogueRecord:
-        """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
+        """Import a file or folder that the store's configuration names. Raises as `upload` does."""
         rules.refuse(self._check(request))
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
@@ -145,12 +164,12 @@ class LoraImporter:
             )
             answer = await self._processes.run(job, take_room=take_room)
             async with self.write_lock:
-                # A caller that goes meanwhile leaves no file without its row: that would be put into quarantine.
+                # Runs to its end even if the caller leaves, because a file without a row would go into quarantine.
                 return await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts a refusal by its reason."""
+        """Count an error in the block by its reason."""
         try:
             yield
         except BottegaError as error:
@@ -158,11 +177,11 @@ class LoraImporter:
             raise
 
     def _spool(self) -> AbstractAsyncContextManager[Path]:
-        """A file of its own, which is gone afterwards, or has become a LoRA. Raises StorageUnavailable."""
+        """Return a context with a new file, which is deleted afterwards unless it was renamed."""
         return acquired(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
 
     def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
-        """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
+        """Return a context with reserved disk space. Raises TooLarge, QueueFull, StorageUnavailable."""
         return acquired(lambda: self._files.room.reserve(size_bytes), self._files.room.release)
 
     async def _keep(self, request: ImportRequest, output: Path, kind: str, trigger: str) -> CatalogueRecord:
@@ -188,7 +207,7 @@ class LoraImporter:
         await asyncio.to_thread(self._files.describe, kept)
         self._imports.labels("added").inc()
         facts = {"lora": kept.name, "digest": digest, "base": kept.base, "rank": kept.rank, "modules": kept.modules}
-        _log.info("a LoRA is kept", extra=facts)
+        _log.info("a LoRA was added to the store", extra=facts)
         return kept
 
     def _check(self, request: ImportRequest) -> list[Violation]:
@@ -205,23 +224,23 @@ class LoraImporter:
         return violations
 
     def _below_root(self, path: str) -> tuple[Path, int]:
-        """The path with its links followed, and the bytes of what would be read of it."""
+        """Return the path with its links resolved, and the size of the files that an import would read."""
         if self._root is None:
-            raise _refused("this store lets nobody register paths: its configuration has no imports.root")
+            raise _refused("this store does not register paths: its configuration has no imports.root")
         with _reading():
             source = resolved_below(Path(path), self._root)
             check_below(_imported(source), self._root)
         return source, self._measured(source)
 
     def _measured(self, source: Path) -> int:
-        """The bytes of what would be read of a file or folder. Raises InvalidRequest, TooLarge."""
+        """Return the size of the files that an import would read. Raises InvalidRequest, TooLarge."""
         with _reading():
             if source.is_dir():
                 size_bytes = sum(file.stat().st_size for file in _imported(source))
             elif source.is_file():
                 size_bytes = source.stat().st_size
             else:
-                raise _refused("is no file or folder on the store's machine")
+                raise _refused("there is no such file or folder on the store's machine")
         if size_bytes > self._max_bytes:
             raise TooLarge(
                 f"{size_bytes} bytes are more than imports.max_bytes, {self._max_bytes}",
@@ -231,12 +250,12 @@ class LoraImporter:
 
 
 def _kept_bytes(size_bytes: int) -> int:
-    """That the canonical form of so much takes, unless convolutions are folded."""
+    """Return the size of the canonical form of `size_bytes` of files, if no convolutions are folded."""
     return size_bytes + min(_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES + size_bytes)
 
 
 def _imported(folder: Path) -> list[Path]:
-    """What an import reads of a folder; nothing of what is none."""
+    """Return the files of a folder that an import reads; none for a path that is not a folder."""
     return [file for pattern in _IMPORTED for file in folder.glob(pattern)]
 
 

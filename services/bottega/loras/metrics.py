@@ -1,4 +1,4 @@
-"""What a LoRA store shows of itself: fetches by tier, loads, bytes, imports, links. Knows only numbers."""
+"""The metrics of a LoRA store: fetches by tier, loads, bytes, imports, links."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from bottega.v1.link_pb2 import LinkCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics:
-    """The store at one moment. disk_bytes: of LoRAs; beside them quarantined_bytes, and reserved_bytes: what comes.
-
-    memory_budget_bytes, disk_budget_bytes: what there may be of each.
-    """
+    """The store's figures at one moment."""
 
     counts: TierStatistics
     memory_bytes: int
     memory_budget_bytes: int
     disk_bytes: int
+    """Size of the LoRAs on the disk, without the quarantine."""
     disk_budget_bytes: int
     quarantined_bytes: int
     reserved_bytes: int
+    """Disk space reserved for running uploads and imports."""
     links: LinkCounts
 
 
 def import_counter(registry: CollectorRegistry) -> Counter:
-    """Counts imports by outcome: "added", or the reason of its error."""
+    """Return a counter of imports by outcome: "added", or the reason of the error."""
     return Counter("bottega_lora_imports", "Imports of LoRAs, by outcome.", ("outcome",), registry=registry)
 
 
 class LoraMetrics(Collector):
-    """statistics: called for every scrape, in a thread of its own."""
+    """A collector of the store's figures.
+
+    Args:
+        statistics: Called for every scrape, in another thread.
+    """
 
     def __init__(self, statistics: Callable[[], StoreStatistics]) -> None:
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
-        """The store's figures of this moment."""
+        """Yield the store's present figures."""
         figures = self._statistics()
         yield from link_metrics(figures.links)
         counts = figures.counts
         fetches = CounterMetricFamily(
             "bottega_lora_fetches",
-            "LoRAs that workers fetched: from memory, loaded into it for the fetch or ahead of it, or from the disk.",
+            "LoRAs that workers fetched, by where they were: in memory, prefetched into it, or on the disk.",
             labels=("tier",),
         )
         for tier in Tier:
@@ -58,10 +61,10 @@ class LoraMetrics(Collector):
         yield fetches
         for name, text, value in (
             ("loads", "LoRAs that were loaded into memory.", counts.loads),
-            ("loaded_bytes", "Their bytes.", counts.loaded_bytes),
+            ("loaded_bytes", "Bytes that were loaded into memory.", counts.loaded_bytes),
             ("load_seconds", "Seconds that loading took.", counts.load_s),
             ("load_failures", "Loads that failed.", counts.failures),
-            ("evictions", "LoRAs that memory let go.", counts.evictions),
+            ("evictions", "LoRAs that were evicted from memory.", counts.evictions),
         ):
             yield CounterMetricFamily(f"bottega_lora_{name}", text, value=value)
         yield GaugeMetricFamily(
@@ -69,13 +72,13 @@ class LoraMetrics(Collector):
             "Bytes of LoRAs in memory, shared by the workers of its host.",
             value=figures.memory_bytes,
         )
-        budget = GaugeMetricFamily("bottega_lora_budget_bytes", "Bytes that LoRAs may have, by tier.", labels=("tier",))
+        budget = GaugeMetricFamily("bottega_lora_budget_bytes", "Bytes that LoRAs may use, by tier.", labels=("tier",))
         budget.add_metric(("memory",), figures.memory_budget_bytes)
         budget.add_metric(("disk",), figures.disk_budget_bytes)
         yield budget
         for name, text, value in (
             ("disk_bytes", "Bytes of LoRAs on the disk.", figures.disk_bytes),
-            ("quarantined_bytes", "Bytes on the disk that the catalogue does not know.", figures.quarantined_bytes),
-            ("reserved_bytes", "Bytes of the disk for uploads and imports under way.", figures.reserved_bytes),
+            ("quarantined_bytes", "Bytes of files in quarantine.", figures.quarantined_bytes),
+            ("reserved_bytes", "Bytes of the disk reserved for running uploads and imports.", figures.reserved_bytes),
         ):
             yield GaugeMetricFamily(f"bottega_lora_{name}", text, value=value)

@@ -1,4 +1,4 @@
-"""The LoRAs that a store's configuration names: checked before it starts, and imported where it does not have them."""
+"""Checks the LoRAs that a store's configuration names, and imports those that the store does not have."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bottega.miniature import WEIGHTS
 _log = logging.getLogger(__name__)
 
 MINIATURE = "miniature"
-# What a configuration may call the embedded model's own, wherever that is installed.
+# Paths that a configuration may use for the embedded model's LoRAs, wherever the model is installed.
 _EMBEDDED = {f"{MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 
 
 def base_folders(config: LoraConfig) -> dict[str, Path]:
-    """Return the folders of base models, by name. Raises ConfigError for one that is no model."""
+    """Return the folders of base models, by name. Raises ConfigError for a folder that is not a model."""
     folders = {
         name: WEIGHTS if folder == MINIATURE else Path(folder).absolute() for name, folder in config.bases.items()
     }
@@ -30,23 +30,23 @@ def base_folders(config: LoraConfig) -> dict[str, Path]:
         try:
             (folder / "unet" / "config.json").read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"bases.{name}: {folder} is no model in Diffusers' layout") from None
+            raise ConfigError(f"bases.{name}: {folder} is not a model in Diffusers' layout") from None
         except OSError as error:
             raise ConfigError(f"bases.{name}: {folder} cannot be read: {error.strerror}") from None
     return folders
 
 
 def check_configured(config: LoraConfig) -> None:
-    """Raise ConfigError where a base model cannot be found, or a LoRA is for none of them."""
+    """Raise ConfigError if a base model cannot be found, or a configured LoRA is wrong."""
     base_folders(config)
     check_own_loras(config)
 
 
 def check_own_loras(config: LoraConfig) -> None:
-    """Raise ConfigError for a name that is none, or a LoRA for none of the base models."""
+    """Raise ConfigError for a LoRA whose name is invalid or whose base model is not configured."""
     for name, own in config.loras.items():
         if not rules.is_adapter_name(name):
-            raise ConfigError(f"loras.{name}: cannot be the name of a LoRA")
+            raise ConfigError(f"loras.{name}: the name of a LoRA must be {rules.ADAPTER_NAMES}")
         if own.base not in config.bases:
             raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")
 
@@ -59,14 +59,14 @@ async def import_own_loras(
     at_once: int,
     lost: Collection[str],
 ) -> dict[str, str]:
-    """Import those that the store does not have, and return why others are left out, by name.
+    """Import the configured LoRAs that the store lacks; return by name why others could not be imported.
 
     Args:
-        loras: Of the configuration, by name.
+        loras: The configured LoRAs, by name.
         importer: Imports them.
-        catalogue: What the store has.
-        at_once: Imports at a time; more would wait for import processes.
-        lost: Digests without a file.
+        catalogue: The store's catalogue.
+        at_once: Maximum number of imports at a time. More would wait for import processes.
+        lost: Digests whose files are missing.
     """
     room = asyncio.Semaphore(at_once)
     left_out: dict[str, str] = {}
@@ -80,7 +80,7 @@ async def import_own_loras(
                 await importer.import_own(request, _EMBEDDED.get(own.path, Path(own.path)))
             except BottegaError as error:
                 facts = {"lora": name, "path": own.path, "error": error.message}
-                _log.error("a LoRA of the configuration is not taken in", extra=facts)
+                _log.error("a LoRA of the configuration could not be imported", extra=facts)
                 left_out[name] = error.message
 
     await asyncio.gather(*(import_missing(name, own) for name, own in loras.items()))

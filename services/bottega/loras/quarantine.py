@@ -1,9 +1,9 @@
-"""Files of the store that its catalogue does not know: moved here, listed, and brought back or deleted by an operator.
+"""The quarantine: files that the catalogue does not list, until an operator restores or deletes them.
 
     quarantine/<digest>.safetensors           weights
-    quarantine/<digest>.<16 digits>.json      a description of them; they may also be in their place among the files
+    quarantine/<digest>.<16 digits>.json      a description of weights, which are here or among the store's files
 
-Its calls may wait for the disk and raise OSError; one thread at a time may make them.
+Calls may wait for the disk and raise OSError. One thread at a time may make them.
 """
 
 from __future__ import annotations
@@ -26,45 +26,49 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantinedLora:
-    """Something that can be brought back. id: its digest, or the stem of its description. since_s: Unix time.
-
-    record: what its description says; None without one that can be read. size_bytes: of its weights; None where they
-    are gone.
-    """
+    """A LoRA that can be restored."""
 
     id: str
+    """Stem of its description, or its digest if it has no description."""
     digest: str
     record: CatalogueRecord | None
+    """Content of its description; None without a readable one."""
     size_bytes: int | None
+    """Size of its weights; None if they are gone."""
     since_s: float
+    """Unix time at which it came into quarantine."""
 
 
 def is_id(text: str) -> bool:
-    """Whether something in quarantine may have that id."""
+    """Return whether a text has the form of an id in quarantine."""
     return _DIGEST.fullmatch(text) is not None or sidecar_files.digest_of(text) is not None
 
 
 class QuarantineFolder:
-    """folder: of its files. in_place: the bytes of a digest's weights that are not in quarantine; None without any."""
+    """The folder of files in quarantine.
+
+    Args:
+        folder: Its path.
+        in_place: Returns the size of a digest's weights outside of quarantine, or None if there are none.
+    """
 
     def __init__(self, folder: Path, *, in_place: Callable[[str], int | None]) -> None:
         self.folder = folder
         self._in_place = in_place
-        # Weights by digest with their bytes; digests by the stem of a description, and how often each is described.
-        self._weights: dict[str, int] = {}
-        self._described: dict[str, str] = {}
-        self._descriptions: Counter[str] = Counter()
+        self._weights: dict[str, int] = {}  # sizes of weights, by digest
+        self._described: dict[str, str] = {}  # digests, by the stem of a description
+        self._descriptions: Counter[str] = Counter()  # numbers of descriptions, by digest
 
     @property
     def used_bytes(self) -> int:
-        """Of all weights here."""
+        """Size of all weights in quarantine."""
         return sum(self._weights.values())
 
     def __len__(self) -> int:
         return len(self._ids())
 
     def open(self) -> None:
-        """Learns what is there. What is not ours is left alone and not counted."""
+        """Create or scan the folder. Files with other names are ignored and not counted."""
         folders.make(self.folder)
         self._weights.clear()
         self._described.clear()
@@ -76,21 +80,21 @@ class QuarantineFolder:
         self._descriptions = Counter(self._described.values())
 
     def has_weights(self, digest: str) -> bool:
-        """Whether weights of that digest are here."""
+        """Return whether the weights of a digest are in quarantine."""
         return digest in self._weights
 
     def describes(self, digest: str) -> bool:
-        """Whether a description of that digest is here."""
+        """Return whether a description of a digest's weights is in quarantine."""
         return digest in self._descriptions
 
     def weights(self, digest: str) -> Path:
-        """Where the weights of a digest are, if they are here."""
+        """Return the path that the weights of a digest have in quarantine."""
         return self.folder / f"{digest}{WEIGHTS}"
 
     def move_in_weights(self, path: Path) -> None:
-        """Moves weights here. Their folder is to be synced by the caller, and this one with `sync`.
+        """Move weights here, unless intact weights of the same digest are here already.
 
-        Of two with one digest, one that is intact stays.
+        The caller syncs the folder that they came from, and this one with `sync`.
         """
         target = self.folder / path.name
         if target.exists() and is_intact(target, path.stem):
@@ -101,43 +105,43 @@ class QuarantineFolder:
         self._weights[path.stem] = size_bytes
 
     def move_in_description(self, path: Path) -> None:
-        """Moves a description here, as `move_in_weights` does, in the place of an older one."""
+        """Move a description here, replacing an older one. The caller syncs as for `move_in_weights`."""
         path.replace(self.folder / path.name)
         if path.stem not in self._described:
             digest = self._described[path.stem] = path.stem.partition(".")[0]
             self._descriptions[digest] += 1
 
     def sync(self) -> None:
-        """Returns when what was moved here is on the disk."""
+        """Wait until the files that were moved here are on the disk."""
         folders.sync(self.folder)
 
     def forget_weights(self, digest: str) -> None:
-        """The weights of a digest have been moved away from here."""
+        """Note that the caller has moved the weights of a digest out of quarantine."""
         self._weights.pop(digest, None)
         folders.sync(self.folder)
 
     def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
-        """Up to `size` of what comes after that id, by id."""
-        return [self.find(each) for each in sorted(each for each in self._ids() if each > after)[:size]]
+        """Return up to `size` LoRAs by id, starting behind the id `after`."""
+        return [self.find(id) for id in sorted(id for id in self._ids() if id > after)[:size]]
 
     def find(self, id: str) -> QuarantinedLora:
-        """Raises LoraNotFound."""
+        """Return the LoRA of an id. Raises LoraNotFound."""
         described = id in self._described
         if not described and (id not in self._weights or id in self._descriptions):
             raise LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
         path = self.folder / f"{id}{sidecar_files.SUFFIX if described else WEIGHTS}"
         digest = self._described.get(id, id)
-        here = self._weights.get(digest)
+        quarantined_bytes = self._weights.get(digest)
         return QuarantinedLora(
             id=id,
             digest=digest,
             record=_description(path) if described else None,
-            size_bytes=self._in_place(digest) if here is None else here,
+            size_bytes=self._in_place(digest) if quarantined_bytes is None else quarantined_bytes,
             since_s=path.stat().st_ctime,
         )
 
     def forget(self, id: str) -> None:
-        """Its LoRA is back or discarded: its description is deleted. Harmless for an id without one."""
+        """Delete the description of an id, if it has one."""
         digest = self._described.pop(id, None)
         if digest is not None:
             self._descriptions[digest] -= 1
@@ -147,9 +151,9 @@ class QuarantineFolder:
             folders.sync(self.folder)
 
     def discard(self, id: str) -> int:
-        """Deletes it for good, with its weights where nothing else here describes them. How many bytes became free.
+        """Delete a LoRA for good, and return how many bytes that freed. Raises LoraNotFound.
 
-        Raises LoraNotFound.
+        Weights stay while another description in quarantine refers to them.
         """
         digest = self.find(id).digest
         self.forget(id)
@@ -160,12 +164,12 @@ class QuarantineFolder:
         return self._weights.pop(digest)
 
     def _ids(self) -> set[str]:
-        """Of descriptions, and of weights without any."""
+        """Return the ids of descriptions, and of weights without a description."""
         return {*self._described, *(self._weights.keys() - self._descriptions.keys())}
 
 
 def _description(path: Path) -> CatalogueRecord | None:
-    """None for a damaged one: restoring it says what is not known."""
+    """Return the content of a description; None for a damaged one, so that its weights can still be restored."""
     try:
         return sidecar_files.read(path)
     except DataLoss:
@@ -173,6 +177,6 @@ def _description(path: Path) -> CatalogueRecord | None:
 
 
 def is_intact(path: Path, digest: str) -> bool:
-    """Whether a file has its digest. Reads all of it."""
+    """Return whether a file's SHA-256 is `digest`. Reads the whole file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == digest

@@ -1,4 +1,4 @@
-"""What the store knows of a LoRA. Plain values."""
+"""The catalogue's record of a LoRA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueRecord:
-    """A LoRA in the catalogue. See StoredLora for the fields; bounds: the latest step by number of steps."""
+    """A LoRA in the catalogue. The message StoredLora explains the fields."""
 
     name: str
     digest: str
@@ -19,5 +19,6 @@ class CatalogueRecord:
     trigger_words: tuple[str, ...]
     format: str
     bounds: tuple[tuple[int, int], ...] = ()
+    """Pairs of a number of steps and the latest step at which the LoRA may be applied."""
     pinned: bool = False
     added_s: float

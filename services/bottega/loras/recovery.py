@@ -1,6 +1,6 @@
-"""What the catalogue does not know is put into quarantine, and an operator brings it back from there or deletes it.
+"""Moves files that the catalogue does not list into quarantine, and restores or deletes them when an operator asks.
 
-Nothing else deletes from quarantine.
+Files in quarantine are deleted in no other way.
 """
 
 from __future__ import annotations
@@ -26,22 +26,30 @@ from bottega.storage.shielding import run_to_end
 
 _log = logging.getLogger(__name__)
 
-# After a look at all files there is no other one for so many times as long as it took.
-_REST = 10
-# Of a digest, in the name of a LoRA whose own is not known.
+# A scan of all files is followed by a pause of so many times its duration.
+_PAUSE_PER_SCAN = 10
+# Digits of its digest in the name of a LoRA whose own name is unknown.
 _NAME_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredLora:
-    """unknown: what its files do not say, for people."""
+    """A LoRA that is in the catalogue again."""
 
     record: CatalogueRecord
     unknown: tuple[str, ...]
+    """Facts that its files do not contain, in words."""
 
 
 class LoraRecovery:
-    """bases: by name, the folders of base models. write_lock: held while files and catalogue are changed together."""
+    """Brings files and catalogue together after a loss, and serves the quarantine to operators.
+
+    Args:
+        bases: Folders of the base models, by name.
+        catalogue: The catalogue.
+        files: The store's files.
+        write_lock: Held while files and catalogue are changed together.
+    """
 
     def __init__(
         self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, write_lock: asyncio.Lock
@@ -50,47 +58,63 @@ class LoraRecovery:
         self._catalogue = catalogue
         self._files = files
         self._write_lock = write_lock
-        # Of what reads whole files, one at a time: a hundred requests for it must not take all of the store's threads.
+        # Held by calls that read whole files, so that a hundred of them do not take all threads of the store.
         self._restoring = asyncio.Lock()
-        self._look_again_at = 0.0
+        self._next_scan_at = 0.0
 
     @property
     def quarantine(self) -> QuarantineFolder:
-        """Files that the catalogue does not know."""
+        """Files that the catalogue does not list."""
         return self._files.quarantine
 
-    async def sort_out(self) -> FolderScan:
-        """Puts into quarantine what the catalogue does not know, says so in the log, and what is lost. Raises
-        StorageUnavailable, DataLoss."""
+    async def reconcile(self) -> FolderScan:
+        """Move files that the catalogue does not list into quarantine; log them, and LoRAs whose files are gone.
+
+        Raises StorageUnavailable, DataLoss.
+        """
         began = time.monotonic()
         async with self._write_lock:
             records = await self._catalogue.all()
-            found = await run_to_end(asyncio.to_thread(self._files.sort_out, records))
+            scan = await run_to_end(asyncio.to_thread(self._files.reconcile, records))
         ended = time.monotonic()
-        self._look_again_at = ended + _REST * (ended - began)
+        self._next_scan_at = ended + _PAUSE_PER_SCAN * (ended - began)
         quarantine = self.quarantine
-        if found.moved:
-            what = f"{found.moved} files that the catalogue of LoRAs does not know were put into quarantine"
-            facts = {"bytes": found.moved_bytes, "folder": str(quarantine.folder), "in_quarantine": len(quarantine)}
-            _log.warning(f"{what}: bottega loras quarantine lists, bottega loras rebuild brings back", extra=facts)
-        for digest in found.lost:
+        if scan.moved:
+            what = f"{scan.moved} files that the catalogue of LoRAs does not list were moved into quarantine"
+            facts = {"bytes": scan.moved_bytes, "folder": str(quarantine.folder), "in_quarantine": len(quarantine)}
+            _log.warning(
+                f"{what}: bottega loras quarantine lists them, bottega loras rebuild restores them", extra=facts
+            )
+        for digest in scan.lost:
             names = [record.name for record in records if record.digest == digest]
-            _log.error("the file of a LoRA is gone; bring it again", extra={"loras": names, "digest": digest})
-        return found
+            _log.error("the file of a LoRA is gone; upload it again", extra={"loras": names, "digest": digest})
+        return scan
 
     async def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
-        """Up to `size` of what is in quarantine after that id, by id; for the first page the store looks at its files,
-        unless it did so just now."""
-        if not after and time.monotonic() >= self._look_again_at:
-            await self.sort_out()
+        """Return up to `size` LoRAs in quarantine by id, starting behind the id `after`.
+
+        The first page begins with a scan of the store's files, unless there was one just now.
+        """
+        if not after and time.monotonic() >= self._next_scan_at:
+            await self.reconcile()
         with os_errors.translated():
             return await asyncio.to_thread(self._files.quarantine.page, size=size, after=after)
 
     async def restore(self, id: str, *, name: str = "", base: str = "") -> RestoredLora:
-        """Brings a LoRA back into the catalogue. name, base: empty is what its description says.
+        """Restore a LoRA to the catalogue.
 
-        Raises InvalidRequest, also where the base is not known and does not follow; LoraNotFound, LoraExists, DataLoss
-        for weights that are damaged or gone, BadLora for such as do not fit the base, StorageUnavailable.
+        Args:
+            id: Its id in quarantine.
+            name: Its new name; if empty, the one in its description.
+            base: Its base model; if empty, the one in its description, or the only one that it fits.
+
+        Raises:
+            InvalidRequest: An argument is invalid, or the base model is unknown and not given.
+            LoraNotFound: Nothing in quarantine has the id.
+            LoraExists: Another LoRA has the name.
+            DataLoss: The weights are damaged or gone.
+            BadLora: The weights do not fit the base model.
+            StorageUnavailable: The disk failed.
         """
         rules.refuse(list(self._check(id, name, base)))
         async with self._restoring:
@@ -101,26 +125,29 @@ class LoraRecovery:
             elif base and (found.record is None or base != found.record.base):
                 await asyncio.to_thread(self._check_fits, lora, base)
             async with self._write_lock:
-                # A caller that goes meanwhile leaves nothing half done.
-                record = await run_to_end(self._bring(found, _record(found, lora, name=name, base=base)))
+                # Runs to its end even if the caller leaves, so that nothing stays half done.
+                record = await run_to_end(self._restore(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
-        _log.info("a LoRA is back from quarantine", extra=facts)
+        _log.info("a LoRA was restored from quarantine", extra=facts)
         return RestoredLora(record=record, unknown=tuple(_unknown(found, name)))
 
     async def discard(self, id: str) -> int:
-        """Deletes it for good; how many bytes became free. Raises InvalidRequest, LoraNotFound, StorageUnavailable."""
+        """Delete a LoRA in quarantine for good, and return how many bytes that freed.
+
+        Raises InvalidRequest, LoraNotFound, StorageUnavailable.
+        """
         rules.refuse(list(self._check(id, "", "")))
         async with self._restoring, self._write_lock:
             with os_errors.translated():
                 freed_bytes = await run_to_end(asyncio.to_thread(self._files.quarantine.discard, id))
-        _log.warning("a LoRA in quarantine is deleted", extra={"id": id, "bytes": freed_bytes})
+        _log.warning("a LoRA in quarantine was deleted", extra={"id": id, "bytes": freed_bytes})
         return freed_bytes
 
-    async def _bring(self, found: QuarantinedLora, record: CatalogueRecord) -> CatalogueRecord:
-        # First: a row without its weights finds them in quarantine at the next start; weights without a row stay there.
+    async def _restore(self, found: QuarantinedLora, record: CatalogueRecord) -> CatalogueRecord:
+        # The row comes first: the next start brings its weights back from quarantine if this is interrupted.
         kept = await self._catalogue.add(record)
         if kept != record:
-            kept = await self._catalogue.change(kept.name, lambda there: _merged(there, record))
+            kept = await self._catalogue.change(kept.name, lambda present: _merged(present, record))
         await asyncio.to_thread(self._files.bring_back, record.digest)
         await asyncio.to_thread(self._files.describe, kept)
         with os_errors.translated():
@@ -132,7 +159,7 @@ class LoraRecovery:
             return self._files.quarantine.find(id)
 
     def _read(self, found: QuarantinedLora) -> CanonicalLora:
-        """What its weights' header says. Raises DataLoss unless all of them are as they were."""
+        """Return the content of the weights' header. Raises DataLoss if the weights are damaged or gone."""
         quarantine, digest = self._files.quarantine, found.digest
         path = quarantine.weights(digest) if quarantine.has_weights(digest) else self._files.path(digest)
         with os_errors.translated():
@@ -147,18 +174,18 @@ class LoraRecovery:
                 raise _damaged(found, f"of another version: {error.message}") from None
 
     def _only_base(self, lora: CanonicalLora) -> str:
-        """The one base model that it fits. Raises InvalidRequest."""
+        """Return the only base model that a LoRA fits. Raises InvalidRequest if it fits none or several."""
         fitting = [name for name in sorted(self._bases) if self._misfit(lora, name) is None]
         if len(fitting) == 1:
             return fitting[0]
-        why = f"it fits {', '.join(fitting)}: say which" if fitting else "it fits none of the store's base models"
-        rule = f"nothing says for which base model it is, and {why}"
+        why = f"it fits {', '.join(fitting)}: name one" if fitting else "it fits none of the store's base models"
+        rule = f"the LoRA's files do not name its base model, and {why}"
         raise InvalidRequest(f"base: {rule}", violations=[Violation(field="base", description=rule)])
 
     def _check_fits(self, lora: CanonicalLora, base: str) -> None:
         misfit = self._misfit(lora, base)
         if misfit is not None:
-            raise BadLora(f"it does not fit {base}: {misfit}")
+            raise BadLora(f"the LoRA does not fit {base}: {misfit}")
 
     def _misfit(self, lora: CanonicalLora, base: str) -> str | None:
         try:
@@ -166,11 +193,11 @@ class LoraRecovery:
         except ConfigError as error:
             return error.message
         wrong = next((module for module in lora.modules if not _fits(module, model)), None)
-        return None if wrong is None else f"{wrong.component}.{wrong.path} is not there, or of another shape"
+        return None if wrong is None else f"the model has no {wrong.component}.{wrong.path}, or one of another shape"
 
     def _check(self, id: str, name: str, base: str) -> Iterator[Violation]:
         if not is_id(id):
-            yield Violation(field="id", description="must be an id as ListQuarantine says it")
+            yield Violation(field="id", description="must be an id from ListQuarantine")
         if name and not rules.is_adapter_name(name):
             yield Violation(field="name", description=f"must be empty, or {rules.ADAPTER_NAMES}")
         if base and base not in self._bases:
@@ -179,31 +206,31 @@ class LoraRecovery:
 
 
 def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str) -> CatalogueRecord:
-    """What the catalogue will say: what the weights' header says, and the description where there is one."""
-    said = found.record
+    """Return the record of a restored LoRA, from its header and, if it has one, its description."""
+    old = found.record
     return CatalogueRecord(
-        name=name or (said.name if said else f"recovered-{found.digest[:_NAME_DIGITS]}"),
+        name=name or (old.name if old else f"recovered-{found.digest[:_NAME_DIGITS]}"),
         digest=found.digest,
-        base=base or (said.base if said else ""),
+        base=base or (old.base if old else ""),
         rank=lora.rank,
         modules=len(lora.modules),
         size_bytes=lora.file_bytes,
         text_bytes=lora.text_bytes,
-        trigger_words=said.trigger_words if said else (),
-        format=said.format if said else "",
-        bounds=said.bounds if said and base in ("", said.base) else (),
-        pinned=said.pinned if said else False,
-        added_s=said.added_s if said else time.time(),
+        trigger_words=old.trigger_words if old else (),
+        format=old.format if old else "",
+        bounds=old.bounds if old and base in ("", old.base) else (),
+        pinned=old.pinned if old else False,
+        added_s=old.added_s if old else time.time(),
     )
 
 
-def _merged(there: CatalogueRecord, back: CatalogueRecord) -> CatalogueRecord:
-    """Of one that has been brought again meanwhile: what it lacks, the one from quarantine adds."""
+def _merged(present: CatalogueRecord, restored: CatalogueRecord) -> CatalogueRecord:
+    """Return a LoRA that was uploaded again in the meantime, with what it lacks from the restored one."""
     return replace(
-        there,
-        trigger_words=there.trigger_words or back.trigger_words,
-        bounds=there.bounds or back.bounds,
-        pinned=there.pinned or back.pinned,
+        present,
+        trigger_words=present.trigger_words or restored.trigger_words,
+        bounds=present.bounds or restored.bounds,
+        pinned=present.pinned or restored.pinned,
     )
 
 
@@ -215,10 +242,10 @@ def _unknown(found: QuarantinedLora, name: str) -> Iterator[str]:
 
 
 def _fits(module: Module, base: Base) -> bool:
-    there = base.find(module.component, module.path)
-    return there is not None and there.shape == (module.up.shape[0], *module.down.shape[1:])
+    layer = base.find(module.component, module.path)
+    return layer is not None and layer.shape == (module.up.shape[0], *module.down.shape[1:])
 
 
 def _damaged(found: QuarantinedLora, how: str) -> DataLoss:
     name = found.record.name if found.record else found.digest[:_NAME_DIGITS]
-    return DataLoss(f"the weights of {name} are {how}; bring the LoRA again", metadata={"loras": name})
+    return DataLoss(f"the weights of {name} are {how}; upload the LoRA again", metadata={"loras": name})

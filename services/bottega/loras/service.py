@@ -1,4 +1,4 @@
-"""The LoRA store on the wire: translates LoraService's messages to the store's words and back."""
+"""The gRPC service of the LoRA store: converts between LoraService's messages and the store's types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bottega.v1 import lora_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LoraService"].full_name
 
-# By the contract.
+# Limits in lora.proto.
 _MAX_DIGESTS = 256
 _MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
@@ -108,7 +108,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         found = await self._store.recovery.page(size=size + 1, after=request.page_token)
         shown = found[:size]
         return pb.ListQuarantineResponse(
-            loras=[_quarantined(each) for each in shown],
+            loras=[_quarantined(lora) for lora in shown],
             next_page_token=shown[-1].id if len(found) > size else "",
             folder=str(self._store.recovery.quarantine.folder),
         )

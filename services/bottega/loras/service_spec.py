@@ -1,4 +1,4 @@
-"""The LoRA store, as the manifest lists it."""
+"""The LoRA store's entry in the manifest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a store whose LoRAs are for the model that the workers serve, by its name."""
-    from bottega.model_files.own_files import own_loras  # which the manifest need not import
+    """Return the configuration of a store of LoRAs for the model that the suite's workers serve."""
+    from bottega.model_files.own_files import own_loras  # imported here to keep the manifest light
 
     base, own = suite.model_name, own_loras(suite.model_folder)
     return {

@@ -1,7 +1,4 @@
-"""The LoRA store itself: catalogue, files, cache and links in one, and its place in the fleet.
-
-`service.py` translates between it and gRPC.
-"""
+"""The LoRA store: its catalogue, files, cache and links, and its membership in the fleet."""
 
 from __future__ import annotations
 
@@ -43,19 +40,25 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
-# That LoRAs in memory may have. The others are for up to 256 workers' links, of two sockets each, callers, uploads, the
-# catalogue, import processes, and LoRAs that memory has no room for: without one left the store could not even refuse.
+# Share of the process's open files that LoRAs in memory may use. The rest is for up to 256 workers' links of two
+# sockets each, callers, uploads, the catalogue, import processes, and LoRAs that do not fit into memory. Without a free
+# descriptor the store could not even refuse a call.
 _SHARE_OF_OPEN_FILES = 0.5
-# LoRAs that jobs need; those of a full queue have some thousand different ones at most.
-_MOST_NEEDED = 65_536
+# The jobs of a full queue need at most some thousand different LoRAs.
+_MAX_NEEDED = 65_536
 
 
 class LoraStore:
-    """Start it with `start`, end it with `drain` and `stop`.
+    """A store of LoRAs for base models, from which workers fetch them.
 
-    imports: counts imports by outcome. listening: its server.
+    Start it with `start`, and end it with `drain` and `stop`. Raises ConfigError if a base model cannot be found, or a
+    configured LoRA is wrong.
 
-    Raises ConfigError where a base model cannot be found, or a LoRA of its own is for none of them.
+    Args:
+        config: Its configuration.
+        folder: Holds the catalogue and the files.
+        imports: Counts imports by outcome.
+        listening: The addresses of the store's server.
     """
 
     def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, listening: Listening) -> None:
@@ -74,13 +77,13 @@ class LoraStore:
             budget_bytes=config.disk_bytes,
             min_free_bytes=config.min_free_bytes,
         )
-        most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
+        max_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._cache = TieredCache(
             self._files.path,
             what="LoRA",
             missing=missing_lora,
             budget_bytes=config.budget_bytes,
-            max_entries=most_in_memory,
+            max_entries=max_in_memory,
             max_loads=config.loads_at_once,
         )
         self._links = LoraLinks(config.links, cache=self._cache)
@@ -89,7 +92,7 @@ class LoraStore:
             files=self._files,
             cache=self._cache,
             budget_bytes=config.budget_bytes,
-            most=most_in_memory,
+            max_loras=max_in_memory,
         )
         limits = config.imports
         self._import_processes = ImportProcesses(
@@ -114,14 +117,14 @@ class LoraStore:
         self._draining = False
 
     async def start(self) -> None:
-        """Opens catalogue and files, brings its own LoRAs, loads what is pinned, and joins the fleet.
+        """Open catalogue and files, import configured LoRAs, load pinned ones, and join the fleet.
 
-        Raises what they do, and Unavailable where another process has the folder.
+        Raises Unavailable if another process uses the folder, ConfigError, StorageUnavailable, DataLoss.
         """
         await asyncio.to_thread(self._hold_folder)
         await self.catalogue.open()
         await asyncio.to_thread(self._files.open)
-        lost = (await self.recovery.sort_out()).lost
+        lost = (await self.recovery.reconcile()).lost
         self._left_out |= await import_own_loras(
             self._config.loras,
             importer=self.importer,
@@ -136,11 +139,11 @@ class LoraStore:
             self._membership.start()
 
     def state(self, record: CatalogueRecord) -> bool | None:
-        """Whether it is in memory; False while it is on its way there, None where it is not."""
+        """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on the disk."""
         return self._cache.state(record.digest)
 
     async def remove(self, name: str) -> None:
-        """Forgets a LoRA. Raises LoraNotFound, LoraInUse while it is being sent, or may be at any moment."""
+        """Delete a LoRA. Raises LoraNotFound, and LoraInUse while it is being sent or a job needs it."""
         async with self.importer.write_lock:
             record = await self.catalogue.get(name)
             left_s = max(0.0, self._needed_until.get(record.digest, 0.0) - time.monotonic())
@@ -153,24 +156,30 @@ class LoraStore:
                     retry_after_s=wait_s,
                 )
             only_name = await self.catalogue.names(record.digest) == [name]
-            # First: a name that is forgotten must not come back from its description.
+            # The description goes first: a deleted name must not come back from it.
             await asyncio.to_thread(self._files.undescribe, record.digest, name)
             if only_name:
                 self._cache.forget(record.digest)
-                # Before the row: on a full disk that makes the room which forgetting the name needs.
+                # The weights go before the row: on a full disk, the catalogue needs the space that they free.
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self.catalogue.remove(name)
             if not only_name and record.pinned:
-                await self._pins.apply()  # for the names that are left it need not stay in memory
-        _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
+                await self._pins.apply()  # the other names of the digest may not be pinned
+        _log.info("a LoRA was removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
-        """Has these in memory soon, as far as they are known and have room; which will be. They cannot be deleted for
-        a while. only_keep: loads none of them."""
+        """Load known LoRAs into memory as far as they fit, and protect them from deletion for a while.
+
+        Returns the digests that are in memory or being loaded.
+
+        Args:
+            digests: SHA-256 of their canonical forms, in hex.
+            only_keep: Whether to protect them without loading.
+        """
         known = await self.catalogue.known(digests)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
         now = time.monotonic()
-        if len(self._needed_until) > _MOST_NEEDED:
+        if len(self._needed_until) > _MAX_NEEDED:
             self._needed_until = {digest: until for digest, until in self._needed_until.items() if until > now}
         self._needed_until.update(dict.fromkeys(wanted, now + self._config.lease_s))
         if only_keep:
@@ -178,49 +187,50 @@ class LoraStore:
         return [digest for digest in wanted if self._cache.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> CatalogueRecord:
-        """Keeps it in memory, as soon as that has room, or no longer.
+        """Pin a LoRA in memory, or unpin it.
 
-        Raises LoraNotFound, TooLarge where it would not fit beside others that are pinned, DataLoss without its file.
+        Raises LoraNotFound, TooLarge if it does not fit beside the pinned ones, and DataLoss if its file is gone.
         """
-        async with self.importer.write_lock:  # of two at once, the second one sees the first
+        async with self.importer.write_lock:  # so that the second of two concurrent calls counts the first
             if pinned:
                 await self._pins.check(await self.catalogue.get(name))
-            record = await self.catalogue.change(name, lambda there: replace(there, pinned=pinned))
+            record = await self.catalogue.change(name, lambda present: replace(present, pinned=pinned))
             await asyncio.to_thread(self._files.describe, record)
-            await self._pins.apply()  # last, so that the answer says that it is being loaded
+            await self._pins.apply()  # before the response, which then reports that the LoRA is being loaded
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
-        """Records its profile. Raises LoraNotFound, also where the name has other weights now."""
+        """Record the bounds that were measured for a LoRA. Raises LoraNotFound, also if its digest has changed."""
 
-        def measured(there: CatalogueRecord) -> CatalogueRecord:
-            if there.digest != digest:
-                said = f"{name} has other weights now than those that were measured"
-                raise LoraNotFound(said, metadata={"loras": name})
-            return replace(there, bounds=tuple(sorted(bounds)))
+        def with_bounds(present: CatalogueRecord) -> CatalogueRecord:
+            if present.digest != digest:
+                raise LoraNotFound(
+                    f"{name} has other weights now than those that were measured", metadata={"loras": name}
+                )
+            return replace(present, bounds=tuple(sorted(bounds)))
 
         async with self.importer.write_lock:
-            record = await self.catalogue.change(name, measured)
+            record = await self.catalogue.change(name, with_bounds)
             await asyncio.to_thread(self._files.describe, record)
         return record
 
     async def restore(self, id: str, *, name: str, base: str) -> RestoredLora:
-        """Brings a LoRA back from quarantine, see LoraRecovery.restore; what was pinned is loaded again."""
+        """Restore a LoRA from quarantine, see LoraRecovery.restore, and load it if it is pinned."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
             await self._pins.apply()
         return restored
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of the worker. Raises Draining, LinksFull, InvalidRequest."""
+        """Return a link's offer for a worker on the host `caller`. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining("the LoRA store is stopping")
         return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
 
     def load(self) -> fleet_pb2.Load:
-        """How busy it is."""
-        # What lies in memory without a name is no resident memory of this process; a worker that shares some of it has
-        # that in its own figure, too.
+        """Return the load that the store reports to the gateway."""
+        # LoRAs lie in anonymous files in memory, which this process's resident memory does not include. A worker that
+        # shares some of them counts them, too.
         memory_bytes = self._memory.resident_bytes + self._cache.used_bytes
         by_tier = self._cache.counts.by_tier
         activity = fleet_pb2.Activity(lookups=sum(by_tier[tier] for tier in Tier), hits=by_tier[Tier.MEMORY])
@@ -232,7 +242,7 @@ class LoraStore:
         )
 
     async def drain(self) -> None:
-        """Offers no links any more, and returns when nothing is being sent."""
+        """Stop offering links, and wait until nothing is being sent."""
         self._draining = True
         self._links.drain()
         if self._membership:
@@ -240,7 +250,7 @@ class LoraStore:
         await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
     async def stop(self) -> None:
-        """Leaves the fleet and ends every link."""
+        """Leave the fleet, close the links, and close the catalogue."""
         if self._membership:
             await self._membership.stop()
         await self._tasks.cancel()
@@ -256,7 +266,7 @@ class LoraStore:
             try:
                 self._lock.acquire()
             except HeldElsewhere as held:
-                raise Unavailable(f"{held} (key folder)") from None
+                raise Unavailable(f"{held} (configuration key folder)") from None
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
@@ -269,7 +279,7 @@ class LoraStore:
         return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
     def statistics(self) -> StoreStatistics:
-        """Its figures of this moment. Any thread may ask."""
+        """Return the store's present figures. Any thread may call it."""
         return StoreStatistics(
             counts=self._cache.counts,
             memory_bytes=self._cache.used_bytes,
@@ -283,5 +293,5 @@ class LoraStore:
 
 
 def missing_lora(digest: str) -> LoraNotFound:
-    """The error for weights that the store does not have."""
+    """Return the error for a digest that the store does not have."""
     return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})

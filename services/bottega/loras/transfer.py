@@ -1,5 +1,6 @@
-"""One LoRA on its way to a worker in bytes: first what a prompt waits for, then the rest in pieces, between which
-others may speak. Reads the file straight into the link's slots.
+"""The transfer of one LoRA's bytes to a worker: first the part that prompts wait for, then the rest in pieces.
+
+Other messages may be sent between the pieces. The file is read straight into the link's slots.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from bottega.lora.canonical import CanonicalLora, parse
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, header_bytes
 from bottega.transport import Deadline, Link, PieceSize, RateLimiter, pack_number
 
-# A message that is not taken in this time never will be.
+# 60 s: a worker that has not received a message by then is lost.
 _SEND_S = 60.0
-MOST_BYTES = 4 << 20
-"""Of a piece."""
+MAX_PIECE_BYTES = 4 << 20
 
 
 class LoraTransfer:
-    """A lease that is being sent as `number`. Raises DataLoss where the file is no LoRA.
+    """The response to one fetch, in messages.
 
-    Its calls raise InternalError where the file has become shorter, and what sending does.
+    Raises DataLoss for a damaged file. Methods raise InternalError if the file has become shorter, and the errors of
+    sending.
+
+    Args:
+        number: Number of the fetch.
+        lease: The LoRA in the cache.
     """
 
     def __init__(self, number: int, lease: CacheLease) -> None:
@@ -30,15 +35,15 @@ class LoraTransfer:
         self.lease = lease
         self._lora = _header(lease)
         self._sent_bytes = 0
-        self._piece_size = PieceSize(slots=messages.SLOTS, most_bytes=MOST_BYTES)
+        self._piece_size = PieceSize(slots=messages.SLOTS, most_bytes=MAX_PIECE_BYTES)
 
     @property
     def done(self) -> bool:
-        """Whether all of it was sent, the head being."""
+        """Whether all pieces have been sent. Call it after `send_head`."""
         return self._sent_bytes == self._lora.unet_bytes
 
     def send_head(self, link: Link, pace: RateLimiter) -> None:
-        """The header and the text encoders' section."""
+        """Send the header and the text encoders' section."""
         lora = self._lora
         layout = messages.lora_layout(lora)
         with link.start_message(layout, Deadline.after(_SEND_S)) as outgoing:
@@ -51,7 +56,7 @@ class LoraTransfer:
         pace.spend(layout.size_bytes)
 
     def send_piece(self, link: Link, pace: RateLimiter) -> None:
-        """The next piece of the UNet's section, as long as the link carries in a moment."""
+        """Send the next piece of the UNet's section, of a size that the link's speed determines."""
         lora = self._lora
         size_bytes = min(self._piece_size.next(), pace.most_bytes, lora.unet_bytes - self._sent_bytes)
         with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
@@ -63,7 +68,7 @@ class LoraTransfer:
         pace.spend(size_bytes)
 
     def _fill(self, view: memoryview, place: int, size_bytes: int) -> None:
-        """Reads bytes of the file into a tensor of a slot."""
+        """Read bytes of the file into a tensor of a slot."""
         if not size_bytes:
             view[:] = bytes(len(view))
         done = 0

@@ -1,4 +1,4 @@
-"""An upload's bytes: what is announced is checked, and written to files as it comes."""
+"""Receives uploads: checks the announcement, and writes the bytes to files as they arrive."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ from bottega.storage.shielding import run_to_end
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHA256_CHARACTERS = 64
-# What has to come of an upload in the time that it may lie idle: about a hundredth of a slow line's.
-_LEAST_BYTES = 256 << 10
+# Bytes that must arrive within `idle_s`: at the default of 30 s, 9 KiB a second.
+_MIN_PROGRESS_BYTES = 256 << 10
 _IDLE_S = 30.0
 
 
 def _ignore() -> None:
-    """Ignores progress."""
+    """Check nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadPart:
-    """One file. component: of the base model, all of it is for that one; empty is not known."""
+    """One announced file."""
 
     component: str
+    """The only component of the base model that the file is for; empty if that is unknown."""
     size_bytes: int
     adapter_config: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """What an upload begins with. sha256: of all its bytes, hex. size_bytes: of all its files. parts: the files, where
-    they are several."""
+    """The announcement that an upload begins with."""
 
     sha256: str
+    """SHA-256 of all bytes, in hex."""
     size_bytes: int
+    """Size of all files together."""
     adapter_config: bytes
     parts: tuple[UploadPart, ...] = ()
+    """The files, if there are several."""
 
     @property
     def files(self) -> tuple[UploadPart, ...]:
-        """Of which its bytes are, one after the other."""
+        """The files, in the order of their bytes."""
         whole = UploadPart(component="", size_bytes=self.size_bytes, adapter_config=self.adapter_config)
         return self.parts or (whole,)
 
 
 def check_upload(upload: Upload, *, max_bytes: int) -> Iterator[Violation]:
-    """What is wrong with an announcement. max_bytes: of all files."""
+    """Yield the violations in an announcement. All files together may have `max_bytes`."""
     if len(upload.sha256) != _SHA256_CHARACTERS or set(upload.sha256) - set("0123456789abcdef"):
         yield Violation(field="sha256", description="must be 64 hexadecimal digits, in lower case")
     if not 0 < upload.size_bytes <= max_bytes:
@@ -68,10 +71,11 @@ def check_upload(upload: Upload, *, max_bytes: int) -> Iterator[Violation]:
 def _check_parts(upload: Upload) -> Iterator[Violation]:
     components = [part.component for part in upload.parts]
     if len(set(components)) < len(components) or set(components) - set(COMPONENTS):
-        yield Violation(field="parts", description=f"each must be for another one of {', '.join(COMPONENTS)}")
+        rule = f"each must be for a different component: {', '.join(COMPONENTS)}"
+        yield Violation(field="parts", description=rule)
         return
     if upload.adapter_config:
-        yield Violation(field="adapter_config", description="must be empty beside parts, which have their own")
+        yield Violation(field="adapter_config", description="must be empty if there are parts, which have their own")
     for index, part in enumerate(upload.parts):
         if part.size_bytes < 1:
             yield Violation(field=f"parts[{index}].size_bytes", description="must be at least 1")
@@ -79,32 +83,38 @@ def _check_parts(upload: Upload) -> Iterator[Violation]:
             rule = f"at most {_MAX_CONFIG_BYTES} bytes"
             yield Violation(field=f"parts[{index}].adapter_config", description=rule)
     if sum(part.size_bytes for part in upload.parts) != upload.size_bytes:
-        yield Violation(field="size_bytes", description="must be the sum of those of its parts")
+        yield Violation(field="size_bytes", description="must be the sum of the parts' sizes")
 
 
 class _Incoming:
-    """The chunks of an upload, as long as it does not lie idle: a caller that sends nothing, empty chunks or single
-    bytes keeps room on the disk from others."""
+    """The chunks of an upload that makes progress.
+
+    A caller that sends nothing, empty chunks or single bytes would hold disk space that others need.
+    """
 
     def __init__(self, chunks: AsyncIterator[bytes], idle_s: float) -> None:
         self._chunks = chunks
         self._idle_s = idle_s
         self._waited_s = 0.0
-        self._came_bytes = 0
+        self._received_bytes = 0
 
     async def next(self) -> bytes | None:
-        """None at the end. Raises InvalidRequest where too little came for too long; only time that is spent waiting
-        for the caller counts."""
+        """Return the next chunk, or None at the end.
+
+        Raises InvalidRequest if too little has arrived for too long. Only time spent waiting for the caller counts.
+        """
         began = time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, self._idle_s - self._waited_s)):
                 chunk = await anext(self._chunks, None)
         except TimeoutError:
-            raise _mismatch(f"{self._came_bytes} bytes in {self._idle_s:g} s and was ended: send it again") from None
+            raise _mismatch(
+                f"{self._received_bytes} bytes in {self._idle_s:g} s and was ended: send it again"
+            ) from None
         self._waited_s += time.monotonic() - began
-        self._came_bytes += len(chunk or b"")
-        if self._came_bytes >= _LEAST_BYTES:
-            self._waited_s, self._came_bytes = 0.0, 0
+        self._received_bytes += len(chunk or b"")
+        if self._received_bytes >= _MIN_PROGRESS_BYTES:
+            self._waited_s, self._received_bytes = 0.0, 0
         return chunk
 
 
@@ -117,10 +127,18 @@ async def receive(
     idle_s: float = _IDLE_S,
     check_disk: Callable[[], None] = _ignore,
 ) -> None:
-    """Writes an upload's bytes in time, each of its files to one of the paths.
+    """Write an upload's bytes to files.
 
-    idle_s: in which the next 256 KiB, or the rest, have to come. check_disk: called before each write; raises what
-    keeps the upload from going on. Raises InvalidRequest, BadLora for others than were announced, StorageUnavailable.
+    Raises InvalidRequest if the bytes are late, too few or too many, BadLora if their SHA-256 is wrong, and
+    StorageUnavailable.
+
+    Args:
+        paths: One for each of the upload's files.
+        upload: The announcement.
+        chunks: The bytes.
+        deadline_s: Maximum duration of the upload.
+        idle_s: The next 256 KiB, or the rest, must arrive within this time.
+        check_disk: Called before each write; may raise an error that ends the upload.
     """
     try:
         async with asyncio.timeout(deadline_s):
@@ -148,11 +166,13 @@ async def _received(paths: Sequence[Path], upload: Upload, chunks: _Incoming, ch
     if rest or await _goes_on(chunks):
         raise _mismatch(f"more than the {upload.size_bytes} bytes that were announced")
     if hashed.hexdigest() != upload.sha256:
-        raise BadLora(f"the bytes that came have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: send it again")
+        raise BadLora(
+            f"the received bytes have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: upload the LoRA again"
+        )
 
 
 async def _goes_on(chunks: _Incoming) -> bool:
-    """Whether a byte comes before the end."""
+    """Return whether a further byte arrives before the end."""
     while (chunk := await chunks.next()) is not None:
         if chunk:
             return True
@@ -161,14 +181,14 @@ async def _goes_on(chunks: _Incoming) -> bool:
 
 @contextlib.asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
-    """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
+    """Open a file to write, and close it even if the caller is cancelled. Raises StorageUnavailable."""
     opened: list[BinaryIO] = []
     try:
         await run_to_end(asyncio.to_thread(lambda: opened.append(_open(path))))
         yield opened[0]
     except BaseException:
         for file in opened:
-            with contextlib.suppress(StorageUnavailable):  # what came first is what is said
+            with contextlib.suppress(StorageUnavailable):  # the first error is raised
                 await run_to_end(asyncio.to_thread(_close, file))
         raise
     await run_to_end(asyncio.to_thread(_close, opened[0]))
@@ -180,7 +200,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _close(file: BinaryIO) -> None:
-    """It writes what is still in the file's buffer."""
+    """Write the file's buffer and close the file."""
     with os_errors.translated():
         file.close()
 

@@ -1,7 +1,7 @@
-"""Workers' links: what a worker asks for, and LoRAs as they lie in memory, or sent in pieces.
+"""Workers' links: they receive fetches and send LoRAs.
 
-A worker of this host is given the memory itself. Others are sent bytes: the thread that sends says first whatever
-there is to say, else a piece of the LoRA that has been on its way for longest.
+A worker on the same host gets the memory itself. A LoRA for another host is sent in pieces. The sending thread sends
+other messages first, then the next piece of the oldest transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
 from bottega.loras.config import LinksConfig
-from bottega.loras.transfer import MOST_BYTES, LoraTransfer
+from bottega.loras.transfer import MAX_PIECE_BYTES, LoraTransfer
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.rpc.status import job_error_to_json
 from bottega.transport import (
@@ -35,29 +35,35 @@ from bottega.transport import (
     read_number,
 )
 
-# Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
-_MOST_WAITING = 512
-# What is smaller is one piece: copying it takes less than mapping it, and mappings are bounded in number (65,530).
-_LEAST_SHARED_BYTES = 64 << 10
-# What workers say is short; what they are sent, their own limits bound.
+# Waiting fetches of one worker, which runs some tens of requests with at most eight LoRAs each.
+_MAX_WAITING = 512
+# A smaller file is copied: that takes less time than mapping it, and a process may have at most 65,530 mappings.
+_MIN_SHARED_BYTES = 64 << 10
+# Workers' messages are short. The workers' own limits bound what they receive.
 _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
 
 
 class LoraWorkerLink(LinkHandler):
-    """bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+    """The store's side of one worker's link.
+
+    Args:
+        connection: The link.
+        cache: The LoRAs.
+        bytes_per_s: Limit on the link's rate, also within a host; 0 means no limit.
+    """
 
     def __init__(self, connection: Connection, *, cache: TieredCache, bytes_per_s: int) -> None:
         self._connection = connection
         self._cache = cache
-        self._pace = RateLimiter(bytes_per_s, most_bytes=MOST_BYTES)
+        self._pace = RateLimiter(bytes_per_s, most_bytes=MAX_PIECE_BYTES)
         self._shares = bytes_per_s == 0
-        # Of the thread that sends: the first one is sent, the others have sent their heads.
-        self._sendings: deque[LoraTransfer] = deque()
+        # Used by the sending thread alone. The heads of all transfers have been sent; pieces of the first one follow.
+        self._transfers: deque[LoraTransfer] = deque()
         self._waiting: set[int] = set()  # numbers of fetches whose LoRAs are being loaded
-        self._counting = threading.Lock()
+        self._waiting_lock = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """What a worker asks for is short."""
+        """Handle a worker's fetch or cancellation."""
         layout = incoming.layout
         with incoming:
             views = connection.wait_all(incoming)
@@ -70,51 +76,52 @@ class LoraWorkerLink(LinkHandler):
                     raise ValueError(f"a worker sends no {kind} message")
 
     def on_end(self, cause: BottegaError) -> None:
-        """What is on its way to the worker is given back."""
-        while self._sendings:
-            self._drop(self._sendings[0])
+        """Return the leases of unfinished transfers."""
+        while self._transfers:
+            self._drop(self._transfers[0])
 
     @property
     def idle_s(self) -> float | None:
-        """Whatever there is to say goes before the next piece of a LoRA."""
-        return self._pace.wait_s if self._sendings else None
+        """Return how long the link must be idle before the next piece is sent; None without a transfer."""
+        return self._pace.wait_s if self._transfers else None
 
     def send_idle(self, link: Link) -> None:
-        """The next piece of the LoRA that has been on its way for longest."""
-        first = self._sendings[0]
+        """Send the next piece of the oldest transfer."""
+        first = self._transfers[0]
         self._advance(link, first, first.send_piece)
 
     def _fetch(self, number: int, digest: str) -> None:
-        with self._counting:
+        with self._waiting_lock:
             if number in self._waiting:
-                raise ValueError(f"a worker asks twice as number {number}")
-            if len(self._waiting) >= _MOST_WAITING:
-                raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
+                raise ValueError(f"a worker sent two fetches with the number {number}")
+            if len(self._waiting) >= _MAX_WAITING:
+                raise ValueError(f"a worker may wait for at most {_MAX_WAITING} LoRAs")
             self._waiting.add(number)
-        # Called by the thread that loads: sending is left to the thread that sends.
-        self._cache.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
+        # The loading thread calls back, and posts the rest to the sending thread.
+        self._cache.borrow(digest).add_done_callback(lambda loading: self._loaded(number, loading))
 
     def _cancel(self, number: int) -> None:
-        """The worker does not wait for it any more: it is not sent, or no further. Harmless where it has been."""
-        with self._counting:
+        """Stop a fetch whose LoRA has not been sent completely."""
+        with self._waiting_lock:
             self._waiting.discard(number)
         self._connection.post(lambda _link: self._stop_sending(number))
 
     def _stop_sending(self, number: int) -> None:
-        for sending in [each for each in self._sendings if each.number == number]:
-            self._drop(sending)
+        for transfer in [transfer for transfer in self._transfers if transfer.number == number]:
+            self._drop(transfer)
 
-    def _loaded(self, number: int, asked: Future[CacheLease]) -> None:
-        """A load has ended, perhaps after the link."""
-        if not self._connection.post(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
-            self._cache.give_back(asked.result())
+    def _loaded(self, number: int, loading: Future[CacheLease]) -> None:
+        """Post a loaded LoRA to the sending thread, or return its lease if the link has ended."""
+        posted = self._connection.post(lambda link: self._hand_out(link, number, loading))
+        if not posted and loading.exception() is None:
+            self._cache.give_back(loading.result())
 
-    def _hand_out(self, link: Link, number: int, asked: Future[CacheLease]) -> None:
-        with self._counting:
+    def _hand_out(self, link: Link, number: int, loading: Future[CacheLease]) -> None:
+        with self._waiting_lock:
             wanted = number in self._waiting
             self._waiting.discard(number)
         try:
-            lease = asked.result(timeout=0)
+            lease = loading.result(timeout=0)
         except BottegaError as error:
             if wanted:
                 self._refuse(link, number, error)
@@ -122,52 +129,52 @@ class LoraWorkerLink(LinkHandler):
         if not wanted:
             self._cache.give_back(lease)
             return
-        if self._shares and link.passes_files and lease.resident and lease.size_bytes >= _LEAST_SHARED_BYTES:
+        if self._shares and link.passes_files and lease.resident and lease.size_bytes >= _MIN_SHARED_BYTES:
             self._share(link, number, lease)
         else:
             self._send(link, number, lease)
 
     def _share(self, link: Link, number: int, lease: CacheLease) -> None:
-        """Gives the worker the memory itself: it needs no lease to keep it."""
+        """Pass the memory itself, which the worker keeps without a lease."""
         file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
         try:
             self._connection.send_now(link, messages.whole_message(number, lease.times_until_now()), file=file)
-        except (NoSharedMemory, TooLarge) as error:  # the link lives
+        except (NoSharedMemory, TooLarge) as error:  # the link is intact
             self._refuse(link, number, error)
         finally:
             self._cache.give_back(lease)
 
     def _send(self, link: Link, number: int, lease: CacheLease) -> None:
         try:
-            sending = LoraTransfer(number, lease)
+            transfer = LoraTransfer(number, lease)
         except BottegaError as error:
             self._cache.give_back(lease)
             self._refuse(link, number, error)
             return
-        self._sendings.append(sending)
-        self._advance(link, sending, sending.send_head)
+        self._transfers.append(transfer)
+        self._advance(link, transfer, transfer.send_head)
 
-    def _advance(self, link: Link, sending: LoraTransfer, send_next: Callable[[Link, RateLimiter], None]) -> None:
-        """Sends the next of a LoRA; gives it back when that was all, or nothing more of it can be sent."""
+    def _advance(self, link: Link, transfer: LoraTransfer, send_next: Callable[[Link, RateLimiter], None]) -> None:
+        """Send a transfer's next message, and drop the transfer if it is finished or failed."""
         try:
             send_next(link, self._pace)
-        except (NoSharedMemory, TooLarge, InternalError) as error:  # the link lives
-            self._drop(sending)
-            self._refuse(link, sending.number, error)
+        except (NoSharedMemory, TooLarge, InternalError) as error:  # the link is intact
+            self._drop(transfer)
+            self._refuse(link, transfer.number, error)
         else:
-            if sending.done:
-                self._drop(sending)
+            if transfer.done:
+                self._drop(transfer)
 
-    def _drop(self, sending: LoraTransfer) -> None:
-        self._sendings.remove(sending)
-        self._cache.give_back(sending.lease)
+    def _drop(self, transfer: LoraTransfer) -> None:
+        self._transfers.remove(transfer)
+        self._cache.give_back(transfer.lease)
 
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))
 
 
 class LoraLinks(LinkServer[LoraWorkerLink]):
-    """Raises ConfigError when an address cannot be bound."""
+    """The links of all workers. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: LinksConfig, *, cache: TieredCache) -> None:
         self._cache = cache
@@ -180,7 +187,7 @@ class LoraLinks(LinkServer[LoraWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> LoraWorkerLink:
-        """What serves one worker."""
+        """Return the handler of one worker's link."""
         return LoraWorkerLink(connection, cache=self._cache, bytes_per_s=self._bytes_per_s)
 
 

@@ -85,7 +85,7 @@ async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_
             "dots is restored for miniature",
             f"{name} is restored for miniature",
         ]
-        assert "ink was not restored: the weights of ink are damaged; bring the LoRA again" in done.stderr
+        assert "ink was not restored: the weights of ink are damaged; upload the LoRA again" in done.stderr
         assert "its files do not tell: its name, its format, its trigger words" in done.stderr
         wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
         assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)

@@ -150,7 +150,7 @@ async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house:
     file.unlink()
     gone = await _run(house, "pin", "ink")
     assert (gone.exit_code, gone.stdout) == (1, "")
-    assert "the file of ink is gone; bring it again" in gone.stderr
+    assert "the file of ink is gone; upload it again" in gone.stderr
 
 
 async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_a_path_that_is_not_here_is_said_to_be_none_before_the_stores_mach
     assert (result.exit_code, result.stdout) == (2, "")
     what, todo = result.stderr.splitlines()
     assert what == f"error: there is no file or folder {path} on this machine"
-    assert todo.startswith("  The store cannot import it from its own machine either: this store lets nobody")
+    assert todo.startswith("  The store cannot import it from its own machine either: this store does not register")
 
 
 async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path
         added = await run_at(gateway, "loras", "add", "ink", there.name, "--base", "miniature")
         assert (added.exit_code, await _names(store)) == (0, ["ink"])
         absent = await run_at(gateway, "loras", "add", "ink", "typo", "--base", "miniature")
-        assert (absent.exit_code, "either: is no file or folder" in absent.stderr) == (2, True)
+        assert (absent.exit_code, "either: there is no such file or folder" in absent.stderr) == (2, True)
 
 
 async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, client: AsyncClient, tmp_path: Path) -> None:

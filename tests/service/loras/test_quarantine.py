@@ -98,7 +98,7 @@ async def test_without_its_catalogue_a_store_loses_no_lora_and_has_all_back_by_i
         path.rename(tmp_path / path.name)
     async with running(folder) as store:
         assert await _listed(store) == {}
-        (line,) = [record for record in caplog.records if "were put into quarantine" in record.getMessage()]
+        (line,) = [record for record in caplog.records if "were moved into quarantine" in record.getMessage()]
         assert "bottega loras rebuild" in line.getMessage()
         assert line.__dict__["folder"] == str(folder / "quarantine")
         assert {path.stem for path in (folder / "quarantine").glob("*.safetensors")} == digests
@@ -168,7 +168,7 @@ async def test_a_damaged_row_is_not_served_and_comes_back_from_its_file(
         error = await refused(store.call("GetLora", name="ink"))
         assert (type(error), error.metadata["loras"]) == (DataLoss, "ink")
         assert "bottega loras rebuild" in error.message
-        lines = [line for line in caplog.records if "the catalogue says of a LoRA is damaged" in line.getMessage()]
+        lines = [line for line in caplog.records if "row of a LoRA is damaged" in line.getMessage()]
         assert [line.__dict__["lora"] for line in lines] == ["ink"], "once, by its name"
         await _restore_all(store)
         assert await _listed(store) == before
@@ -201,7 +201,7 @@ async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_f
     async with running(folder, two) as store:
         error = await refused(store.call("RestoreLora", id=lora.digest))
         assert isinstance(error, InvalidRequest)
-        assert "it fits copy, miniature: say which" in error.message
+        assert "it fits copy, miniature: name one" in error.message
         said = await _restore(store, other.digest, name="style/wash", base="miniature")
         assert (said.lora.name, said.lora.base) == ("style/wash", "miniature")
         assert "its name" not in said.unknown

@@ -79,7 +79,7 @@ async def test_what_an_upload_has_announced_counts_into_the_budget_until_it_ends
         async with _unfinished(store, 4 << 20):
             error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
             assert isinstance(error, QueueFull)
-            assert "uploads under way may take" in error.message
+            assert "running uploads have reserved" in error.message
             assert error.retry_after_s
             assert (await store.upload("small", lora_file(tmp_path))).modules == 1
         await eventually(lambda: not _incoming(store))

@@ -409,7 +409,7 @@ def test_what_is_beside_a_loras_factors_is_refused_by_name(base: Base, tmp_path:
 def test_embeddings_that_a_file_brings_along_are_refused_by_name(base: Base, tmp_path: Path) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     message = _refused(base, {**tensors, "bundle_emb.<ink>.clip_l": torch.zeros(2, 64)}, tmp_path)
-    assert message == "the file has embeddings of words, which are not served: bundle_emb.<ink>.clip_l"
+    assert message == "the file has embeddings of words, which are not supported: bundle_emb.<ink>.clip_l"
 
 
 def test_a_lora_that_matches_nothing_is_refused_with_what_it_has(base: Base, tmp_path: Path) -> None:
@@ -496,22 +496,22 @@ def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, 
         (b'{"peft_type": "LOHA"}', "LOHA"),
         (b'{"use_dora": true}', "DoRA"),
         (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
-        (b'{"alpha_pattern": {"(": 1}}', "alpha_pattern '(' is not taken"),
+        (b'{"alpha_pattern": {"(": 1}}', "alpha_pattern '(' is not accepted"),
         (b'{"alpha_pattern": {"to_k": 1}}', "an alpha_pattern 'to_k' that matches no module of the file"),
         (b'{"alpha_pattern": {"^attn1.to_q": 1}}', "alpha_pattern '^attn1.to_q' that matches no module"),
         (b'{"r": 4}', f"unet.{_Q} has rank 2 and adapter_config.json says 4"),
         (b'{"r": 2, "rank_pattern": {"attn1.to_q": 8}}', f"unet.{_Q} has rank 2 and adapter_config.json says 8"),
         (b'{"lora_alpha": "4"}', "lora_alpha"),
         (b'{"use_rslora": "false"}', "use_rslora"),
-        (b'{"bias": "all"}', "says bias all: LoRAs with trained biases are not served"),
+        (b'{"bias": "all"}', "says bias all: LoRAs with trained biases are not supported"),
         (b'{"lora_bias": true}', "sets lora_bias: LoRAs with biases of its own"),
         (b'{"modules_to_save": ["conv_in"]}', "sets modules_to_save"),
         (b'{"use_qalora": true}', "sets use_qalora"),
         (b'{"alora_invocation_tokens": [1]}', "sets alora_invocation_tokens"),
         (b'{"trainable_token_indices": [1]}', "sets trainable_token_indices"),
         (b'{"target_parameters": ["a"]}', "sets target_parameters"),
-        (b'{"use_tomorrow": true}', "sets 'use_tomorrow', which is not known"),
-        (b"[]", "adapter_config.json cannot be used: it is no JSON object"),
+        (b'{"use_tomorrow": true}', "sets 'use_tomorrow', which is unknown"),
+        (b"[]", "adapter_config.json cannot be used: it is not a JSON object"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(base: Base, tmp_path: Path, config: bytes, says: str) -> None:
@@ -541,11 +541,11 @@ _FACTORS = {"lora_A.weight": torch.zeros(2, 96), "lora_B.weight": torch.zeros(96
         ("unet.", {"unet.alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
         ("unet.", {"unet.alpha_pattern": {f"^unet.{_Q}": 1}}, "that matches no module"),
         ("unet.", {"unet.r": 2, "text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing"),
-        ("unet.", {"transformer.lora_alpha": 4}, "is about 'transformer', which is no part of the base model"),
+        ("unet.", {"transformer.lora_alpha": 4}, "is about 'transformer', which is not a part of the base model"),
         ("unet.", {"unet.lora_alpha": 4, "lora_alpha": 4}, "names a component for some fields and none for others"),
-        ("unet.", {"lora_alpha": 4}, "is of one component, and the file's names say theirs"),
+        ("unet.", {"lora_alpha": 4}, "is for one component, but the file's names include theirs"),
         ("unet.", {"unet.r": 3}, f"unet.{_Q} has rank 2 and the file's lora_adapter_metadata says 3"),
-        ("unet.", {"unet.use_dora": True}, "sets use_dora: LoRAs with DoRA are not served"),
+        ("unet.", {"unet.use_dora": True}, "sets use_dora: LoRAs with DoRA are not supported"),
         ("", {"alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
         ("", {"text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing in it"),
     ],
@@ -560,10 +560,10 @@ def test_metadata_that_no_module_takes_is_refused_by_name(
 def test_an_alpha_that_is_said_twice_is_refused(base: Base, tmp_path: Path) -> None:
     metadata = {_METADATA: json.dumps({"unet.lora_alpha": 4})}
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=4.0)})
-    says = f"{_NAME}.alpha and the file's lora_adapter_metadata both say an alpha"
+    says = f"{_NAME}.alpha and the file's lora_adapter_metadata both state an alpha"
     assert says in _refused(base, tensors, tmp_path, metadata=metadata)
     bare = {f"{_Q}.{part}": tensor for part, tensor in _FACTORS.items()}
-    assert "both say alphas" in _refused(base, bare, tmp_path, metadata=metadata, adapter_config=b"{}")
+    assert "both state alphas" in _refused(base, bare, tmp_path, metadata=metadata, adapter_config=b"{}")
 
 
 @pytest.mark.parametrize(("alpha", "refused"), [("1", True), ("2.0", False), ("Dynamic", False), ("None", False)])
@@ -617,7 +617,7 @@ def test_two_spellings_of_one_tensor_are_refused(base: Base, tmp_path: Path, one
 def test_a_file_with_several_adapters_is_refused(base: Base, tmp_path: Path) -> None:
     tensors = {f"unet.{_Q}.lora_{part}.ink.weight": torch.zeros(2, 96) for part in "AB"}
     tensors |= {f"unet.{_K}.lora_{part}.wash.weight": torch.zeros(2, 96) for part in "AB"}
-    assert "several adapters (ink, wash): save each by itself" in _refused(base, tensors, tmp_path)
+    assert "several adapters (ink, wash): save each in a file of its own" in _refused(base, tensors, tmp_path)
 
 
 def test_a_lora_of_another_architecture_is_refused_with_what_its_metadata_says(base: Base, tmp_path: Path) -> None:

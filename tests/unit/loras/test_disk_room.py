@@ -24,7 +24,7 @@ def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
     first = room.reserve(600)
     assert room.reserved_bytes == 600
-    with pytest.raises(QueueFull, match="uploads under way may take 600 of the 1000 bytes") as caught:
+    with pytest.raises(QueueFull, match="running uploads have reserved 600 of the 1000 bytes") as caught:
         room.reserve(101)
     assert caught.value.retry_after_s
     room.reserve(100)
@@ -35,7 +35,7 @@ def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
 def test_what_the_budget_never_has_room_for_is_too_large(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
     room.reserve(600)
-    with pytest.raises(TooLarge, match=r"300 are taken, what is in quarantine included"):
+    with pytest.raises(TooLarge, match=r"300 are used, including the quarantine"):
         room.reserve(701)
 
 
@@ -59,12 +59,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_what_is_written_already_is_not_counted_twice_against_the_disk(disk: Path) -> None:
     room = _room(disk, budget_bytes=1 << 40)
     first = room.reserve(3 << 20)
-    with pytest.raises(StorageUnavailable, match=f"the disk is full.* of which {3 << 20} are for uploads") as caught:
+    with pytest.raises(
+        StorageUnavailable, match=f"the disk is full.* of which {3 << 20} are reserved for running uploads"
+    ) as caught:
         room.reserve(2 << 20)
     assert (caught.value.metadata["cause"], bool(caught.value.retry_after_s)) == ("ENOSPC", True)
     first.files.append(disk / "upload")
     (disk / "upload").write_bytes(bytes(2 << 20))
-    with pytest.raises(StorageUnavailable, match=f"of which {1 << 20} are for uploads"):
+    with pytest.raises(StorageUnavailable, match=f"of which {1 << 20} are reserved for running uploads"):
         room.reserve(2 << 20)
     room.reserve(512 << 10)
 
@@ -72,7 +74,7 @@ def test_what_is_written_already_is_not_counted_twice_against_the_disk(disk: Pat
 def test_a_share_of_the_disk_stays_free_for_others(disk: Path) -> None:
     reserve_bytes = 100 << 10
     room = _room(disk, budget_bytes=1 << 40, min_free_bytes=reserve_bytes)
-    with pytest.raises(StorageUnavailable, match=f"{reserve_bytes} stay free"):
+    with pytest.raises(StorageUnavailable, match=f"{reserve_bytes} must stay free"):
         room.reserve(_DISK_BYTES - reserve_bytes + 1)
     room.reserve(_DISK_BYTES - reserve_bytes)
     room.check_disk()
@@ -85,13 +87,13 @@ def test_a_share_of_the_disk_stays_free_for_others(disk: Path) -> None:
 
 def test_of_a_small_disk_a_twentieth_stays_free(disk: Path) -> None:
     room = _room(disk, budget_bytes=1 << 40, min_free_bytes=1 << 30)
-    with pytest.raises(StorageUnavailable, match=f"{_DISK_BYTES // 20} stay free"):
+    with pytest.raises(StorageUnavailable, match=f"{_DISK_BYTES // 20} must stay free"):
         room.reserve(_DISK_BYTES)
     room.reserve(_DISK_BYTES - _DISK_BYTES // 20)
 
 
 def test_uploads_are_bounded_in_number_and_bytes_and_one_host_has_half_of_each() -> None:
-    uploads = UploadLimits(most=4, most_bytes=100, max_bytes=10)
+    uploads = UploadLimits(max_uploads=4, max_total_bytes=100, max_bytes=10)
 
     def refused(host: str, said: str) -> None:
         with pytest.raises(QueueFull, match=said) as caught, uploads.admitted(host, 1):
@@ -109,7 +111,7 @@ def test_uploads_are_bounded_in_number_and_bytes_and_one_host_has_half_of_each()
 
 
 def test_one_host_may_always_bring_one_file_of_the_largest_size() -> None:
-    uploads = UploadLimits(most=1, most_bytes=100, max_bytes=90)
+    uploads = UploadLimits(max_uploads=1, max_total_bytes=100, max_bytes=90)
     with uploads.admitted("a", 90), pytest.raises(QueueFull), uploads.admitted("b", 1):
         pass
 

@@ -1,6 +1,6 @@
-"""How an untrusted LoRA becomes canonical: in a short-lived process with limits, matched name by name with its base.
+"""Converts untrusted LoRA files to the canonical form, in a short-lived process with limits.
 
-Diffusers' own converters are not used: they give kohya's alphas to other modules than theirs, drop what they do not
-know, and need torch. Here every name is looked up among the base model's own modules, and what is not found is
-refused, with the list.
+Diffusers' converters are not used: they assign kohya's alphas to the wrong modules, drop unknown tensors silently, and
+need torch. Here every tensor name is looked up among the base model's modules. A file with unknown names is refused,
+and the error lists them.
 """

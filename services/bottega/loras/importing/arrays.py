@@ -1,6 +1,6 @@
-"""Tensors of a LoRA's file as arrays: read, checked for what is not finite, reshaped, folded.
+"""Reads the tensors of a LoRA's file as arrays, checks that they are finite, reshapes them and folds convolutions.
 
-numpy has no bfloat16: such tensors stay as they are, 16-bit words, unless they have to be computed with.
+numpy has no bfloat16. Such tensors stay 16-bit words unless a computation needs their values.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BF16_MAGNITUDE = 0x7FFF
 
 
 def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
-    """A tensor of a single number. Raises BadLora for another one."""
+    """Return the number in a tensor of one element. Raises BadLora for another tensor."""
     if entry.dtype not in _NUMPY or entry.shape not in {(), (1,), (1, 1)}:
-        raise BadLora(f"{entry.name} is no single number: {entry.dtype}{list(entry.shape)}")
+        raise BadLora(f"{entry.name} is not a single number: {entry.dtype}{list(entry.shape)}")
     number = float(_computable(_words(file, header, entry), entry.dtype).reshape(-1)[0])
     if not np.isfinite(number):
         raise BadLora(f"{entry.name} is not finite")
@@ -33,9 +33,9 @@ def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
 
 
 def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorData:
-    """A tensor of weights. Raises BadLora where an element is not finite, or its type is none that is served."""
+    """Return a tensor of weights. Raises BadLora if its type is not supported, or an element is not finite."""
     if entry.dtype not in DTYPES:
-        raise BadLora(f"{entry.name} has elements of {entry.dtype}; {', '.join(sorted(DTYPES))} are served")
+        raise BadLora(f"{entry.name} has elements of {entry.dtype}; {', '.join(sorted(DTYPES))} are supported")
     words = _words(file, header, entry)
     if entry.dtype == "BF16":
         finite = bool(((words.view(np.uint16) & _BF16_EXPONENT) != _BF16_EXPONENT).all())
@@ -47,55 +47,61 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorDa
 
 
 def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
-    """One convolution in the place of two: `down` is [rank, in, 1, 1], `mid` [rank, rank, height, width].
+    """Return one convolution that equals two: `down`, [rank, in, 1, 1], and `mid`, [rank, rank, height, width].
 
-    A product of matrices, so it is the same map; computed in float64, and kept in F32. Raises BadLora naming the
-    module where they do not fit each other, or F32 cannot hold the product.
+    The product is computed in float64 and stored as F32. Raises BadLora naming the module if the shapes do not fit
+    each other, or F32 cannot hold the product.
     """
     rank = down.shape[0]
     if down.shape[2:] != (1, 1) or len(mid.shape) != 4 or mid.shape[:2] != (rank, rank):
-        shapes = f"lora_mid is {list(mid.shape)}, which does not follow lora_down, {list(down.shape)}"
+        shapes = f"lora_mid has the shape {list(mid.shape)}, which does not fit lora_down's, {list(down.shape)}"
         raise BadLora(f"{module.name}: {shapes}")
     first = _array(down).astype(np.float64).reshape(rank, -1)
     both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
     if not np.abs(both).max(initial=0.0) <= MAX_F32:
-        raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond what F32 holds")
+        raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond the range of F32")
     return TensorData(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
 
 
 def check_product(module: BaseModule, down: TensorData, up: TensorData, scale: float) -> None:
-    """Raises BadLora naming the module where scale * up @ down may be beyond F32: nothing can be drawn with that.
+    """Raise BadLora naming the module if `scale * up @ down` may exceed the range of F32.
 
-    A bound from the largest element of each rank, far above what any trainer writes; the product itself takes as
-    long as patching. down, up: as `fitted` returns them.
+    The bound comes from the largest element of each rank, because computing the product takes as long as patching. It
+    is far above the values that trainers write.
+
+    Args:
+        module: The base model's module.
+        down: As `fitted` returns it.
+        up: As `fitted` returns it.
+        scale: Alpha over rank.
     """
     bound = abs(scale) * float(_largest(up, axis=0) @ _largest(down, axis=1))
     if not bound <= MAX_F32:
-        raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond what F32 holds")
+        raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond the range of F32")
 
 
 def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[TensorData, TensorData]:
-    """Both as the base's module needs them: 1x1 convolutions are written as matrices and the other way round.
+    """Return `down` and `up` in the shapes that the module needs. Raises BadLora naming the module if they do not fit.
 
-    Raises BadLora naming the module where they do not fit.
+    Files may write a 1x1 convolution as a matrix, or a matrix as a 1x1 convolution.
     """
     rank = down.shape[0] if down.shape else 0
     if rank > MAX_RANK:
-        raise BadLora(f"{module.name} has rank {rank}; at most {MAX_RANK} is served")
+        raise BadLora(f"{module.name} has rank {rank}; the maximum is {MAX_RANK}")
     outputs, inputs, *kernel = module.shape
     ones = [1] * len(kernel)
     shaped_down = _reshaped(down, [rank, inputs, *kernel])
     shaped_up = _reshaped(up, [outputs, rank, *ones])
     if rank == 0 or shaped_down is None or shaped_up is None:
         raise BadLora(
-            f"{module.name} is {list(module.shape)} in the base model; "
-            f"down {list(down.shape)} and up {list(up.shape)} do not fit it"
+            f"{module.name} has the shape {list(module.shape)} in the base model; "
+            f"down, {list(down.shape)}, and up, {list(up.shape)}, do not fit it"
         )
     return shaped_down, shaped_up
 
 
 def _reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:
-    """With that shape, where they differ in trailing extents of one alone."""
+    """Return weights with another shape; None unless the shapes differ only in trailing ones."""
     if _stripped(weights.shape) != _stripped(shape):
         return None
     return TensorData(dtype=weights.dtype, shape=tuple(shape), data=weights.data)
@@ -106,9 +112,12 @@ def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _largest(weights: TensorData, *, axis: int) -> NDArray[np.float64]:
-    """Magnitudes, of each row (axis 1) or column (axis 0). Copies no more than the words: memory is limited here."""
+    """Return the largest magnitude of each row (axis 1) or column (axis 0).
+
+    Copies at most one array of the weights' own type, because the process's memory is limited.
+    """
     words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape[0], -1)
-    if weights.dtype == "BF16":  # without their signs they are ordered as whole numbers are
+    if weights.dtype == "BF16":  # without their signs, the words are ordered as integers are
         return _computable((words & _BF16_MAGNITUDE).max(axis=axis), "BF16").astype(np.float64)
     largest: NDArray[np.floating] = np.maximum(words.max(axis=axis), -words.min(axis=axis))
     return largest.astype(np.float64)
@@ -120,7 +129,7 @@ def _array(weights: TensorData) -> NDArray[np.floating]:
 
 
 def _computable(words: NDArray[np.generic], dtype: str) -> NDArray[np.floating]:
-    if dtype == "BF16":  # the upper half of a float
+    if dtype == "BF16":  # the upper half of a float32
         return (words.astype(np.uint32) << 16).view(np.float32)
     return words.astype(np.float64) if dtype in {"F64", "I64", "I32"} else words.view(_NUMPY[dtype])
 
@@ -129,5 +138,5 @@ def _words(file: BinaryIO, header: Header, entry: TensorEntry) -> NDArray[np.gen
     file.seek(header.size_bytes + entry.begin)
     data = file.read(entry.end - entry.begin)
     if len(data) < entry.end - entry.begin:
-        raise BadLora("the file has become shorter while it was read")
+        raise BadLora("the file became shorter while it was read")
     return np.frombuffer(data, dtype=_NUMPY[entry.dtype]).reshape(entry.shape)

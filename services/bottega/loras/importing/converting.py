@@ -1,9 +1,8 @@
-"""Converts an untrusted LoRA to canonical modules: every tensor is matched with the base model, or the whole is
-refused.
+"""Converts an untrusted LoRA to canonical modules: every tensor must match the base model, or the LoRA is refused.
 
-Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya, PEFT).
-Where nothing says an alpha it is the rank, as for everybody; not so in PEFT's own files, which never say it themselves.
-What says an alpha and is not used is refused, too: it would be a strength that nobody gets.
+Definition (kohya, PEFT): W' = W + alpha / rank * up @ down, with an alpha for each module. A missing alpha equals the
+rank, except in PEFT's files, whose alpha is always in a separate configuration. A file whose stated alpha would not be
+used is refused, because the LoRA's strength would be wrong.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from bottega.loras.importing.naming import (
     Name,
     Part,
     module_of,
+    parse_name,
     refuse_two_ways,
     refuse_unserved,
-    taken_apart,
     trained_path,
 )
 from bottega.loras.importing.peft_config import WHOLE_FILE, AdapterConfig, from_metadata
@@ -34,13 +33,13 @@ from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, TensorEntry, read_header
 from bottega.storage.contained_paths import open_below
 
-# Of the names in a refusal, which travels in a status.
-_LISTED = 8
-# Where trainers write which architecture a LoRA is for.
+# Names in an error, which must fit into a gRPC status.
+_MAX_LISTED_NAMES = 8
+# Metadata in which trainers write the architecture that a LoRA is for.
 _MADE_FOR = ("modelspec.architecture", "ss_base_model_version")
 _TRIGGERS = ("modelspec.trigger_phrase", "trigger_phrase")
 _MAX_TRIGGER_CHARACTERS = 200
-# kohya's trainer writes the alpha of all modules here, and again into an .alpha for each, which is what counts.
+# kohya's trainer writes one alpha for all modules here, and also one .alpha for each module, which is used.
 _KOHYA_ALPHA = "ss_network_alpha"
 
 
@@ -51,29 +50,29 @@ class ConvertedLora:
     modules: tuple[ModuleWeights, ...]
     format: Format
     trigger_phrase: str
-    """That its trainer wrote into the file; empty is none."""
+    """The trigger phrase that the trainer wrote into the file, or an empty string."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _ModuleParts:
-    """The parts of one module of the base."""
+    """The tensors of one module of the base model."""
 
     module: BaseModule
     config: AdapterConfig | None
     format: Format
     path: str
-    """As the trainer's network had it, for the patterns of its configuration."""
+    """Path in the trainer's network, which the patterns in its configuration match."""
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Of its factors; 0 where there is none."""
-        found = self.parts.get(Part.DOWN)
-        return found[2].shape[0] if found is not None and found[2].shape else 0
+        """Rank of its factors; 0 if it has none."""
+        down = self.parts.get(Part.DOWN)
+        return down[2].shape[0] if down is not None and down[2].shape else 0
 
 
 def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
-    """Return the LoRA that some files are, for the base. Raise BadLora naming what is wrong with it, OSError."""
+    """Return the LoRA in some files in canonical modules. Raises BadLora that names the problem, and OSError."""
     with ExitStack() as stack:
         found: dict[str, _ModuleParts] = {}
         headers = []
@@ -85,8 +84,8 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
         return ConvertedLora(
-            modules=tuple(_module(each) for each in found.values()),
-            format=next(each.format for each in found.values()),
+            modules=tuple(_module(parts) for parts in found.values()),
+            format=next(parts.format for parts in found.values()),
             trigger_phrase=_trigger(headers),
         )
 
@@ -94,21 +93,21 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
 def _collect(
     file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, _ModuleParts]
 ) -> None:
-    """Find the module of each tensor of a file. Raise BadLora with the list of those that have none."""
+    """Add the tensors of a file to `found`, by module. Raises BadLora that lists tensors without a module."""
     refuse_unserved([entry.name for entry in header.tensors])
-    names = [(entry, taken_apart(entry.name)) for entry in header.tensors]
+    names = [(entry, parse_name(entry.name)) for entry in header.tensors]
     known = [(entry, name) for entry, name in names if name is not None]
     refuse_two_ways(name for _, name in known)
     component = source.component or _only_component(known, base)
     configs = _configs(source, header, [name for _, name in known])
-    lacking = []
-    here: dict[str, _ModuleParts] = {}
+    unmatched = []
+    in_file: dict[str, _ModuleParts] = {}
     for entry, name in names:
         module = module_of(name, base, component) if name is not None else None
         if name is None or module is None:
-            lacking.append(entry.name)
+            unmatched.append(entry.name)
             continue
-        each = found.setdefault(
+        collected = found.setdefault(
             module.name,
             _ModuleParts(
                 module=module,
@@ -117,20 +116,20 @@ def _collect(
                 path=trained_path(name, module),
             ),
         )
-        here[module.name] = each
-        if name.part in each.parts:
-            raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
-        each.parts[name.part] = (file, header, entry)
-    if lacking:
-        _refuse_unmatched(lacking, header)
-    _check_configs(configs, here.values())
-    _check_kohya_alpha(header.metadata, here.values())
+        in_file[module.name] = collected
+        if name.part in collected.parts:
+            raise BadLora(f"{entry.name} and {collected.parts[name.part][2].name} are the same part of {module.name}")
+        collected.parts[name.part] = (file, header, entry)
+    if unmatched:
+        _refuse_unmatched(unmatched, header)
+    _check_configs(configs, in_file.values())
+    _check_kohya_alpha(header.metadata, in_file.values())
 
 
 def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> str | None:
-    """Return the component of a file whose names say none; None where they say it, or it has no tensors.
+    """Return the component that a file without component names is for; None if its names include the component.
 
-    That which has its modules, in their shapes. Raise BadLora where several have.
+    It is the component that has modules of these names and shapes. Raises BadLora if several have.
     """
     bare = [(entry, name) for entry, name in known if name.component is None]
     if not bare:
@@ -140,14 +139,15 @@ def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> st
     fitting = [component for component in fewest if all(_fits(entry, name, base, component) for entry, name in bare)]
     if len(fitting) > 1:
         raise BadLora(
-            f"the file may be for {' or '.join(fitting)}, and its names do not say for which: put the component before "
-            f"each name ({fitting[0]}.{excerpt(bare[0][1].path, 80)}), or bring PEFT's folder below {fitting[0]}/"
+            f"the file may be for {' or '.join(fitting)}, and its names do not say which: put the component before "
+            f"each name ({fitting[0]}.{excerpt(bare[0][1].path, 80)}), or upload a folder with PEFT's files in "
+            f"{fitting[0]}/"
         )
     return (fitting or fewest)[0]
 
 
 def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
-    """Whether the tensor may be a part of the component's module, by its outer extent."""
+    """Return whether a tensor's outer extent fits the module of its name in a component."""
     module = module_of(name, base, component)
     if module is None or len(entry.shape) < len(module.shape[:2]):
         return module is not None and name.part is Part.ALPHA
@@ -160,48 +160,48 @@ def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
 
 
 def _configs(source: LoraSourceFile, header: Header, names: Sequence[Name]) -> Mapping[str, AdapterConfig]:
-    """What says alphas beside the tensors, by component. Raise BadLora where it is not about these tensors."""
+    """Return PEFT's configurations of a file, by component. Raises BadLora if they are not about these tensors."""
     configs = from_metadata(header.metadata)
     if source.config is not None:
         if configs:
-            raise BadLora("its metadata and adapter_config.json both say alphas: only one of them can count")
+            raise BadLora("the file's metadata and adapter_config.json both state alphas: remove one of them")
         configs = {WHOLE_FILE: source.config}
     named = next((name for name in names if name.component is not None), None)
     if WHOLE_FILE in configs and named is not None:
         where = configs[WHOLE_FILE].where
-        raise BadLora(f"{where} is of one component, and the file's names say theirs: {excerpt(named.text, 120)}")
+        raise BadLora(f"{where} is for one component, but the file's names include theirs: {excerpt(named.text, 120)}")
     return configs
 
 
 def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_ModuleParts]) -> None:
-    """Raise BadLora where some alphas are of no module of the file, or two are of one."""
+    """Raise BadLora if an alpha belongs to no module of the file, or a module has two."""
     modules = list(found)
     for component, config in configs.items():
-        mine = [each for each in modules if each.config is config]
-        if not mine:
+        configured = [parts for parts in modules if parts.config is config]
+        if not configured:
             about = component or "a component"
             raise BadLora(f"{config.where} is about {about}, and the file changes nothing in it")
-        config.check_used(each.path for each in mine)
-        for each in mine:
-            if Part.ALPHA in each.parts:
-                name = each.parts[Part.ALPHA][2].name
-                raise BadLora(f"{name} and {config.where} both say an alpha: only one of them can count")
+        config.check_used(parts.path for parts in configured)
+        for parts in configured:
+            if Part.ALPHA in parts.parts:
+                name = parts.parts[Part.ALPHA][2].name
+                raise BadLora(f"{name} and {config.where} both state an alpha: remove one of them")
 
 
 def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[_ModuleParts]) -> None:
-    """Raise BadLora where the trainer's alpha is in the metadata alone, and is not what modules without one get."""
-    modules = [each for each in found if each.format is Format.KOHYA]
+    """Raise BadLora if only the metadata has an alpha, and it differs from the rank, which would be used instead."""
+    modules = [parts for parts in found if parts.format is Format.KOHYA]
     try:
         alpha = float(metadata.get(_KOHYA_ALPHA, "nan"))
     except ValueError:  # such as "Dynamic"
         return
-    if math.isnan(alpha) or any(Part.ALPHA in each.parts for each in modules):
+    if math.isnan(alpha) or any(Part.ALPHA in parts.parts for parts in modules):
         return
-    other = next((each for each in modules if each.rank != alpha), None)
+    other = next((parts for parts in modules if parts.rank != alpha), None)
     if other is not None:
         raise BadLora(
-            f"the file's {_KOHYA_ALPHA} is {alpha:g} and the rank of {other.module.name} {other.rank}, but no module "
-            "has an .alpha: how strong it is cannot be told"
+            f"the file's {_KOHYA_ALPHA} is {alpha:g} and the rank of {other.module.name} is {other.rank}, but no "
+            "module has an .alpha: the LoRA's strength is unclear"
         )
 
 
@@ -211,7 +211,7 @@ def _module(found: _ModuleParts) -> ModuleWeights:
         raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
     down, up = read_weights(*found.parts[Part.DOWN]), read_weights(*found.parts[Part.UP])
     if not down.shape or 0 in down.shape:
-        raise BadLora(f"{found.module.name}: down is {list(down.shape)}, which has no rank")
+        raise BadLora(f"{found.module.name}: down has the shape {list(down.shape)}, which has no rank")
     rank = down.shape[0]
     if Part.MID in found.parts:
         down = folded(found.module, down, read_weights(*found.parts[Part.MID]))
@@ -222,10 +222,10 @@ def _module(found: _ModuleParts) -> ModuleWeights:
 
 
 def _scale(found: _ModuleParts, rank: int) -> float:
-    """Return alpha over rank. Raise BadLora naming the module where F32, which it is kept in, cannot hold it."""
+    """Return alpha over rank. Raises BadLora naming the module if F32 cannot hold it."""
     scale = _stated_scale(found, rank)
     if not abs(scale) <= MAX_F32:
-        raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond what F32 holds")
+        raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond the range of F32")
     return scale
 
 
@@ -236,7 +236,7 @@ def _stated_scale(found: _ModuleParts, rank: int) -> float:
         found.config.check_rank(found.module.name, found.path, rank)
         return found.config.scale(found.path, rank)
     if found.format is Format.PEFT:
-        raise BadLora("the file is PEFT's, whose alpha is in adapter_config.json: bring the folder that has both")
+        raise BadLora("the file is PEFT's, whose alpha is in adapter_config.json: upload the folder that has both")
     return 1.0
 
 
@@ -251,8 +251,8 @@ def _trigger(headers: Iterable[Header]) -> str:
 
 
 def _refuse_unmatched(names: Sequence[str], header: Header) -> NoReturn:
-    listed = ", ".join(excerpt(name, 120) for name in names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    listed = ", ".join(excerpt(name, 120) for name in names[:_MAX_LISTED_NAMES])
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
     made_for = next((header.metadata[key] for key in _MADE_FOR if header.metadata.get(key)), "")
     hint = f"; its metadata says that it was made for {excerpt(made_for, 80)}" if made_for else ""
     tensors = len(header.tensors)

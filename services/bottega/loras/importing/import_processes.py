@@ -1,6 +1,6 @@
-"""Has LoRAs imported by child processes within limits: one process for each LoRA, a few at a time.
+"""Runs imports in child processes with limits: one process for each LoRA, a few at a time.
 
-It opens no untrusted file itself.
+This process opens no untrusted file.
 """
 
 from __future__ import annotations
@@ -17,39 +17,48 @@ from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, Process
 from bottega.storage import os_errors
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
-# The interpreter with numpy reserves about .6 GiB; the file is in memory once, read, and folded convolutions twice.
+# The interpreter with numpy reserves about 0.6 GiB. The file is in memory once, and folded convolutions twice.
 _ADDRESS_SPACE_BYTES = 1 << 30
 _COPIES = 4
 _MAX_WAITING = 64
-# One thread: what an import computes is little, and every further one reserves address space.
+# One thread: an import computes little, and every further thread reserves address space.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A file or folder. adapter_config, component: of a file, PEFT's configuration and what it is for, if known.
-
-    root: resolved; outside of which no file is opened, links followed; None: wherever they are.
-    """
+    """A file or folder to import."""
 
     path: Path
     root: Path | None = None
+    """A resolved folder. No file outside of it is opened, also not through links. None: no restriction."""
     adapter_config: bytes = b""
+    """PEFT's configuration of a file, if it is not beside the file."""
     component: str = ""
+    """The only component that a file is for, if that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportJob:
-    """What is to be imported. size_bytes: of all sources. output: an empty file. base: its folder."""
+    """One LoRA to import."""
 
     sources: tuple[ImportSource, ...]
     size_bytes: int
+    """Size of all sources."""
     base: Path
+    """Folder of the base model."""
     output: Path
+    """An empty file, which receives the canonical form."""
 
 
 class ImportProcesses(ProcessPool):
-    """at_once: processes. deadline_s, cpu_s: of one import."""
+    """A pool of import processes.
+
+    Args:
+        at_once: Maximum number of processes.
+        deadline_s: Maximum duration of one import.
+        cpu_s: Maximum processor time of one import.
+    """
 
     def __init__(self, *, at_once: int, deadline_s: float, cpu_s: int) -> None:
         self._deadline_s = deadline_s
@@ -74,11 +83,17 @@ class ImportProcesses(ProcessPool):
         )
 
     async def run(self, job: ImportJob, *, take_room: Callable[[], Awaitable[int]] | None = None) -> LoraImportAnswer:
-        """Writes the canonical form to job.output.
+        """Import a LoRA: write its canonical form to `job.output`.
 
-        take_room: asked when its turn has come, how many bytes that may have.
-        Raises BadLora where the source is refused, or its import beyond the limits; StorageUnavailable where the disk
-        fails; QueueFull when too many wait; Unavailable where its process stood still; and what take_room raises.
+        Args:
+            job: The LoRA.
+            take_room: Called when the import starts; returns the maximum size of the output.
+
+        Raises:
+            BadLora: The LoRA is refused, or its import exceeds a limit.
+            StorageUnavailable: The disk failed.
+            QueueFull: Too many imports are waiting.
+            Unavailable: The process made no progress.
         """
 
         async def prepare() -> PreparedCall:
@@ -103,7 +118,7 @@ class ImportProcesses(ProcessPool):
                 return Unavailable(late, retry_after_s=1.0)
             case Loss.OVERTIME:
                 return BadLora(f"the file's import took more than {self._deadline_s:g} s")
-        return BadLora("the file's import failed: it needs more memory or time than it may have, or is damaged")
+        return BadLora("the file's import failed: it needs more memory or time than allowed, or is damaged")
 
 
 def _frame(job: ImportJob) -> bytes:
@@ -120,5 +135,5 @@ def _frame(job: ImportJob) -> bytes:
 
 def _limits(job: ImportJob, output_bytes: int) -> dict[int, int]:
     memory = _ADDRESS_SPACE_BYTES + _COPIES * job.size_bytes
-    # A canonical file has the tensors of its source; folding can make a convolution of nine times the bytes.
+    # A canonical file has the tensors of its source. Folding can make a convolution nine times larger.
     return {resource.RLIMIT_AS: memory, resource.RLIMIT_FSIZE: min(memory, output_bytes)}

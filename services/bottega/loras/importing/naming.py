@@ -1,11 +1,11 @@
-"""What a tensor of a LoRA's file is called: of which module it is a part, and which part. Knows names alone.
+"""Parses the tensor names of LoRA files: which module a tensor belongs to, and which part of it.
 
 Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lora.down.weight,
              (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
 
-Names may have no component in front: then the whole file is for one.
+Names without a component are allowed if the whole file is for one component.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from bottega.plain_text import excerpt
 
 
 class Part(StrEnum):
-    """Of what a module gets. MID: of a convolution in Tucker's decomposition."""
+    """A part of a module's change."""
 
     DOWN = "down"
     UP = "up"
     MID = "mid"
+    """The middle factor of a convolution in Tucker's decomposition."""
     ALPHA = "alpha"
 
 
 class Format(StrEnum):
-    """Whose names they are."""
+    """A naming convention."""
 
     DIFFUSERS = "Diffusers"
     PEFT = "PEFT"
@@ -40,25 +41,25 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A tensor's name, taken apart."""
+    """A parsed tensor name."""
 
     text: str
     part: Part
     format: Format
     component: str | None
-    """Which the name says; None where it says none."""
+    """The component in the name; None if it has none."""
     path: str
-    """Of the module in its component; in kohya's names with underscores in the place of dots."""
+    """Path of the module in its component; kohya's names have underscores in place of dots."""
     adapter: str = ""
-    """PEFT's name of the adapter, where the tensor's name has it."""
+    """PEFT's name of the adapter, if the tensor's name has one."""
 
     @property
     def is_flat(self) -> bool:
-        """Whether the path has underscores in the place of dots."""
+        """Whether the path has underscores in place of dots."""
         return self.format is Format.KOHYA
 
 
-# What files have beside a LoRA's factors, or in their place; LoCon is LoRA on convolutions.
+# Tensors that files have beside or instead of LoRA factors. LoCon is supported: it is LoRA on convolutions.
 _UNSERVED = (
     ("factors of LoHa", re.compile(r"\.hada_")),
     ("factors of LoKr", re.compile(r"\.lokr_")),
@@ -89,23 +90,23 @@ _KOHYA = (
 _PEFT = "base_model.model."
 _PROCESSOR = ".processor."
 _TEXT_MODEL = "text_model"
-# Blocks of the UNet in Stability's code, and in Diffusers.
+# Names of the UNet's blocks in Stability's code and in Diffusers.
 _SGM_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks")
 _DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks")
-# The first Diffusers called a text encoder's projections as the UNet's.
+# The first versions of Diffusers named a text encoder's projections like the UNet's.
 _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
 def refuse_unserved(names: Sequence[str]) -> None:
-    """Raise BadLora naming what a file has that is no part of a LoRA, where that is known."""
-    for what, pattern in _UNSERVED:
+    """Raise BadLora if a file has tensors of a kind that is known and not supported."""
+    for kind, pattern in _UNSERVED:
         found = next((name for name in names if pattern.search(name)), None)
         if found is not None:
-            raise BadLora(f"the file has {what}, which are not served: {excerpt(found, 120)}")
+            raise BadLora(f"the file has {kind}, which are not supported: {excerpt(found, 120)}")
 
 
-def taken_apart(text: str) -> Name | None:
-    """Return what a tensor's name says; None where it has no name of a part."""
+def parse_name(text: str) -> Name | None:
+    """Return a parsed tensor name; None if it names no part of a module's change."""
     for pattern, parts in _PARTS:
         if (match := pattern.search(text)) is not None:
             part = Part(parts.get(match["part"], match["part"]))
@@ -114,9 +115,9 @@ def taken_apart(text: str) -> Name | None:
 
 
 def refuse_two_ways(names: Iterable[Name]) -> None:
-    """Raise BadLora where a file names its modules in two ways, or has several adapters.
+    """Raise BadLora if a file names its modules in two ways, or has several adapters.
 
-    Of the former stock Diffusers reads a part.
+    Diffusers silently reads only a part of a file with two ways of naming.
     """
     seen: dict[str, Name] = {}
     adapters = set()
@@ -127,31 +128,31 @@ def refuse_two_ways(names: Iterable[Name]) -> None:
             seen.setdefault(way, name)
     if len(adapters) > 1:
         listed = ", ".join(excerpt(adapter or "one without a name", 40) for adapter in sorted(adapters)[:4])
-        raise BadLora(f"the file has several adapters ({listed}): save each by itself")
+        raise BadLora(f"the file has several adapters ({listed}): save each in a file of its own")
     for one, other in (("kohya", "path"), ("with a component", "without a component"), ("sgm", "diffusers")):
         if one in seen and other in seen:
             listed = " and ".join(excerpt(seen[way].text, 120) for way in (one, other))
-            raise BadLora(f"the file names modules in two ways, {listed}: save it in one")
+            raise BadLora(f"the file names modules in two ways, {listed}: save it with one way of naming")
 
 
 def module_of(name: Name, base: Base, component: str | None) -> BaseModule | None:
-    """Return the base model's module that is meant; None where it has none of that name.
+    """Return the base model's module that a tensor belongs to, or None.
 
     Args:
-        name: Of one of its tensors.
+        name: The tensor's name.
         base: The base model.
-        component: Of all the file, where the file is known to be of one.
+        component: The only component that the file is for, if it is for one.
     """
-    of = name.component or component
-    if of is None or component not in {None, of}:
+    chosen = name.component or component
+    if chosen is None or component not in {None, chosen}:
         return None
     if name.is_flat:
-        return base.find_flat(of, name.path)
-    return base.find(of, name.path) or base.find(of, _modern(name.path))
+        return base.find_flat(chosen, name.path)
+    return base.find(chosen, name.path) or base.find(chosen, _modern(name.path))
 
 
 def trained_path(name: Name, module: BaseModule) -> str:
-    """Return the module's path as the trainer's own network had it, by which patterns of its configuration match."""
+    """Return the module's path in the trainer's network, which the patterns in its configuration match."""
     if module.component == BACKBONE:
         return module.path
     prefixed = name.path.startswith((f"{_TEXT_MODEL}.", f"{_TEXT_MODEL}_"))
@@ -161,10 +162,10 @@ def trained_path(name: Name, module: BaseModule) -> str:
 
 
 def _named(text: str, module: str, part: Part, adapter: str) -> Name:
-    for prefix, of in _KOHYA:
+    for prefix, component in _KOHYA:
         if module.startswith(prefix):
             path = module.removeprefix(prefix)
-            return Name(text=text, part=part, format=Format.KOHYA, component=of, path=path)
+            return Name(text=text, part=part, format=Format.KOHYA, component=component, path=path)
     kind = Format.PEFT if module.startswith(_PEFT) else Format.DIFFUSERS
     path = module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
     head, _, rest = path.partition(".")
@@ -186,7 +187,7 @@ def _ways(name: Name) -> Iterator[str]:
 
 
 def _modern(path: str) -> str:
-    """The path that a projection has today, given the one that the first Diffusers wrote."""
+    """Return the present path of a projection whose path comes from the first versions of Diffusers."""
     before, _, last = path.rpartition(".")
     if before.endswith("self_attn"):
         return f"{before}.{_OLD_TEXT.get(last, last)}"

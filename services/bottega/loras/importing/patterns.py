@@ -1,9 +1,9 @@
-"""Which modules a key of PEFT's alpha_pattern or rank_pattern names. PEFT takes any regular expression; an untrusted
-one is never run here.
+r"""The keys of PEFT's alpha_pattern and rank_pattern, which name modules.
 
-What is accepted is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
-behind it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character.
-Source: PEFT's `get_pattern_key`, which looks for (.*\\.)?(KEY)$, and `re.escape`, by which it writes names as keys.
+PEFT accepts any regular expression, but running an untrusted one is dangerous. Accepted here are a module's name and
+what PEFT and its documentation write around it: `^` and `.*` before the name, `$` behind it, escaped characters in it.
+They match as in PEFT, where a dot without a backslash stands for any character.
+Source: PEFT's `get_pattern_key`, which searches for (.*\.)?(KEY)$, and its use of `re.escape` to write names as keys.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TypeVar
 from bottega.errors import BadLora
 from bottega.plain_text import excerpt
 
-# Diffusers writes a key for each module whose alpha is not the most frequent one; SDXL's UNet has some 800 modules.
+# Diffusers writes a key for each module whose alpha is not the most frequent one. SDXL's UNet has about 800 modules.
 MAX_PATTERNS = 2048
 MAX_CHARACTERS = 512
 _SHOWN_CHARACTERS = 80
 
-# Linear: nothing in it can be matched in two ways.
-_TAKEN = re.compile(r"(?P<begin>\^?)(?P<any>(?:\.\*)?)(?P<name>(?:[A-Za-z0-9_.-]|\\[.-])+)\$?")
+# Takes linear time: nothing in it can be matched in two ways.
+_ACCEPTED = re.compile(r"(?P<begin>\^?)(?P<any>(?:\.\*)?)(?P<name>(?:[A-Za-z0-9_.-]|\\[.-])+)\$?")
 _CHARACTERS = re.compile(r"\\?(.)")
 _ANY = "."
 
@@ -32,18 +32,19 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePattern:
-    """One key. pieces: of the name between the characters that may be any, and where each begins.
-
-    length: of the name. whole: only the whole path; anywhere: whatever is before the name; else a dot is.
-    """
+    """A parsed key. It matches a whole path, or the end of a path behind a dot."""
 
     pieces: tuple[tuple[int, str], ...]
+    """Parts of the name between wildcard characters, each with its offset in the name."""
     length: int
+    """Length of the name."""
     whole: bool
+    """Whether it matches whole paths only."""
     anywhere: bool
+    """Whether any character may be before the name, not only a dot."""
 
     def matches(self, path: str) -> bool:
-        """Whether it names the module at that path. Takes no longer than comparing two names."""
+        """Return whether the key matches a module's path. Takes no longer than comparing two names."""
         before = len(path) - self.length
         if before < 0 or (before and self.whole):
             return False
@@ -53,28 +54,28 @@ class ModulePattern:
 
 
 def module_pattern(field: str, key: str) -> ModulePattern:
-    """Return what a key of a field matches. Raise BadLora naming one that is not taken."""
-    taken = _TAKEN.fullmatch(key) if len(key) <= MAX_CHARACTERS else None
-    if taken is None:
+    """Return the parsed key of a field. Raises BadLora for a key that is not accepted."""
+    match = _ACCEPTED.fullmatch(key) if len(key) <= MAX_CHARACTERS else None
+    if match is None:
         raise BadLora(
-            f"{field} '{excerpt(key, _SHOWN_CHARACTERS)}' is not taken: regular expressions of strangers are not "
-            f"run. Write names of modules, of at most {MAX_CHARACTERS} characters; ^ or .* may be before a name, and $ "
+            f"{field} '{excerpt(key, _SHOWN_CHARACTERS)}' is not accepted: untrusted regular expressions are not run. "
+            f"Write names of modules, of at most {MAX_CHARACTERS} characters; ^ or .* may be before a name, and $ "
             "behind it"
         )
-    characters = [(found[0] == _ANY, found[1]) for found in _CHARACTERS.finditer(taken["name"])]
-    anywhere = bool(taken["any"])
+    characters = [(found[0] == _ANY, found[1]) for found in _CHARACTERS.finditer(match["name"])]
+    anywhere = bool(match["any"])
     return ModulePattern(
         pieces=tuple(_pieces(characters)),
         length=len(characters),
-        whole=bool(taken["begin"]) and not anywhere,
+        whole=bool(match["begin"]) and not anywhere,
         anywhere=anywhere,
     )
 
 
 def module_patterns(field: str, numbers: Mapping[str, _Number]) -> tuple[tuple[str, ModulePattern, _Number], ...]:
-    """Return the keys of a field with what they match and their numbers, in their order.
+    """Return the keys of a field in their order, each with its pattern and number.
 
-    Raise BadLora as module_pattern does, and where there are too many.
+    Raises BadLora for a key that is not accepted, and for too many keys.
     """
     if len(numbers) > MAX_PATTERNS:
         raise BadLora(f"{field} has {len(numbers)} keys; at most {MAX_PATTERNS} are accepted")
@@ -82,9 +83,9 @@ def module_patterns(field: str, numbers: Mapping[str, _Number]) -> tuple[tuple[s
 
 
 def _pieces(characters: Iterable[tuple[bool, str]]) -> Iterator[tuple[int, str]]:
-    """What stands between those that may be any, and where."""
+    """Yield the runs of characters that are not wildcards, each with its offset."""
     placed = enumerate(characters)
-    for may_be_any, run in groupby(placed, key=lambda each: each[1][0]):
-        if not may_be_any:
+    for is_wildcard, run in groupby(placed, key=lambda item: item[1][0]):
+        if not is_wildcard:
             piece = list(run)
             yield piece[0][0], "".join(character for _, (_, character) in piece)

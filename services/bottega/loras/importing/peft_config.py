@@ -1,8 +1,8 @@
-"""What PEFT's configuration says of a LoRA: the alphas of its modules, and what else would have to be done with them.
+"""Reads PEFT's configuration of a LoRA: the alphas of its modules, and settings that are not supported.
 
-PEFT writes its LoraConfig into adapter_config.json. Diffusers writes the same fields into a file's metadata: with the
-component before each name where a pipeline saved the file, without where a network did. Fields that change what is
-computed are honoured or refused by name; which modules there are, and of what rank, the tensors say.
+PEFT writes its LoraConfig into adapter_config.json. Diffusers writes the same fields into a file's metadata; a pipeline
+puts the component before each field's name, a network does not. A field that changes the computation is either applied
+or refused by name. The modules and their ranks come from the tensors.
 
 Source: PEFT's LoraConfig, and LoraModel._create_and_replace for the rules of alpha and rank.
 """
@@ -25,7 +25,7 @@ from bottega.loras.importing.patterns import ModulePattern, module_patterns
 from bottega.plain_text import excerpt
 
 WHOLE_FILE = ""
-"""Stands for the only component of a file whose metadata names none."""
+"""Key of the configuration of a file whose metadata names no component."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _METADATA = "lora_adapter_metadata"
@@ -38,7 +38,7 @@ _Rank = Annotated[int, Field(strict=True)]
 _COUNTED = frozenset(
     {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "peft_type", "init_lora_weights"}
 )
-# Fields that change the computation by more than a product of two factors, and what they add.
+# Fields that change the computation by more than a product of two factors, with a name of what they add.
 _UNSERVED = MappingProxyType(
     {
         "use_dora": "DoRA",
@@ -57,8 +57,8 @@ _UNSERVED = MappingProxyType(
         "megatron_config": "Megatron's layers",
     }
 )
-# Fields that leave the computation as it is: about training, or about what the tensors say themselves. PEFT sets
-# fan_in_fan_out to false for the only kinds of layers that are served.
+# Fields that do not change the computation: they are about training, or repeat what the tensors say. PEFT sets
+# fan_in_fan_out to false for the kinds of layers that are supported.
 _NEUTRAL = frozenset(
     {
         "auto_mapping",
@@ -84,39 +84,41 @@ _NEUTRAL = frozenset(
         "task_type",
     }
 )
-# Initialisations after which the base model has other weights, unless PEFT has converted the file and says True.
+# Initialisations that change the base model's weights. PEFT writes True instead if it has converted the file.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The part of PEFT's configuration that counts, for one component."""
+    """PEFT's configuration of one component, as far as it changes the computation."""
 
     where: str
-    """What it was read from, for errors."""
+    """Name of its source, for errors."""
     lora_alpha: float
     use_rslora: bool
     alphas: tuple[tuple[str, ModulePattern, float], ...]
-    """Keys of alpha_pattern with what they match and their alphas; the first one that matches counts."""
+    """Keys of alpha_pattern with their patterns and alphas. The first key that matches a module applies."""
     rank: int | None
-    """The rank of modules that no key of `ranks` matches; None where it is not said."""
+    """Rank of modules that no key of `ranks` matches; None if it is not known."""
     ranks: tuple[tuple[str, ModulePattern, int], ...]
 
     def scale(self, path: str, rank: int) -> float:
-        """Return what the product of a module's factors is multiplied by.
+        """Return the factor of a module's product.
 
         Args:
-            path: Of the module in its network, as the file names it.
-            rank: Of its factors.
+            path: Path of the module in the trainer's network.
+            rank: Rank of the module's factors.
         """
         alpha = next((alpha for _, pattern, alpha in self.alphas if pattern.matches(path)), self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_rank(self, name: str, path: str, rank: int) -> None:
-        """Raise BadLora where the module's factors have another rank than the configuration says."""
-        said = next((said for _, pattern, said in self.ranks if pattern.matches(path)), self.rank)
-        if said is not None and said != rank:
-            raise BadLora(f"{name} has rank {rank} and {self.where} says {said}: they are not of the same adapter")
+        """Raise BadLora if a module's factors have another rank than the configuration states."""
+        stated = next((stated for _, pattern, stated in self.ranks if pattern.matches(path)), self.rank)
+        if stated is not None and stated != rank:
+            raise BadLora(
+                f"{name} has rank {rank} and {self.where} says {stated}: they do not belong to the same adapter"
+            )
 
     def check_used(self, paths: Iterable[str]) -> None:
         """Raise BadLora naming a key of alpha_pattern that matches none of the component's modules."""
@@ -130,7 +132,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fields:
-    """Those of PEFT's fields that count here."""
+    """PEFT's fields that change the computation."""
 
     r: _Rank | None = None
     lora_alpha: _Number = _DEFAULT_ALPHA
@@ -143,7 +145,7 @@ class _Fields:
 
 
 def read_adapter_config(text: bytes) -> AdapterConfig:
-    """Return what PEFT's adapter_config.json says. Raise BadLora where it is none, or not served."""
+    """Return PEFT's configuration in adapter_config.json. Raises BadLora if it is invalid or not supported."""
     try:
         return _served(json.loads(text), _ADAPTER_CONFIG)
     except (ValueError, RecursionError) as error:
@@ -151,9 +153,9 @@ def read_adapter_config(text: bytes) -> AdapterConfig:
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
-    """Return what Diffusers wrote into a file's metadata, by component; WHOLE_FILE where it names none.
+    """Return the configurations that Diffusers wrote into a file's metadata, by component.
 
-    Raise BadLora where it cannot be used, or is not served.
+    The key is WHOLE_FILE if no component is named. Raises BadLora if they are invalid or not supported.
     """
     if _METADATA not in metadata:
         return {}
@@ -162,7 +164,7 @@ def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
         fields = json.loads(metadata[_METADATA])
     except (ValueError, RecursionError) as error:
         raise BadLora(f"{where} cannot be used: {excerpt(str(error), 200)}") from None
-    return {component: _served(of, where) for component, of in _by_component(fields, where).items()}
+    return {component: _served(values, where) for component, values in _by_component(fields, where).items()}
 
 
 def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
@@ -170,7 +172,7 @@ def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
     for name, value in _checked(fields, where).items():
         component, dot, field = name.partition(".")
         if dot and component not in COMPONENTS:
-            raise BadLora(f"{where} is about '{excerpt(component, 40)}', which is no part of the base model")
+            raise BadLora(f"{where} is about '{excerpt(component, 40)}', which is not a part of the base model")
         split.setdefault(component if dot else WHOLE_FILE, {})[field if dot else name] = value
     if WHOLE_FILE in split and len(split) > 1:
         bare = ", ".join(sorted(split[WHOLE_FILE])[:4])
@@ -180,7 +182,7 @@ def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
 
 def _checked(fields: Any, where: str) -> dict[str, object]:
     if not isinstance(fields, dict):
-        raise BadLora(f"{where} cannot be used: it is no JSON object")
+        raise BadLora(f"{where} cannot be used: it is not a JSON object")
     return fields
 
 
@@ -188,7 +190,7 @@ def _served(given: Any, where: str) -> AdapterConfig:
     values = _checked(given, where)
     for name, adds in _UNSERVED.items():
         if values.get(name):
-            raise BadLora(f"{where} sets {name}: LoRAs with {adds} are not served")
+            raise BadLora(f"{where} sets {name}: LoRAs with {adds} are not supported")
     try:
         fields = _FIELDS.validate_python({name: value for name, value in values.items() if name in _COUNTED})
     except pydantic.ValidationError as error:
@@ -196,7 +198,7 @@ def _served(given: Any, where: str) -> AdapterConfig:
     _check_kind(fields, where)
     for name, value in values.items():
         if value and name not in _COUNTED and name not in _NEUTRAL:
-            raise BadLora(f"{where} sets '{excerpt(name, 40)}', which is not known: it may change the picture")
+            raise BadLora(f"{where} sets '{excerpt(name, 40)}', which is unknown: it may change the picture")
     ranks = _known_ranks(fields)
     return AdapterConfig(
         where=where,
@@ -210,20 +212,20 @@ def _served(given: Any, where: str) -> AdapterConfig:
 
 def _check_kind(fields: _Fields, where: str) -> None:
     if fields.peft_type not in {None, "LORA"}:
-        raise BadLora(f"{where} says peft_type {excerpt(fields.peft_type or '', 40)}: only LORA is served")
+        raise BadLora(f"{where} says peft_type {excerpt(fields.peft_type or '', 40)}: only LORA is supported")
     if fields.bias != "none":
-        raise BadLora(f"{where} says bias {excerpt(fields.bias, 40)}: LoRAs with trained biases are not served")
+        raise BadLora(f"{where} says bias {excerpt(fields.bias, 40)}: LoRAs with trained biases are not supported")
     kind = str(fields.init_lora_weights or "").lower()
     if kind.startswith(_CHANGES_BASE):
         raise BadLora(
-            f"{where} says init_lora_weights {excerpt(kind, 40)}, which changes the base model's weights: not served"
+            f"{where} says init_lora_weights {excerpt(kind, 40)}, which changes the base model's weights: not supported"
         )
 
 
 def _known_ranks(fields: _Fields) -> tuple[tuple[str, ModulePattern, int], ...] | None:
-    """Return the ranks of rank_pattern, or None where a key is an expression that is not run.
+    """Return the ranks of rank_pattern, or None if a key is not accepted.
 
-    Nothing is lost then: the tensors have their rank, and PEFT loads them with no other one.
+    The ranks only serve as a check: the tensors have the same ranks, or PEFT would not load them.
     """
     try:
         return module_patterns("rank_pattern", fields.rank_pattern or {})
@@ -232,7 +234,7 @@ def _known_ranks(fields: _Fields) -> tuple[tuple[str, ModulePattern, int], ...] 
 
 
 def _first(error: pydantic.ValidationError) -> str:
-    """What is wrong first, short: keys and values are untrusted."""
+    """Return the first problem, shortened because keys and values are untrusted."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return excerpt(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 200)
 

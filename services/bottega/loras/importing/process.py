@@ -1,7 +1,7 @@
 """An import process: `python -m bottega.loras.importing.process --fd N` answers one LoraImportCall and exits.
 
-Untrusted files are opened here, where a crash, a hang or a flood of memory takes only this process along. Its parent
-sets the limits and the deadline. The first answer says that it is ready.
+It opens untrusted files, so that a crash, a hang or excessive memory ends only this process. Its parent sets limits and
+a deadline. The first answer means that the process is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 
 def main() -> None:
-    """Serves one call."""
+    """Serve one call."""
     parser = argparse.ArgumentParser(description="Bottega's LoRA import; started by its store")
     parser.add_argument("--fd", type=int, required=True)
     channel = FramedPipe.from_fd(parser.parse_args().fd)
@@ -34,12 +34,12 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
     try:
         files = [
             file
-            for each in call.sources
+            for source in call.sources
             for file in sources(
-                Path(each.path),
-                each.adapter_config,
-                each.component or None,
-                root=Path(each.root) if each.root else None,
+                Path(source.path),
+                source.adapter_config,
+                source.component or None,
+                root=Path(source.root) if source.root else None,
             )
         ]
         converted = convert(files, base=read_base(Path(call.base)))

@@ -1,7 +1,7 @@
-"""Names of SDXL's UNet in Stability's own code, by which kohya's trainer calls its modules.
+"""The names of SDXL's UNet modules in Stability's code, which kohya's trainer uses.
 
-Source: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) beside Diffusers' UNet2DConditionModel; the places
-follow from the configuration alone.
+Source: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) and Diffusers' UNet2DConditionModel. The positions
+follow from the UNet's configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUTSIDE = {
     "add_embedding.linear_2": "label_emb_0_2",
     "conv_out": "out_2",
 }
-# Within one transformer block; those of its attentions and of its feed-forward are the same in both.
+# Modules of one transformer block, which have the same names in both.
 _BLOCK = (
     *(f"attn{place}.{name}" for place in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ff.net.0.proj",
@@ -35,9 +35,12 @@ _CROSS = "CrossAttn"
 
 
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """The path of each module by its other name, dots as underscores. config: of the UNet, as Diffusers writes it.
+    """Return the modules' paths in Diffusers by their names in Stability's code, with underscores in place of dots.
 
-    Names of modules that the UNet does not have may be among them. Raises KeyError, TypeError or ValueError.
+    Some of the modules may not exist. Raises KeyError, TypeError or ValueError for an invalid configuration.
+
+    Args:
+        config: Diffusers' configuration of the UNet.
     """
     names = {name: path for path, name in _OUTSIDE.items()}
     for theirs, ours, is_resnet, depth in _places(config):
@@ -47,7 +50,7 @@ def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
-    """Resnets and transformers: their place in both, and how many blocks a transformer has."""
+    """Yield for each resnet and transformer its name in both, whether it is a resnet, and a transformer's depth."""
     levels = len(config["block_out_channels"])
     layers = int(config["layers_per_block"])
     depths = _depths(config, levels)
@@ -88,4 +91,4 @@ def _transformer(theirs: str, ours: str, depth: int) -> dict[str, str]:
 
 def _depths(config: Mapping[str, Any], levels: int) -> list[int]:
     depth = config["transformer_layers_per_block"]
-    return [int(depth)] * levels if isinstance(depth, int) else [int(each) for each in depth]
+    return [int(depth)] * levels if isinstance(depth, int) else [int(level_depth) for level_depth in depth]

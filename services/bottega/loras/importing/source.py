@@ -1,4 +1,4 @@
-"""What is imported: one file, or the files of a folder, each with what is known of it. Reads no tensors."""
+"""Finds the files of an import and reads their configurations, but not their tensors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bottega.lora.weights_files import PEFT_CONFIG, LoraFile, find_weights
 from bottega.loras.importing.peft_config import AdapterConfig, read_adapter_config
 from bottega.storage.contained_paths import open_below
 
-# PEFT writes the names of all modules into it: some ten thousand bytes.
+# PEFT writes the names of all modules into it, which takes some ten thousand bytes.
 MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSourceFile:
-    """One safetensors file."""
+    """One safetensors file to import."""
 
     path: Path
     root: Path | None = None
-    """Outside of which no file is opened, links followed; None: wherever they are."""
+    """A resolved folder. No file outside of it is opened, also not through links. None: no restriction."""
     config: AdapterConfig | None = None
-    """What PEFT's adapter_config.json says."""
+    """PEFT's configuration, from adapter_config.json."""
     component: str | None = None
-    """The only component that the file is for, where that is known."""
+    """The only component that the file is for, if that is known."""
 
 
 def sources(
@@ -34,12 +34,12 @@ def sources(
 
     Args:
         path: A file, or a folder.
-        adapter_config: PEFT's configuration of a file, where that is not beside it.
-        component: The only component that a file is for, where that is known.
-        root: Outside of which no file is opened, links followed; None: wherever they are.
+        adapter_config: PEFT's configuration of a file, if it is not beside the file.
+        component: The only component that a file is for, if that is known.
+        root: A resolved folder. No file outside of it is opened, also not through links. None: no restriction.
 
     Raises:
-        BadLora: The path is no LoRA, or its configuration is not served.
+        BadLora: There is no LoRA at the path, or its configuration is not supported.
         OSError: A configuration cannot be read.
     """
     if adapter_config or component:
