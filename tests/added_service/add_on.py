@@ -37,9 +37,10 @@ class ColourAddOn(AddOn):
         self._fleet = fleet
         self._calls = BackgroundTasks("prefetching colours", max_tasks=_MOST_CALLS)
 
-    def job_queued(self, job: Job) -> None:
-        """A worker may be free for it at once."""
-        self.prefetch([job])
+    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+        """Prefetch for an admitted job, because a worker may be free for it at once."""
+        if admitted:
+            self.prefetch([job])
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
         """Has the stores load the colours that these name and that are on the disk only."""

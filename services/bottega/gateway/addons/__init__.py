@@ -1,3 +1,1 @@
-"""What a request may have beside its model, such as ControlNets and LoRAs: a package for each kind, all behind one
-interface.
-"""
+"""Things that a request may use beside its model, such as ControlNets and LoRAs: a package for each, one interface."""

@@ -1,8 +1,7 @@
-"""The interface of add-ons: what a request may have beside its model, such as ControlNets and LoRAs.
+"""The interface of add-ons: what a request may use beside its model, such as ControlNets and LoRAs.
 
-A service in the manifest names its own (`ServiceSpec.add_on`): a function that makes one from an AddOnContext.
-Admission (api), snapshot (scheduling) and dispatcher go through the list of them and treat all kinds alike. What a kind
-has no use for it inherits.
+A service in the manifest names a function that makes its add-on from an AddOnContext (`ServiceSpec.add_on`). Admission,
+scheduling and dispatch call all add-ons in the same way. An add-on overrides only the hooks that it needs.
 """
 
 from __future__ import annotations
@@ -26,45 +25,49 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddOnContext:
-    """What an add-on of a gateway may use. channels: of the gateway's process."""
+    """The parts of a gateway that an add-on may use."""
 
     fleet: Fleet
     metrics: GatewayMetrics
     clock: Clock
     channels: Channels
+    """Channels of the gateway's process."""
 
 
 PREFETCHED_JOBS = 8
-"""The first jobs of a queue, whose needs are loaded ahead: those behind them would drive these out again."""
+"""Number of jobs at the head of a queue for which things are prefetched. More would evict what the first jobs need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredModel:
-    """The model that something in a request was made for. needed_by: its name."""
+    """The model that something in a request was made for."""
 
     name: str
     needed_by: str
+    """Name of the thing that was made for the model."""
 
 
 class Resolution:
-    """What the names in one request stand for. This one is of a request that names nothing; each kind has its own."""
+    """The things that the names in one request stand for. Each add-on has a subclass; this one stands for nothing."""
 
     @property
     def required_model(self) -> RequiredModel | None:
-        """The model of a request that names no model; None where any will do."""
+        """The model of a request that names none; None if any model will do."""
         return None
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raises why a request for that model cannot have what it names."""
+        """Raise the error of a request for `model` that cannot have what it names."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fills in the add-on's fields of a spec that is complete otherwise."""
+        """Fill in the add-on's fields of a spec that is complete otherwise."""
 
 
 class SecondsByWorker(Mapping[str, float]):
-    """Worked out for those workers that are asked about: the scheduler asks about few of many.
+    """A mapping of workers to seconds that computes a value when it is read: the scheduler reads few of many.
 
-    workers: names of those that may need any. seconds: that one of them needs.
+    Args:
+        workers: Names of the workers, the keys.
+        seconds: Returns the seconds of one of them.
     """
 
     __slots__ = ("_seconds", "_workers")
@@ -79,7 +82,7 @@ class SecondsByWorker(Mapping[str, float]):
         return self._seconds(worker)
 
     def get(self, worker: str, default: float = 0.0) -> float:  # type: ignore[override]
-        """As a mapping's, without its detour over an exception: the scheduler asks dozens of times for each job."""
+        """Return a value as `Mapping.get` does, but without raising KeyError inside, for speed."""
         return self._seconds(worker) if worker in self._workers else default
 
     def __iter__(self) -> Iterator[str]:
@@ -91,72 +94,91 @@ class SecondsByWorker(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
-    """What a job needs at each worker before its first step.
-
-    load_s: seconds, by worker; a worker that is not named needs none. eligible: the only workers that may have the job;
-    None is all of them. shares: of the tokens of its rows, what the job computes there, by worker; share: the same
-    at one that is not named.
-    """
+    """What a job needs at each worker beside its plain steps."""
 
     load_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds before its first step, by worker; a worker that is missing needs none."""
     shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of its rows' tokens that the job computes, by worker."""
     share: float = 1.0
+    """Share of tokens at a worker that is missing in `shares`."""
     eligible: frozenset[str] | None = None
+    """The only workers that may have the job; None means all."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self.load_s or self.shares) or self.share < 1.0 or self.eligible is not None
 
 
 NO_COSTS = WorkerCosts()
 
 
-class AddOn:
-    """One kind of add-on; it overrides what it has a use for. In the event loop; all but `resolve` return at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedSavings:
+    """Work that a job is expected to avoid, wherever it runs."""
 
-    # Admission: a request comes in.
+    skipped_steps: float = 0.0
+    """Denoising steps that are not made, over all images."""
+    computed_share: float = 1.0
+    """Share of its rows' tokens that is computed, above 0 to 1."""
+
+
+NO_SAVINGS = ExpectedSavings()
+
+
+class AddOn:
+    """One kind of add-on. Its hooks run in the event loop, and all but the coroutines return at once."""
+
+    # Admission of a request.
+
+    decides_model: bool = False
+    """Whether what a request names decides its model if it names no model."""
+    adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
+    """Kind of the adapters that it lists; UNSPECIFIED if it lists none."""
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Whether a request names any of it, so that it has to be resolved."""
+        """Return whether a request names something that has to be resolved."""
         return False
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """What is wrong with its fields, whatever the model."""
+        """Yield the violations in its fields that do not depend on the model."""
         return iter(())
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """What is wrong with its fields for so many steps. strength: of image-to-image."""
+        """Yield the violations in its fields for a number of steps.
+
+        Args:
+            spec: The request.
+            steps: Its number of steps.
+            strength: Strength of image-to-image; None for other requests.
+        """
         return iter(())
 
-    def may_require_model(self, spec: GenerationSpec) -> bool:
-        """Whether what a request names may decide its model, where it names none."""
-        return False
-
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Finds what a request names. access: of its caller, for whom there is nothing else. Raises what is not there,
-        all of it at once; and Unavailable."""
+        """Find what a request names. Raises one error for everything that is missing, or Unavailable.
+
+        Args:
+            spec: The request.
+            access: Access of the caller. Things that the caller may not use are treated as missing.
+        """
         return Resolution()
 
-    def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
-        """Fills in the add-on's fields as they were when the same request was drawn before."""
-
     def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
-        """Adds what a job that draws the same again keeps to, beside what the attempts at the job before decided."""
+        """Add the decisions that a job must keep to, to draw the same pictures as `before`.
+
+        Args:
+            decisions: A copy of the decisions of the attempts at `before`.
+            before: A job of the same request.
+        """
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Hashes of what a complete request for the model names and does not give a hash of itself, in its order.
+        """Return hashes of what a complete request names without a hash, in the request's order.
 
-        None where it is not certain now what the names stand for.
+        Returns None if it is not certain now what the names stand for.
         """
         return ()
 
-    # What callers may name.
-
-    adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
-    """Kind of the adapters that it lists; UNSPECIFIED where it has none."""
-
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
-        """Return what requests may name now, in any order. Raise Unavailable where that cannot be found out.
+        """Return the adapters that requests may name now, in any order. Raises Unavailable if they cannot be listed.
 
         Args:
             access: Access of the caller.
@@ -164,70 +186,66 @@ class AddOn:
         """
         return ()
 
-    # Scheduling: a job waits.
+    # Scheduling of a job.
+
+    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+        """Take note of a new job, before it is queued.
+
+        Args:
+            job: The job.
+            admitted: False if it is refused because it would miss its deadline. Similar jobs may follow.
+        """
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        """Let services load what the first jobs of a queue will need."""
 
     def cost_key(self, job: Job) -> Hashable:
-        """Jobs with the same key cost the same; those with None cost nothing."""
+        """Return a key that jobs of the same costs share; None for a job without costs."""
         return None
 
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
-        """What the job costs at these workers of its model."""
+        """Return a job's costs at workers of its model."""
         return NO_COSTS
 
-    def expected_skipped_steps(self, job: Job) -> float:
-        """Steps, over all images, that a job without a checkpoint is expected not to make; as measured."""
-        return 0.0
-
-    def expected_share(self, job: Job) -> float:
-        """Of the tokens of its rows, what a job is expected to compute, above 0 to 1, wherever it runs."""
-        return 1.0
+    def expected_savings(self, job: Job) -> ExpectedSavings:
+        """Return what a job without a checkpoint is expected to save, as measured of jobs like it."""
+        return NO_SAVINGS
 
     def unavailable(self, job: Job) -> BottegaError | None:
-        """Why a job waits in vain."""
+        """Return the error of a job that waits in vain; None for others."""
         return None
 
-    def job_refused(self, job: Job) -> None:
-        """A job is not taken: by what is known it would end after its deadline. Others like it may come."""
+    # Dispatch of an attempt.
 
-    def job_queued(self, job: Job) -> None:
-        """A new job lines up."""
-
-    def prefetch(self, jobs: Sequence[Job]) -> None:
-        """These are the first of a queue: has loaded what they will need."""
-
-    # Dispatch: an attempt runs.
+    final_errors: tuple[type[BottegaError], ...] = ()
+    """Errors of an attempt that would occur at every worker, so that the job is not tried again."""
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Fills in `addons[kind]`: what the add-on of that kind in the worker's engine is told."""
+        """Fill in `request.addons[kind]`, the order for the add-on of that kind in the worker's engine."""
 
     def end_attempt(self, job: Job) -> None:
-        """The attempt is over, however it ended."""
-
-    def pin_parameters(self, provenance: Provenance) -> None:
-        """Writes what timing decided into the parameters of a provenance: with them the same image is made again."""
-
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
-        """A job has all its images. provenance: what happened to it."""
-
-    def is_final(self, error: BottegaError) -> bool:
-        """Whether an attempt that ended so would end so at every worker."""
-        return False
+        """Release what the job's attempt used, however it ended."""
 
     def back_off(self, job: Job, error: BottegaError) -> bool:
-        """Whether an attempt was returned because of this add-on; then the service that caused it gets nothing for a
-        moment."""
+        """Return whether an attempt was returned because of a service of this add-on, and let that service rest."""
         return False
 
-    # The gateway starts and stops; services come and go.
+    def job_completed(self, job: Job, provenance: Provenance) -> None:
+        """Complete the provenance of a job that has all its images, and learn from it.
+
+        What timing decided is written into the provenance's parameters: with them, the same image is drawn again.
+        """
+
+    # Life of the gateway and of the services.
 
     def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
-        """The gateway serves. live_jobs: those that have not ended."""
+        """Begin background work. `live_jobs` returns the jobs that have not ended."""
 
     def member_changed(self, member: Member) -> None:
-        """A service has reported, or has left for now."""
+        """Take note of a service that has reported, or has disconnected for now."""
 
     def member_lost(self, member: Member) -> None:
-        """A service is lost."""
+        """Forget a service that is lost."""
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End background work and calls."""

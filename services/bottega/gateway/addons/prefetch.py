@@ -1,6 +1,6 @@
-"""Has services of one kind load ahead what jobs in the queue will need.
+"""Prefetching: lets services load what jobs in the queue will need.
 
-In tasks of their own: a service that is slow or gone holds up nobody, and costs one call at a time.
+Calls run in background tasks, one at a time for each service, so a service that is slow or gone delays nothing else.
 """
 
 from __future__ import annotations
@@ -17,37 +17,45 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.rpc.channel import Target
 
-# A service answers at once, and loads afterwards.
+# A service responds at once, and loads afterwards.
 _DEADLINE_S = 2.0
-# Between two requests to one service: its report of what it loads comes sooner than that.
+# Pause between two calls to one service, whose report of what it loads arrives within that time.
 _PAUSE_S = 0.2
-# Of one request, by the contracts; what is beyond is requested with the next look at the queue.
-_MOST_NAMES = 256
+# Limit on the names of one call in the .proto files. Further names are requested at the next look at the queue.
+_MAX_NAMES = 256
 
 _log = logging.getLogger(__name__)
 
 
 class PrefetchClient(Protocol):
-    """Calls to one service. Every failure is a BottegaError."""
+    """A client of one service that can prefetch. Every failure is a BottegaError."""
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, the most wanted first."""
+        """Let the service load these, in this order."""
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End all calls."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _ServiceQueue:
-    """What one service is to load. names: in order, each once. sender: while something is requested."""
+    """The names that one service has to load."""
 
     client: PrefetchClient
     names: dict[str, None] = field(default_factory=dict)
+    """Names in order, each once."""
     sender: asyncio.Task[None] | None = None
+    """The task that requests the names."""
 
 
 class ServicePrefetcher:
-    """kind: of the services. connect: makes the client of one."""
+    """The prefetch queues of all services of one kind.
+
+    Args:
+        kind: The kind of the services.
+        connect: Makes the client of a service.
+        metrics: Counts the calls.
+    """
 
     def __init__(self, kind: str, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics) -> None:
         self._kind = kind
@@ -57,18 +65,18 @@ class ServicePrefetcher:
         self._tasks = BackgroundTasks(f"prefetching of {kind}")
 
     def request(self, service: Member, names: Iterable[str]) -> None:
-        """Has a service load these, by the names or digests that it knows them by. Returns at once."""
+        """Let a service load things by its names or digests for them. Returns at once."""
         queue = self._queues.get(service)
         if queue is None:
             queue = self._queues[service] = _ServiceQueue(client=self._connect(service.target))
         for name in names:
-            if len(queue.names) < _MOST_NAMES:
+            if len(queue.names) < _MAX_NAMES:
                 queue.names[name] = None
         if queue.names and (queue.sender is None or queue.sender.done()):
             queue.sender = self._tasks.start(self._send(service, queue))
 
     def remove(self, service: Member) -> None:
-        """The service is lost."""
+        """Forget a service that is lost."""
         queue = self._queues.pop(service, None)
         if queue is not None:
             if queue.sender is not None:
@@ -76,7 +84,7 @@ class ServicePrefetcher:
             self._tasks.start(queue.client.close())
 
     async def close(self) -> None:
-        """Requests nothing more."""
+        """End all calls."""
         for service in list(self._queues):
             self.remove(service)
         await self._tasks.join()
@@ -89,9 +97,9 @@ class ServicePrefetcher:
                 await queue.client.prefetch(names, deadline_s=_DEADLINE_S)
                 outcome = "requested"
             except BottegaError as error:
-                # It is loaded then when the first job needs it.
+                # The first job that needs it loads it.
                 facts = {"member": service.name, "kind": self._kind, "text": error.message}
-                _log.info("what jobs will need is not prefetched", extra=facts)
+                _log.info("a service could not prefetch", extra=facts)
             finally:
                 self._metrics.prefetches.labels(self._kind, outcome).inc()
             await asyncio.sleep(_PAUSE_S)

@@ -345,7 +345,7 @@ class Admission:
             self._controller.estimates.check_deadline(job)
         except DeadlineUnmeetable:
             for addon in self._addons:
-                addon.job_refused(job)
+                addon.job_arrived(job, admitted=False)
             raise
 
     async def _find_identical(
@@ -365,7 +365,7 @@ class Admission:
         self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]
     ) -> GenerationSpec:
         if before is not None:
-            return defaults.as_before(spec, before.bare, self._addons)
+            return defaults.as_before(spec, before.bare)
         return defaults.complete(spec, model, resolutions)
 
     async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
@@ -385,7 +385,7 @@ class Admission:
         """
         if spec.HasField("model"):
             return self._found_model(spec.model, None, access)
-        if not resolutions and any(addon.may_require_model(spec) for addon in self._addons):
+        if not resolutions and any(addon.decides_model and addon.is_named(spec) for addon in self._addons):
             with contextlib.suppress(BottegaError):
                 return self._fleet.resolve(None, access)
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from bottega.gateway.addons.addon import AddOn, Resolution
+from bottega.gateway.addons.addon import Resolution
 from bottega.rules import takes_karras_sigmas
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -51,22 +51,20 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     return full
 
 
-def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddOn]) -> GenerationSpec:
-    """Return a copy of a spec, completed as it was when it was drawn first: with the same seed and defaults.
+def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
+    """Return a spec completed as it was when it was drawn first: with the same seed and the defaults of that time.
 
     Args:
-        spec: The spec.
-        drawn: The complete spec of that time, without input images.
-        addons: Add-ons of the gateway.
+        spec: The request, with its input images.
+        drawn: The completed spec of that time, without input images.
     """
-    full = _copied(spec)
-    for field, value in drawn.ListFields():
-        if not field.is_repeated and field.message_type is None:
-            setattr(full, field.name, value)
-    if drawn.HasField("techniques"):
-        full.techniques.CopyFrom(drawn.techniques)
-    for addon in addons:
-        addon.complete_again(full, drawn)
+    full = GenerationSpec()
+    full.CopyFrom(drawn)
+    for name in ("image", "mask_image"):
+        if spec.HasField(name):  # type: ignore[arg-type]
+            setattr(full, name, getattr(spec, name))
+    for net, sent in zip(full.controlnets, spec.controlnets, strict=True):
+        net.image = sent.image
     return full
 
 

@@ -269,7 +269,7 @@ class Dispatcher:
             self._note_trace(attempt)
             # ModelNotFound means that the worker has another model by now.
             elsewhere = isinstance(error, (Unavailable, QueueFull, ModelNotFound))
-            if elsewhere and not any(addon.is_final(error) for addon in self._addons):
+            if elsewhere and not any(isinstance(error, addon.final_errors) for addon in self._addons):
                 self._report_loss(attempt, error)
             else:
                 self._observer.attempt_failed(attempt.job, attempt.number, error)
@@ -334,8 +334,6 @@ class Dispatcher:
         images = await self._storage.store_images(encoded, latents, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
         full = completed_provenance(job, provenance)
-        for addon in self._addons:
-            addon.pin_parameters(full)
         self._note_trace(attempt)
         self._observer.attempt_completed(job, number, images, full)
 

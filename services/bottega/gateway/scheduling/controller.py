@@ -195,7 +195,7 @@ class JobController:
             job.detach(draining())
             return
         for addon in self._addons:
-            addon.job_queued(job)
+            addon.job_arrived(job, admitted=True)
         self.queue.add(job)
         self._deadlines.watch(job, self._pass_deadline)
         self.scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
@@ -293,11 +293,12 @@ class JobController:
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
         """Complete a job, whose images are all on the disk."""
-        if job.is_current(number):
-            self._snapshot.note_device_s(job, provenance)
+        if not job.is_current(number):
+            return
+        self._snapshot.note_device_s(job, provenance)
+        for addon in self._addons:
+            addon.job_completed(job, provenance)
         if job.complete(number, images, provenance):
-            for addon in self._addons:
-                addon.job_completed(job, provenance)
             self.queue.count_completed()
             self._finish(job)
 

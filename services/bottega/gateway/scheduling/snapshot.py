@@ -204,10 +204,10 @@ class FleetSnapshot:
         """Return the steps that a pending job has to make. A checkpoint saves it steps, and so may an add-on."""
         if job.checkpoint is not None:
             return job.steps.total - job.checkpoint.steps_done
-        return job.steps.total - sum(addon.expected_skipped_steps(job) for addon in self._addons)
+        return job.steps.total - sum(addon.expected_savings(job).skipped_steps for addon in self._addons)
 
     def _expected_share(self, job: Job) -> float:
-        return min(addon.expected_share(job) for addon in self._addons) if self._addons else 1.0
+        return min((addon.expected_savings(job).computed_share for addon in self._addons), default=1.0)
 
     def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
         """Return what it needs of each worker that computes another share of its tokens than most do."""

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from bottega import kinds
 from bottega.errors import RecordingNotKept
-from bottega.gateway.addons.activations import costs, residences
-from bottega.gateway.addons.activations.addon import ActivationsAddOn
-from bottega.gateway.addons.activations.residences import Residences
+from bottega.gateway.addons.activations import addon as activations_addon
+from bottega.gateway.addons.activations.addon import ActivationsAddOn, Residences
 from bottega.gateway.fleet.members import Member, hosted_by_kind
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -44,6 +43,7 @@ from bottega.v1.worker_pb2 import RunAttemptRequest
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import again, bounds
+from tests.samples.jobs import sample_job
 
 _EQUAL = TenantTerms().weight
 
@@ -118,15 +118,15 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
             queue.names.clear()
         return names
 
-    addon.job_queued(near)
+    addon.job_arrived(near, admitted=True)
     assert asked() == [CAT], "nobody knows where it is"
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10), (DOG, TEMPLATE_TIER_NOWHERE, 0)))
-    addon.job_queued(near)
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10), (DOG, TEMPLATE_TIER_NOWHERE, 0)))
+    addon.job_arrived(near, admitted=True)
     assert asked() == [], "those before it would have theirs driven out"
-    addon.job_queued(far)
+    addon.job_arrived(far, admitted=True)
     assert asked() == [DOG], "it may have been recorded meanwhile"
     time.now += 31
-    addon.job_queued(near)
+    addon.job_arrived(near, admitted=True)
     assert asked() == [CAT], "it may have been driven out or dropped meanwhile"
     addon.prefetch([near])
     assert asked() == [CAT]
@@ -149,7 +149,7 @@ async def test_a_worker_that_has_dropped_a_template_is_as_good_as_others(shop: S
     assert addon.worker_costs(job, members).shares == {"w2": 0.2}
     shop.report(other, controlnets=_has(DOG))
     assert addon.worker_costs(job, members).shares == {}
-    assert addon.expected_share(job) == 1.0
+    assert addon.expected_savings(job).computed_share == 1.0
     shop.report(other, controlnets=_has(CAT))
     addon.member_lost(other)
     assert addon.worker_costs(job, members).shares == {}
@@ -208,7 +208,7 @@ def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it
     job = _stored_edit(time, share=0.25)
     workers = {member.name: member for member in (near, far, slow)}
     assert addon.worker_costs(job, workers).shares == {"near": 0.25}
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
     found = addon.worker_costs(job, workers)
     assert found.share == 0.25
     # Of a turn in full, .1 s, a row of .625 takes .0625 s, and where it is loaded .0975 s. The disk is read for .1 s.
@@ -216,7 +216,7 @@ def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it
     assert dict(found.load_s) == expected, "what is loaded costs at most what it saves"
     time.now += 5
     assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.0, "slow": 0.35})
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
     assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.375, "slow": 0.375})
 
 
@@ -226,7 +226,7 @@ def test_a_worker_that_masks_nothing_computes_all_and_loads_nothing(time: FakeTi
     workers = {member.name: member for member in (able, unable)}
     for member in workers.values():
         addon.member_changed(member)
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
     job = _stored_edit(time, share=0.25)
     found = addon.worker_costs(job, workers)
     assert (found.share, dict(found.shares)) == (0.25, {"unable": 1.0})
@@ -250,7 +250,7 @@ def test_an_edit_that_computes_all_has_no_costs() -> None:
 def test_costs_follow_from_the_newest_report() -> None:
     time = FakeTime()
     addon, worker = _OneAddOn(time), _worker("w")
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
     job = _stored_edit(time, share=0.25)
 
     def most_s() -> float:
@@ -273,10 +273,10 @@ def test_edits_that_compute_about_as_much_are_of_one_kind_at_each_worker(monkeyp
         found.append((member.name, share))
         return 0.1, 0.2
 
-    monkeypatch.setattr(costs, "_cost", counted)
+    monkeypatch.setattr(activations_addon, "_turn_cost", counted)
     time = FakeTime()
     addon, workers = _OneAddOn(time), {name: _worker(name) for name in ("w1", "w2")}
-    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_MEMORY, 0)))
+    addon._note_response(STORE, _answer((CAT, TEMPLATE_TIER_MEMORY, 0)))
     for share in (0.201, 0.209):
         load_s = addon.worker_costs(_stored_edit(time, share=share), workers).load_s
         assert dict(load_s) == pytest.approx({"w1": 1.0, "w2": 1.0})
@@ -285,8 +285,8 @@ def test_edits_that_compute_about_as_much_are_of_one_kind_at_each_worker(monkeyp
 
 def test_of_several_stores_the_one_that_has_a_template_in_memory_first_counts() -> None:
     found = Residences()
-    found.note_answer("one", _answer((CAT, TEMPLATE_TIER_DISK, 300), (DOG, TEMPLATE_TIER_NOWHERE, 0)), 0.0)
-    found.note_answer("two", _answer((CAT, TEMPLATE_TIER_MEMORY, 0)), 0.0)
+    found.note_response("one", _answer((CAT, TEMPLATE_TIER_DISK, 300), (DOG, TEMPLATE_TIER_NOWHERE, 0)), 0.0)
+    found.note_response("two", _answer((CAT, TEMPLATE_TIER_MEMORY, 0)), 0.0)
     stored = found.stored(CAT, 0.0)
     assert stored is not None
     assert stored.disk_s(0.0) == 0.0
@@ -295,15 +295,15 @@ def test_of_several_stores_the_one_that_has_a_template_in_memory_first_counts() 
     stored = found.stored(CAT, 1.0)
     assert stored is not None
     assert stored.disk_s(1.0) == pytest.approx(2.0)
-    found.note_answer("one", _answer((CAT, TEMPLATE_TIER_NOWHERE, 0)), 1.0)
+    found.note_response("one", _answer((CAT, TEMPLATE_TIER_NOWHERE, 0)), 1.0)
     assert found.stored(CAT, 1.0) is None
 
 
 def test_templates_that_were_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residences, "_MOST_TEMPLATES", 2)
+    monkeypatch.setattr(activations_addon, "_MAX_TEMPLATES", 2)
     found = Residences()
     for number in ("1", "2", "1", "3"):
-        found.note_answer(STORE, _answer((number * 64, TEMPLATE_TIER_MEMORY, 0)), 0.0)
+        found.note_response(STORE, _answer((number * 64, TEMPLATE_TIER_MEMORY, 0)), 0.0)
     assert [found.stored(number * 64, 0.0) is not None for number in ("1", "2", "3")] == [True, False, True]
 
 
@@ -322,13 +322,13 @@ def test_the_parameters_of_an_edit_say_what_it_took_or_that_it_took_nothing(
     parameters = GenerationSpec(keep_unmasked=True)
     parameters.MergeFrom(spec)
     provenance = Provenance(parameters=parameters, mask=MaskUse(recording=recording))
-    _OneAddOn(time).pin_parameters(provenance)
+    _OneAddOn(time).job_completed(sample_job(time), provenance)
     assert provenance.parameters.techniques == techniques
 
 
 def test_the_parameters_of_a_picture_that_is_no_edit_stay_as_they_are(time: FakeTime) -> None:
     provenance = Provenance(parameters=GenerationSpec(fidelity=FIDELITY_BALANCED))
-    _OneAddOn(time).pin_parameters(provenance)
+    _OneAddOn(time).job_completed(sample_job(time), provenance)
     assert not provenance.parameters.HasField("techniques")
 
 

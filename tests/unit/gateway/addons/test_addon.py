@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 import pytest
 
 from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, WorkerCosts
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, ExpectedSavings, WorkerCosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
@@ -21,13 +21,12 @@ from tests.samples.jobs import sample_job
 class Easels(AddOn):
     """Where easels stand.
 
-    costs, skipped: of every job. final: nobody else has any. calls: what was called, in order.
+    costs, skipped: of every job. calls: what was called, in order.
     """
 
     def __init__(self) -> None:
         self.costs = NO_COSTS
         self.skipped = 0.0
-        self.final = False
         self.calls: list[str] = []
 
     def cost_key(self, job: Job) -> str:
@@ -36,11 +35,11 @@ class Easels(AddOn):
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
         return self.costs
 
-    def expected_skipped_steps(self, job: Job) -> float:
-        return self.skipped
+    def expected_savings(self, job: Job) -> ExpectedSavings:
+        return ExpectedSavings(skipped_steps=self.skipped)
 
-    def job_queued(self, job: Job) -> None:
-        self.calls.append("queued")
+    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+        self.calls.append("arrived" if admitted else "refused")
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         self.calls.append(f"begin at {worker.name}")
@@ -49,14 +48,9 @@ class Easels(AddOn):
     def end_attempt(self, job: Job) -> None:
         self.calls.append("end")
 
-    def pin_parameters(self, provenance: Provenance) -> None:
-        provenance.parameters.prompt = "at the second easel"
-
     def job_completed(self, job: Job, provenance: Provenance) -> None:
-        self.calls.append(f"completed {provenance.parameters.prompt}")
-
-    def is_final(self, error: BottegaError) -> bool:
-        return self.final
+        self.calls.append("completed")
+        provenance.parameters.prompt = "at the second easel"
 
     def back_off(self, job: Job, error: BottegaError) -> bool:
         self.calls.append("back off")
@@ -107,9 +101,9 @@ async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Sho
     job = shop.submit()
     (request,) = shop.client().requests
     assert request.addons == {"easel": b"oak"}
-    assert easels.calls == ["queued", "begin at w1"]
+    assert easels.calls == ["arrived", "begin at w1"]
     await shop.complete(job)
-    assert easels.calls[2:] == ["end", "completed at the second easel"]
+    assert easels.calls[2:] == ["end", "completed"]
     assert job.provenance is not None
     assert job.provenance.parameters.prompt == "at the second easel"
 
@@ -135,7 +129,7 @@ async def test_whoever_caused_it_is_backed_off_and_the_worker_gets_the_job_again
 
 
 async def test_what_would_fail_at_every_worker_is_not_tried_again(shop: Shop, easels: Easels) -> None:
-    easels.final = True
+    easels.final_errors = (Unavailable,)
     shop.worker()
     job = shop.submit()
     await shop.fail(job, Unavailable("there are no easels"))

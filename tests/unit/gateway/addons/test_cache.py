@@ -20,7 +20,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.addons.cache.addon import CacheAddOn, ResolvedCache
+from bottega.gateway.addons.cache.addon import CacheAddOn, HitRates, ResolvedCache, rate_key
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -30,7 +30,8 @@ from bottega.gateway.tenants.access import ANYTHING
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.fleet_pb2 import Registration
-from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Lora, Provenance, Techniques
+from bottega.v1.generation_pb2 import FIDELITY_FAST, CacheUse, ControlNet, GenerationSpec, Lora, Provenance, Techniques
+from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.addons import sample_addons
 from tests.samples.controlnet_hosts import again, bounds
@@ -72,8 +73,12 @@ def _job(shop: Shop, **spec: Any) -> Job:
     usual: dict[str, Any] = {"model": "m", "prompt": "a red star", "num_inference_steps": 10, "num_images": 1}
     usual |= {"fidelity": BALANCED, "seed": 1}
     fields = usual | spec
-    full = GenerationSpec(**fields)
-    return Job(clock=shop.time.clock(), spec=full, bare=full, request=JobRequest(fingerprint="f", shape=(16, 16)))
+    return _job_of(GenerationSpec(**fields), shop.time)
+
+
+def _job_of(full: GenerationSpec, time: FakeTime | None = None) -> Job:
+    clock = (time or FakeTime()).clock()
+    return Job(clock=clock, spec=full, bare=full, request=JobRequest(fingerprint="f", shape=(16, 16)))
 
 
 def _order(request: worker_pb2.RunAttemptRequest) -> CacheOrder:
@@ -246,7 +251,7 @@ def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
     asked: dict[str, Any] = {"fidelity": BALANCED, "prompt": "a red star"}
     full = defaults.complete(GenerationSpec(**asked | spec), MODEL)
     provenance = Provenance(parameters=full, cached_starts=starts)
-    cache.pin_parameters(provenance)
+    cache.job_completed(_job_of(full), provenance)
     assert provenance.parameters.techniques == techniques
     pinned = provenance.parameters
     assert list(validation.check_spec(pinned, ADDONS, max_image_bytes=9)) == []
@@ -415,3 +420,79 @@ async def test_pictures_and_steps_that_were_saved_are_counted(shop: Shop, regist
     await _draw(shop, 1, _use(0, step=5), _use(2, step=5, made=3), _use(9), num_images=3)
     assert registry.get_sample_value("bottega_cached_pictures_total") == 2
     assert registry.get_sample_value("bottega_skipped_steps_total") == 4 + 1
+
+
+_KEY = rate_key(GenerationSpec(model="m"), "")
+
+
+def test_nothing_is_expected_before_enough_was_measured() -> None:
+    rates = HitRates()
+    for _ in range(7):
+        rates.record(_KEY, 15)
+        assert rates.skipped_steps(_KEY) == 0
+    rates.record(_KEY, 7)
+    assert rates.skipped_steps(_KEY) == pytest.approx((7 * 15 + 7) / 8)
+    assert rates.skipped_steps(rate_key(GenerationSpec(model="n"), "")) == 0
+
+
+def test_older_pictures_count_less_and_less() -> None:
+    rates = HitRates()
+    for _ in range(1000):
+        rates.record(_KEY, 12)
+    for _ in range(64):
+        rates.record(_KEY, 0)
+    assert rates.skipped_steps(_KEY) == pytest.approx(12 * (63 / 64) ** 64)
+    for _ in range(640):
+        rates.record(_KEY, 0)
+    assert rates.skipped_steps(_KEY) < 0.01
+
+
+def test_keys_that_nobody_draws_with_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.addons.cache.addon._MAX_KEYS", 2)
+    rates = HitRates()
+    keys = [rate_key(GenerationSpec(model=name), "") for name in "abc"]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        for _ in range(8):
+            rates.record(key, 5)
+    assert [rates.skipped_steps(key) for key in keys] == [5, 0, 5]
+
+
+_COMMON = {"model": "m", "width": 64, "negative_prompt": "", "guidance_scale": 4.0}
+
+
+def _key(**other: object) -> bytes:
+    return rate_key(GenerationSpec(**_COMMON | other), "")  # type: ignore[arg-type]  # fields of a spec
+
+
+def test_one_tenants_hits_say_nothing_of_anothers() -> None:
+    assert len({rate_key(GenerationSpec(model="m"), tenant) for tenant in ("", "a", "b")}) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"prompt": "a star"}, {"seed": 7}, {"num_images": 8}, {"quality": 9}, {"techniques": Techniques()}],
+    ids=lambda other: next(iter(other)),
+)
+def test_prompt_seed_and_delivery_are_not_in_the_key(other: dict[str, object]) -> None:
+    assert _key(**other) == _key()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"},
+        {"width": 72},
+        {"height": 64},
+        {"negative_prompt": None},
+        {"guidance_scale": 4.5},
+        {"num_inference_steps": 9},
+        {"use_karras_sigmas": True},
+        {"sampler": 1},
+        {"fidelity": FIDELITY_FAST},
+        {"loras": [Lora(digest="a" * 64, scale=1.0)]},
+        {"controlnets": [ControlNet(name="edges")]},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_is_exact_in_the_store_is_in_the_key(other: dict[str, object]) -> None:
+    assert _key(**other) != _key()

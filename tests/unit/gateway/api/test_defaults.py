@@ -40,7 +40,7 @@ def test_of_several_prompts_each_is_one_image_and_a_single_one_is_the_prompt() -
     spec = GenerationSpec(prompts=["a star", "a ring"])
     full = defaults.complete(spec, MODEL)
     assert (full.prompt, list(full.prompts), full.num_images) == ("a star", ["a star", "a ring"], 2)
-    again = defaults.as_before(spec, full, sample_addons())
+    again = defaults.as_before(spec, full)
     assert again == full
     assert list(validation.check_spec(full, sample_addons(), max_image_bytes=1)) == []
     single = defaults.complete(GenerationSpec(prompts=["a star"]), MODEL)
@@ -260,7 +260,7 @@ def test_what_an_edit_leaves_open_is_filled_in_as_in_diffusers_with_its_own_pixe
     assert (full.strength, full.keep_unmasked, full.mask_feather) == (0.9999, True, 8)
     assert not full.HasField("padding_mask_crop")
     assert defaults.complete(full, MODEL) == full
-    assert defaults.as_before(_edit(), full, sample_addons()) == full
+    assert defaults.as_before(_edit(), full) == full
     assert defaults.complete(_edit(strength=0.5, mask_feather=0), MODEL).mask_feather == 0
     unkept = defaults.complete(_edit(keep_unmasked=False), MODEL)
     assert (unkept.keep_unmasked, unkept.HasField("mask_feather")) == (False, False)
@@ -353,13 +353,13 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     waits = rules.waits_for_loras(full)
     assert list(rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
     assert defaults.complete(full, MODEL, _resolved(stored, stored)) == full
-    assert defaults.as_before(spec, full, sample_addons()) == full
+    assert defaults.as_before(spec, full) == full
 
 
 def test_what_is_drawn_again_has_the_full_names_of_before() -> None:
     spec = GenerationSpec(controlnets=[ControlNet(name="edges")], loras=[Lora(name="ink")])
     drawn = GenerationSpec(controlnets=[ControlNet(name="edges@shop")], loras=[Lora(name="ink@shop")])
-    full = defaults.as_before(spec, drawn, sample_addons())
+    full = defaults.as_before(spec, drawn)
     assert [net.name for net in full.controlnets] == ["edges@shop"]
     assert [lora.name for lora in full.loras] == ["ink@shop"]
 

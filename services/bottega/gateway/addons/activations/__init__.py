@@ -1,1 +1,1 @@
-"""Recorded activations of edits: where templates are, what loading costs, and what attempts and stores are told."""
+"""Recorded activations of edits: where templates are, what loading them costs, and orders to workers and stores."""

@@ -1,20 +1,29 @@
-"""Recorded activations as an add-on: what attempts and stores are told of templates, and what templates cost or save.
+"""Recorded activations as an add-on: orders to attempts and stores about templates, and what templates cost or save.
 
-The activations themselves go between workers and stores, over links. The gateway knows a template by what it was made
-of (JobRequest.template) before any worker has decoded the image.
+The activations themselves go between workers and stores, over links. The gateway identifies a template by what it was
+made of (`JobRequest.template`), before a worker has decoded the image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from bottega import kinds
 from bottega.clocks import Clock
 from bottega.errors import RecordingNotKept
 from bottega.gateway.addons.activations.client import GrpcActivationsClient
-from bottega.gateway.addons.activations.costs import LoadingCosts
-from bottega.gateway.addons.activations.residences import Residences
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, Resolution, SecondsByWorker, WorkerCosts
+from bottega.gateway.addons.addon import (
+    NO_COSTS,
+    NO_SAVINGS,
+    AddOn,
+    AddOnContext,
+    ExpectedSavings,
+    Resolution,
+    SecondsByWorker,
+    WorkerCosts,
+)
 from bottega.gateway.addons.prefetch import ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -22,22 +31,40 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.tenants.access import Access
 from bottega.masked_blocks import pin_edit
+from bottega.planning import Shape, rounded_share
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
-from bottega.v1.activations_pb2 import ActivationsOrder, PrefetchTemplatesResponse
+from bottega.v1.activations_pb2 import (
+    TEMPLATE_TIER_DISK,
+    TEMPLATE_TIER_MEMORY,
+    ActivationsOrder,
+    PrefetchTemplatesResponse,
+)
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 
-# After which a store may have driven out of its memory, or dropped, what it said that it has.
+# After 30 s a store may have evicted or dropped what it reported.
 _STALE_S = 30.0
+# Templates of stores that are remembered. InstGenIE's largest user had a thousand templates for 34 million edits.
+_MAX_TEMPLATES = 16_384
+# Speed of a disk that a store has not measured yet.
+_DISK_BYTES_PER_S = 1e9
+_STORED = frozenset({TEMPLATE_TIER_MEMORY, TEMPLATE_TIER_DISK})
+# Kinds of edits that are remembered: there are 32 for each number of rows and size of pictures.
+_MAX_KINDS = 256
+
+_Kind = tuple[int, Shape, float]
+"""Rows in each turn, the shape of their latents, and the share of tokens that is computed."""
+_TurnCost = tuple[float, float]
+"""Seconds that loading adds to one turn, and seconds that one turn saves compared to computing all tokens."""
 
 
 def create(context: AddOnContext) -> ActivationsAddOn:
-    """The add-on that the manifest names."""
+    """Return the add-on for a gateway."""
     return ActivationsAddOn(context.fleet, context.metrics, context.clock, context.channels)
 
 
 class ActivationsAddOn(AddOn):
-    """What a gateway does about the templates of edits."""
+    """The templates of edits, as a gateway deals with them."""
 
     def __init__(self, fleet: Fleet, metrics: GatewayMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
         self._fleet = fleet
@@ -45,10 +72,10 @@ class ActivationsAddOn(AddOn):
         self._clock = clock
         self._residences = Residences()
         self._costs = LoadingCosts()
-        # Workers that compute all of every edit, as they report.
+        # Workers that report that they compute all tokens of every edit.
         self._unmasked: set[str] = set()
         self._prefetcher = ServicePrefetcher(
-            kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_answer), metrics
+            kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_response), metrics
         )
 
     def is_named(self, spec: GenerationSpec) -> bool:
@@ -64,21 +91,21 @@ class ActivationsAddOn(AddOn):
         )
         raise RecordingNotKept(text, metadata={"recording": recording})
 
-    def pin_parameters(self, provenance: Provenance) -> None:
-        """Write what an edit took from others, or that it took nothing."""
+    def job_completed(self, job: Job, provenance: Provenance) -> None:
+        """Write the recording that an edit took activations from, or that it took none."""
         pin_edit(provenance.parameters, provenance.mask.recording)
 
     def cost_key(self, job: Job) -> Hashable:
-        """Its template, and what of it is computed."""
+        """Return the template, the share that is computed, and the size of the job."""
         request = job.request
         if not request.template:
             return None
         return request.template, request.computed_share, request.shape, job.rows, job.steps.total
 
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
-        """Where the template is, the job computes a part of its tokens; where it has to be loaded, that takes longer.
+        """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
 
-        Where it is nowhere, an edit computes all, and so it does at a worker that masks nothing.
+        An edit computes all tokens if its template is nowhere, and at a worker that does not mask.
         """
         template, share = job.request.template, job.request.computed_share
         if not template or share >= 1.0:
@@ -88,42 +115,41 @@ class ActivationsAddOn(AddOn):
         stored = self._residences.stored(template, now)
         if stored is None:
             return WorkerCosts(shares={name: share for name in workers if name in having})
-        # Nothing is loaded either by those that compute all.
+        # Workers that compute all tokens load nothing either.
         free = having | self._unmasked if self._unmasked else having
-        seconds = self._costs.of(job, workers, disk_s=stored.disk_s(now), having=free)
+        seconds = self._costs.seconds_at(job, workers, disk_s=stored.disk_s(now), having=free)
         shares = dict.fromkeys(self._unmasked.intersection(workers), 1.0)
         return WorkerCosts(load_s=SecondsByWorker(workers, seconds), shares=shares, share=share)
 
-    def expected_share(self, job: Job) -> float:
-        """What its mask leaves to compute, where somebody has its template."""
+    def expected_savings(self, job: Job) -> ExpectedSavings:
+        """Return the share of tokens that an edit's mask leaves to compute, if its template is somewhere."""
         template = job.request.template
         if not template or self._residence(template) == "nowhere":
-            return 1.0
-        return job.request.computed_share
+            return NO_SAVINGS
+        return ExpectedSavings(computed_share=job.request.computed_share)
 
-    def job_refused(self, job: Job) -> None:
-        """Asks the stores for its template: until somebody asks, it counts as an edit that computes all."""
-        self.prefetch([job])
+    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+        """Ask the stores for a job's template if it is not known whether they have it, or not asked lately.
 
-    def job_queued(self, job: Job) -> None:
-        """Asks the stores for its template where nobody knows whether they have it, or nobody has asked of late.
-
-        Else it is loaded when the job is one of the first of its queue, or runs: sooner it would drive theirs out.
+        A known template is loaded when the job is one of the first of its queue: loading it sooner would evict the
+        templates of those. A refused job's template is always asked for, because until then similar edits count as
+        edits that compute all tokens.
         """
         now = self._clock.monotonic()
         stored = self._residences.stored(job.request.template, now)
-        if stored is None or now - stored.asked_at > _STALE_S:
+        if not admitted or stored is None or now - stored.asked_at > _STALE_S:
             self.prefetch([job])
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
-        """The same for these, once more: what has waited for long may have been driven out again."""
+        """Ask the stores to load the jobs' templates, which may have been evicted while the jobs waited."""
         templates = [job.request.template for job in jobs if job.request.template]
         for store in self._fleet.services(kinds.ACTIVATIONS) if templates else ():
             self._prefetcher.request(store, templates)
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says whose it is, of an edit and of a picture that is recorded for edits to come; and how an edit's template
-        is asked for: stores load it, and count it as used.
+        """Write the order of an edit, or of a picture that is recorded for edits, and prefetch an edit's template.
+
+        The stores count the prefetched template as used.
         """
         template = job.request.template
         if not template and not job.bare.keep_for_editing:
@@ -135,7 +161,7 @@ class ActivationsAddOn(AddOn):
             self._metrics.edits.labels(self._residence(template, worker.name)).inc()
 
     def member_changed(self, member: Member) -> None:
-        """A worker says what it has in its memory, and what turns take."""
+        """Take note of the templates in a worker's memory, and of its step times."""
         if member.is_worker:
             self._costs.forget(member.name)
             self._residences.note_worker(member)
@@ -145,7 +171,7 @@ class ActivationsAddOn(AddOn):
                 self._unmasked.add(member.name)
 
     def member_lost(self, member: Member) -> None:
-        """What it had is gone."""
+        """Forget the templates of a worker or a store."""
         if member.is_worker:
             self._residences.forget_worker(member.name)
             self._costs.forget(member.name)
@@ -155,11 +181,11 @@ class ActivationsAddOn(AddOn):
             self._prefetcher.remove(member)
 
     async def close(self) -> None:
-        """Ends every call to a store."""
+        """End the calls to stores."""
         await self._prefetcher.close()
 
     def _residence(self, template: str, worker: str = "") -> str:
-        """Where the nearest of it is, as the metric says it. worker: empty is any."""
+        """Return the nearest place of a template, as the metric names it: for one worker, or for any."""
         having = self._residences.workers_with(template)
         if having and (not worker or worker in having):
             return "worker"
@@ -169,5 +195,139 @@ class ActivationsAddOn(AddOn):
             return "nowhere"
         return "disk" if stored.disk_s(now) else "memory"
 
-    def _note_answer(self, store: str, answer: PrefetchTemplatesResponse) -> None:
-        self._residences.note_answer(store, answer, self._clock.monotonic())
+    def _note_response(self, store: str, response: PrefetchTemplatesResponse) -> None:
+        self._residences.note_response(store, response, self._clock.monotonic())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTemplate:
+    """A template in a store, as it was when the store was asked for it."""
+
+    disk_bytes: int
+    """Bytes that were on the disk and not in memory."""
+    disk_bytes_per_s: float
+    asked_at: float
+    """Monotonic seconds."""
+
+    def disk_s(self, now: float) -> float:
+        """Return the seconds until all of it is in the store's memory; loading began when the store was asked."""
+        return max(0.0, self.disk_bytes / self.disk_bytes_per_s - (now - self.asked_at))
+
+
+class Residences:
+    """The places of templates: memory of workers, as they report, and stores, as they last responded."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, dict[str, StoredTemplate]] = OrderedDict()
+        self._templates: dict[str, frozenset[str]] = {}  # by worker
+        self._workers: dict[str, set[str]] = {}  # by template
+
+    def workers_with(self, template: str) -> Set[str]:
+        """Return the names of the workers that have a template in memory. The caller must not change the set."""
+        return self._workers.get(template, frozenset())
+
+    def stored(self, template: str, now: float) -> StoredTemplate | None:
+        """Return a template in the store that will have it in memory first; None if no store has it."""
+        found = self._stored.get(template)
+        return min(found.values(), key=lambda stored: stored.disk_s(now)) if found else None
+
+    def note_response(self, store: str, response: PrefetchTemplatesResponse, now: float) -> None:
+        """Take note of the response of the store at an address, which loads the templates that it has."""
+        speed = response.disk_bytes_per_s if response.disk_bytes_per_s > 0 else _DISK_BYTES_PER_S
+        for template in response.templates:
+            self._forget(store, template.source)
+            if template.tier in _STORED:
+                stored = StoredTemplate(disk_bytes=max(0, template.disk_bytes), disk_bytes_per_s=speed, asked_at=now)
+                self._stored.setdefault(template.source, {})[store] = stored
+                self._stored.move_to_end(template.source)
+        while len(self._stored) > _MAX_TEMPLATES:
+            self._stored.popitem(last=False)
+
+    def note_worker(self, member: Member) -> None:
+        """Take note of a worker's report."""
+        self._set_worker(member.name, member.hosts(kinds.ACTIVATIONS).digests)
+
+    def forget_worker(self, name: str) -> None:
+        """Forget a lost worker."""
+        self._set_worker(name, frozenset())
+        self._templates.pop(name, None)
+
+    def forget_store(self, store: str) -> None:
+        """Forget the lost store at an address."""
+        for template in list(self._stored):
+            self._forget(store, template)
+
+    def _set_worker(self, name: str, templates: frozenset[str]) -> None:
+        before = self._templates.get(name, frozenset())
+        self._templates[name] = templates
+        for template in before - templates:
+            self._workers[template].discard(name)
+            if not self._workers[template]:
+                del self._workers[template]
+        for template in templates - before:
+            self._workers.setdefault(template, set()).add(name)
+
+    def _forget(self, store: str, template: str) -> None:
+        known = self._stored.get(template)
+        if known is not None and known.pop(store, None) is not None and not known:
+            del self._stored[template]
+
+
+class LoadingCosts:
+    """The seconds that loading a template adds to an edit at each worker.
+
+    A worker loads while it computes, and computes what would arrive too late. Loading therefore never costs more than
+    it saves. Costs are computed once for each kind of edit and report of a worker, because the scheduler asks about
+    many jobs at every look at the queue.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[_Kind, dict[str, _TurnCost]] = {}
+
+    def seconds_at(
+        self, job: Job, workers: Mapping[str, Member], *, disk_s: float, having: Set[str] = frozenset()
+    ) -> Callable[[str], float]:
+        """Return a function from a worker's name to the seconds that loading adds to the job there.
+
+        Args:
+            job: The edit.
+            workers: Workers by name.
+            disk_s: Seconds until the template is in the store's memory.
+            having: Names of workers that need not load the template.
+        """
+        kind = (job.rows, job.request.shape, rounded_share(job.request.computed_share))
+        costs, turns = self._costs_of(kind), job.steps.total // job.num_images
+
+        def seconds(name: str) -> float:
+            if name in having:
+                return 0.0
+            known = costs.get(name)
+            if known is None:
+                known = costs[name] = _turn_cost(workers[name], *kind)
+            longer_s, saved_s = known
+            return min(turns * longer_s + disk_s, turns * saved_s)
+
+        return seconds
+
+    def forget(self, name: str) -> None:
+        """Forget the costs at a worker that has reported, or is lost."""
+        for costs in self._kinds.values():
+            costs.pop(name, None)
+
+    def _costs_of(self, kind: _Kind) -> dict[str, _TurnCost]:
+        """Return the costs of a kind by worker, as far as they have been computed."""
+        costs = self._kinds.get(kind)
+        if costs is None:
+            if len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            costs = self._kinds[kind] = {}
+        return costs
+
+
+def _turn_cost(member: Member, rows: int, shape: Shape, share: float) -> _TurnCost:
+    masked_rows = rows * member.fractions.fraction(shape, share)
+    full_s, masked_s = member.times.seconds(shape, rows), member.times.seconds(shape, masked_rows)
+    if full_s is None or masked_s is None:
+        return 0.0, 0.0
+    loading_s = member.planned.seconds(shape, masked_rows) or 0.0
+    return max(0.0, loading_s - masked_s), max(0.0, full_s - masked_s)

@@ -1,4 +1,4 @@
-"""Calls to one activation store over gRPC; every failure comes out as a BottegaError."""
+"""Calls to one activation store over gRPC. Every failure becomes a BottegaError."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from bottega.rpc.status import from_rpc_error
 from bottega.v1 import activations_pb2, activations_pb2_grpc
 from bottega.v1.activations_pb2 import PrefetchTemplatesResponse
 
-# Sources of one call, by the contract.
-_MOST_SOURCES = 64
+# Limit on the sources of one call in activations.proto.
+_MAX_SOURCES = 64
 
-OnAnswer = Callable[[str, PrefetchTemplatesResponse], None]
-"""Called with the address of the store, and with where it says that templates are."""
+OnResponse = Callable[[str, PrefetchTemplatesResponse], None]
+"""Called with the address of a store and its response, which says where templates are."""
 
 
 class GrpcActivationsClient:
-    """The PrefetchClient of activation stores. Connects by itself and reconnects."""
+    """The PrefetchClient of an activation store. Its channel connects and reconnects by itself."""
 
-    def __init__(self, target: Target, channels: Channels, on_answer: OnAnswer) -> None:
+    def __init__(self, target: Target, channels: Channels, on_response: OnResponse) -> None:
         self._address = target.address
-        self._on_answer = on_answer
+        self._on_response = on_response
         self._channel = channels.open(target)
         self._store: activations_pb2_grpc.ActivationServiceAsyncStub = activations_pb2_grpc.ActivationServiceStub(
             self._channel
         )
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Has it bring templates into its memory, the most wanted first, and say where they are. names: sources."""
-        for first in range(0, len(names), _MOST_SOURCES):
-            request = activations_pb2.PrefetchTemplatesRequest(sources=names[first : first + _MOST_SOURCES])
+        """Let the store load the templates of these sources into memory, in this order, and report where they are."""
+        for first in range(0, len(names), _MAX_SOURCES):
+            request = activations_pb2.PrefetchTemplatesRequest(sources=names[first : first + _MAX_SOURCES])
             try:
-                answer = await self._store.PrefetchTemplates(request, timeout=deadline_s)
+                response = await self._store.PrefetchTemplates(request, timeout=deadline_s)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from None
-            self._on_answer(self._address, answer)
+            self._on_response(self._address, response)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End all calls."""
         await self._channel.close()

@@ -1,44 +1,70 @@
-"""The approximate cache as an add-on: what an attempt may ask its stores, what is pinned, what it is expected to save.
+"""The approximate cache as an add-on: orders to attempts, pins of requests, and expected savings.
 
-The stores themselves are asked by workers, over links: which entry is similar enough is known when a prompt is encoded.
+Workers look up entries in the stores over links, because the similarity of entries is known only when a prompt has been
+encoded.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from bottega import kinds
-from bottega.errors import BottegaError, NoCache, Violation
-from bottega.gateway.addons.addon import AddOn, AddOnContext, Resolution
-from bottega.gateway.addons.cache.hit_rates import HitRates, RateKey, rate_key
-from bottega.gateway.addons.cache.requests import asks_for_cache, check_cache, check_cached_step, may_record
+from bottega.errors import NoCache, Violation
+from bottega.gateway.addons.addon import NO_SAVINGS, AddOn, AddOnContext, ExpectedSavings, Resolution
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.tenants.access import Access
-from bottega.latents import is_cacheable, may_start, parse_start, pin_start
+from bottega.latents import (
+    LEAST_WORDS,
+    has_enough_words,
+    is_cacheable,
+    is_switched_off,
+    may_start,
+    parse_start,
+    pin_start,
+    recorded_steps,
+)
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# Jobs whose key is remembered; of others it is made again.
-_MOST_JOBS = 4096
+# Jobs whose key is remembered. The key of another job is computed again.
+_MAX_JOBS = 4096
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
+_SWITCH = "spec.techniques.approximate_cache"
+_PIN = "spec.techniques.cache_entry"
+# Pictures that a mean covers: prompts drift, and entries come and go.
+_WINDOW = 64
+# Pictures of a key before savings are expected: the mean of fewer is unreliable.
+_MIN_PICTURES = 8
+# Keys that are remembered. Each is a set of parameters that somebody uses.
+_MAX_KEYS = 4096
+# Fields that pictures starting from each other's latents may differ in, or that only concern delivery.
+_NOT_IN_KEY = ("prompt", "seed", "num_images", "format", "quality", "techniques")
+
+RateKey = bytes
+"""Hash of what the requests of one hit rate have in common."""
 
 
 def create(context: AddOnContext) -> CacheAddOn:
-    """The add-on that the manifest names."""
+    """Return the add-on for a gateway."""
     return CacheAddOn(context.fleet, context.metrics)
 
 
 class CacheAddOn(AddOn):
-    """What a gateway does about cached latents."""
+    """Cached latents, as a gateway deals with them."""
+
+    # Another worker would not get the entry of a pin in time either.
+    final_errors = (NoCache,)
 
     def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
         self._fleet = fleet
@@ -47,48 +73,41 @@ class CacheAddOn(AddOn):
         self._keys: OrderedDict[str, RateKey] = OrderedDict()  # by job
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Whether a request asks for cached latents by name, and not by its fidelity alone."""
-        return asks_for_cache(spec)
+        """Return whether a request asks for cached latents by name, and not only by its fidelity."""
+        return _asks_for_cache(spec)
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """What contradicts a pin, or the switch."""
-        return check_cache(spec)
+        """Yield what contradicts a pin, or the switch of the cache."""
+        return _check_cache(spec)
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """Whether there is a latent after the step of a pin."""
+        """Yield a violation if no latent is recorded after the step of a pin."""
         return check_cached_step(spec, steps)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Whether the entry of a pin is still there its worker finds out. Raises NoCache where nobody could have it."""
+        """Raise NoCache for a pin if there is no store. The worker finds out whether a store has the entry."""
         if spec.techniques.cache_entry and not self._fleet.services(kinds.CACHE):
-            text = f"no approximate cache is here that could have {spec.techniques.cache_entry}"
+            text = f"there is no approximate cache that could have {spec.techniques.cache_entry}"
             raise NoCache(text, retry_after_s=_RETRY_AFTER_S)
         return ResolvedCache()
 
     def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
-        """Each picture starts from the same cached latent again; one that started from noise does so again.
+        """Let each picture start from the same cached latent, or from noise, as before.
 
-        A pin of the request itself needs no decision.
+        A pin in the request itself needs no decision.
         """
         if before.provenance is None or before.bare.techniques.cache_entry or not may_start(before.bare):
             return
-        starts = {start.image: _decided(start) for start in before.provenance.cached_starts}
+        starts = {start.image: _start(start) for start in before.provenance.cached_starts}
         decision = CacheDecision(starts=[starts.get(image, CacheStart()) for image in range(before.num_images)])
         decisions.by_kind[kinds.CACHE] = decision.SerializeToString()
 
-    def expected_skipped_steps(self, job: Job) -> float:
-        """By its decision or its pin, else by what requests like it have skipped of late."""
-        if job.bare.techniques.cache_entry:
-            return parse_start(job.bare.techniques.cache_entry)[1] - 1  # one step may be made twice, with fresh noise
-        decided = _decision_of(job)
-        if decided is not None:
-            return sum(start.step - 1 for start in decided.starts if start.entry)
-        if not may_start(job.bare) or _has_drawn(job):
-            return 0.0
-        return job.num_images * self._rates.skipped_steps(self._key(job))
+    def expected_savings(self, job: Job) -> ExpectedSavings:
+        """Return the steps that a job skips by its decision or pin, or else as similar jobs did lately."""
+        return ExpectedSavings(skipped_steps=self._skipped_steps(job)) if _may_skip(job) else NO_SAVINGS
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says whether its pictures may start from cached latents, and may be recorded."""
+        """Write whether pictures may start from cached latents, and may be recorded."""
         spec = job.bare
         order = CacheOrder(
             read=may_start(spec) and _may_start_from_latents(job),
@@ -101,23 +120,21 @@ class CacheAddOn(AddOn):
         if order.read or order.record:
             request.addons[kinds.CACHE] = order.SerializeToString()
 
-    def pin_parameters(self, provenance: Provenance) -> None:
-        """What makes the same picture again: what it started from, or that it started from noise.
+    def job_completed(self, job: Job, provenance: Provenance) -> None:
+        """Pin what the picture started from, and learn how many steps similar requests skip.
 
-        There is no pin of several pictures: where some of them started from cached latents, each is made again alone.
+        There is no pin for several pictures: if some of them started from cached latents, each can be drawn again only
+        by itself. A request with a pin teaches nothing about other requests.
         """
         starts = provenance.cached_starts
         if not starts or provenance.parameters.num_images == 1:
             pin_start(provenance.parameters, starts[0].entry if starts else "")
-
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
-        """Learn how many steps requests like this one skip. A pin says nothing about what other requests find."""
         key = self._keys.pop(job.job_id, None)
         skipped = [0] * job.num_images
-        for start in provenance.cached_starts:
+        for start in starts:
             if 0 <= start.image < job.num_images:
                 skipped[start.image] = max(0, start.skipped_steps)
-        started = {start.image for start in provenance.cached_starts} & set(range(job.num_images))
+        started = {start.image for start in starts} & set(range(job.num_images))
         self._metrics.cached_pictures.inc(len(started))
         self._metrics.skipped_steps.inc(sum(skipped))
         if may_start(job.bare) and not job.bare.techniques.cache_entry:
@@ -125,15 +142,19 @@ class CacheAddOn(AddOn):
             for steps in skipped:
                 self._rates.record(key, steps)
 
-    def is_final(self, error: BottegaError) -> bool:
-        """A pin that no store sends in time is not sent to another worker either."""
-        return isinstance(error, NoCache)
+    def _skipped_steps(self, job: Job) -> float:
+        if job.bare.techniques.cache_entry:
+            return parse_start(job.bare.techniques.cache_entry)[1] - 1  # one step may be made twice, with fresh noise
+        decided = _decision_of(job)
+        if decided is not None:
+            return sum(start.step - 1 for start in decided.starts if start.entry)
+        return job.num_images * self._rates.skipped_steps(self._key(job))
 
     def _key(self, job: Job) -> RateKey:
         key = self._keys.get(job.job_id)
         if key is None:
             key = self._keys[job.job_id] = rate_key(job.bare, job.request.tenant)
-            while len(self._keys) > _MOST_JOBS:
+            while len(self._keys) > _MAX_JOBS:
                 self._keys.popitem(last=False)
         return key
 
@@ -142,16 +163,76 @@ class ResolvedCache(Resolution):
     """A request that asks for cached latents by name."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """An EXACT that only the seed stands for gives way, where pictures may start from latents at all.
+        """Lower a fidelity of EXACT, which only follows from a seed, if pictures may start from latents at all.
 
-        LoRAs that wait because of it still do.
+        LoRAs that wait because of it still wait.
         """
         if full.fidelity == generation_pb2.FIDELITY_EXACT and is_cacheable(full):
             full.fidelity = generation_pb2.FIDELITY_BALANCED
 
 
+def may_record(spec: GenerationSpec) -> bool:
+    """Return whether latents of a complete spec's first picture may be recorded, also of an exact one."""
+    return is_cacheable(spec) and not is_switched_off(spec) and not spec.techniques.cache_entry
+
+
+def check_cached_step(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
+    """Yield a violation if no latent is recorded after the step of a pin in pictures of `steps` steps.
+
+    Yields nothing for an invalid pin or number of steps, which other rules refuse.
+    """
+    try:
+        _, step = parse_start(spec.techniques.cache_entry)
+    except ValueError:
+        return
+    recorded = recorded_steps(steps) if steps > 0 else (step,)
+    if step not in recorded:
+        known = ", ".join(map(str, recorded)) or "none"
+        rule = f"no latent is recorded after step {step} of {steps}; latents are recorded after: {known}"
+        yield Violation(field=_PIN, description=rule)
+
+
+def _asks_for_cache(spec: GenerationSpec) -> bool:
+    return spec.techniques.approximate_cache or spec.techniques.HasField("cache_entry")
+
+
+def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
+    # An EXACT that only follows from a seed is lowered later.
+    exact = spec.fidelity == generation_pb2.FIDELITY_EXACT
+    if exact and spec.techniques.approximate_cache:
+        rule = "must not be true with fidelity EXACT, under which no picture starts from a cached latent"
+        yield Violation(field=_SWITCH, description=rule)
+    if spec.keep_for_editing and _asks_for_cache(spec):
+        rule = "must be false if pictures may start from a cached latent: they do not make the steps before it"
+        yield Violation(field="spec.keep_for_editing", description=rule)
+    if not spec.techniques.HasField("cache_entry"):
+        return
+    if is_switched_off(spec):
+        yield Violation(field=_SWITCH, description="must not be false with techniques.cache_entry")
+    if exact:
+        rule = "must not be EXACT with techniques.cache_entry: a picture that starts from a cached latent is not exact"
+        yield Violation(field="spec.fidelity", description=rule)
+    if spec.num_images > 1 or len(spec.prompts) > 1:
+        rule = "must be 1 with techniques.cache_entry: a pin is for one picture; draw each with its own seed"
+        yield Violation(field="spec.num_images", description=rule)
+    if not has_enough_words(spec.prompt):
+        rule = f"must have {LEAST_WORDS} different words with techniques.cache_entry: fewer cannot be compared reliably"
+        yield Violation(field="spec.prompt", description=rule)
+    for name in ("prompt_2", "image"):
+        if spec.HasField(name):
+            rule = "must be absent with techniques.cache_entry: such pictures never start from a cached latent"
+            yield Violation(field=f"spec.{name}", description=rule)
+
+
+def _may_skip(job: Job) -> bool:
+    """Return whether a job may skip steps because of its pin, its decision or, before it has drawn, its spec."""
+    if job.bare.techniques.cache_entry or _decision_of(job) is not None:
+        return True
+    return may_start(job.bare) and not _has_drawn(job)
+
+
 def _may_start_from_latents(job: Job) -> bool:
-    """Whether some of its pictures do by its pin or its decision, or, as long as nothing is decided, may."""
+    """Return whether some pictures start from latents by pin or decision, or may while nothing is decided."""
     if job.bare.techniques.cache_entry:
         return True
     decided = _decision_of(job)
@@ -159,7 +240,7 @@ def _may_start_from_latents(job: Job) -> bool:
 
 
 def _decision_of(job: Job) -> CacheDecision | None:
-    """What earlier attempts have decided; None where that is nothing, or nothing that can be read."""
+    """Return the decision of earlier attempts; None without one that can be decoded."""
     if kinds.CACHE not in job.decisions.by_kind:
         return None
     try:
@@ -168,8 +249,8 @@ def _decision_of(job: Job) -> CacheDecision | None:
         return None
 
 
-def _decided(use: CacheUse) -> CacheStart:
-    """Empty where a worker of another version names its entries otherwise."""
+def _start(use: CacheUse) -> CacheStart:
+    """Return the start to repeat; an empty one if a worker of another version named its entry differently."""
     try:
         entry, step = parse_start(use.entry)
     except ValueError:
@@ -178,9 +259,60 @@ def _decided(use: CacheUse) -> CacheStart:
 
 
 def _has_drawn(job: Job) -> bool:
-    """Whether an earlier attempt may have begun the pictures, from noise if it has decided nothing else.
+    """Return whether an earlier attempt may have begun to draw, from noise unless it has decided otherwise.
 
-    Not where all of them were returned by workers before they drew.
+    False if workers returned all earlier attempts before they drew.
     """
     earlier = job.attempts - (1 if job.worker else 0)
     return job.steps.done > 0 or earlier > job.losses.returns
+
+
+def rate_key(bare: GenerationSpec, tenant: str) -> RateKey:
+    """Return the key of a request's hit rate: a hash of what it has in common with requests that may serve it.
+
+    The key is a little coarser than the store's own: control images are not in it.
+
+    Args:
+        bare: The complete spec, without input images.
+        tenant: The request's tenant.
+    """
+    common = GenerationSpec()
+    common.CopyFrom(bare)
+    for name in _NOT_IN_KEY:
+        common.ClearField(name)  # type: ignore[arg-type]
+    digest = hashlib.blake2b(tenant.encode(), digest_size=16)
+    digest.update(b"\0" + common.SerializeToString(deterministic=True))
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class _Savings:
+    """The mean number of skipped steps of recent pictures."""
+
+    pictures: int = 0
+    """Number of pictures in the mean, at most _WINDOW."""
+    skipped: float = 0.0
+
+    def record(self, skipped: int) -> None:
+        """Add a picture. From _WINDOW pictures on, older ones count less and less."""
+        self.pictures = min(self.pictures + 1, _WINDOW)
+        self.skipped += (skipped - self.skipped) / self.pictures
+
+
+class HitRates:
+    """The mean number of steps that pictures of each key skipped lately; those that started from noise skipped none."""
+
+    def __init__(self) -> None:
+        self._savings: OrderedDict[RateKey, _Savings] = OrderedDict()
+
+    def record(self, key: RateKey, skipped: int) -> None:
+        """Add a picture that was allowed to start from a cached latent."""
+        self._savings.setdefault(key, _Savings()).record(skipped)
+        self._savings.move_to_end(key)
+        while len(self._savings) > _MAX_KEYS:
+            self._savings.popitem(last=False)
+
+    def skipped_steps(self, key: RateKey) -> float:
+        """Return the steps that a picture is expected to skip; 0 until enough pictures were measured."""
+        savings = self._savings.get(key)
+        return savings.skipped if savings is not None and savings.pictures >= _MIN_PICTURES else 0.0

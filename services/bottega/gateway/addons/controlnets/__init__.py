@@ -1,1 +1,1 @@
-"""ControlNets: which servers an attempt is given, and what these servers load ahead."""
+"""ControlNets: which servers an attempt gets, and what these servers prefetch."""

@@ -1,11 +1,12 @@
-"""ControlNets as an add-on: which workers may have a job, which servers an attempt is given, what these load ahead.
+"""ControlNets as an add-on: which workers may have a job, which servers an attempt gets, and what these prefetch.
 
-Reads who hosts what from the fleet, and counts the sessions that were given out.
+The add-on reads from the fleet who hosts which ControlNet, and counts the sessions that it assigns.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
-from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
 from bottega.gateway.addons.prefetch import PrefetchClient, ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -32,34 +32,34 @@ from bottega.v1.controlnet_pb2 import ControlNetPlacements
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Servers that an attempt is given for one ControlNet; more failures than that are no accident.
-_MOST_SERVERS = 8
-# Of weights that come from a disk into memory: a guess, for comparing a worker that has them with one that has not.
+# Servers of one ControlNet in an attempt's order. An attempt that fails at eight servers would fail at more.
+_MAX_SERVERS = 8
+# Estimated speed of loading weights from a disk, to compare a worker that has them in memory with one that does not.
 _LOADED_BYTES_PER_S = 1e9
+_READINESS = MappingProxyType({hosted_pb2.HOSTED_STATE_LOADED: 0, hosted_pb2.HOSTED_STATE_LOADING: 1})
+_NOT_READY = 2
 
-
-# As Diffusers has them: its pipeline for image-to-image with ControlNets differs from the other two.
+# Diffusers' defaults. Those of its pipeline for image-to-image with ControlNets differ from the other two.
 _DEFAULTS: Mapping[str, float] = MappingProxyType(
     {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
 )
-_OF_IMAGE_TO_IMAGE: Mapping[str, float] = MappingProxyType({**_DEFAULTS, "controlnet_conditioning_scale": 0.8})
+_IMAGE_TO_IMAGE_DEFAULTS: Mapping[str, float] = MappingProxyType({**_DEFAULTS, "controlnet_conditioning_scale": 0.8})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """One ControlNet of a job. servers: the best first; none where only workers have it themselves.
-
-    similarity: as in controlnet_pb2.ControlNetHosts.
-    """
+    """The servers for one ControlNet of a job."""
 
     name: str
     digest: str
     servers: tuple[tuple[Member, ServerCandidate], ...]
+    """Servers, best first; empty if only workers host it."""
     similarity: float | None
+    """See controlnet_pb2.ControlNetHosts."""
 
 
 def create(context: AddOnContext) -> ControlNetAddOn:
-    """The add-on that the manifest names."""
+    """Return the add-on for a gateway."""
     return ControlNetAddOn(
         fleet=context.fleet,
         connect=functools.partial(GrpcControlNetClient, channels=context.channels),
@@ -69,7 +69,14 @@ def create(context: AddOnContext) -> ControlNetAddOn:
 
 
 class ControlNetAddOn(AddOn):
-    """All ControlNets of a gateway. connect: makes the client of a server."""
+    """ControlNets, as a gateway deals with them.
+
+    Args:
+        fleet: The fleet.
+        connect: Makes the client of a server.
+        metrics: Metrics of the gateway.
+        clock: The clock.
+    """
 
     adapter_kind = image_pb2.ADAPTER_KIND_CONTROLNET
 
@@ -80,28 +87,31 @@ class ControlNetAddOn(AddOn):
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
         self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics)
-        self._given: dict[str, tuple[tuple[str, str], ...]] = {}  # server and ControlNet, by job
-        self._sessions: Counter[str] = Counter()
+        self._assigned: dict[str, tuple[tuple[str, str], ...]] = {}  # pairs of server and ControlNet, by job
+        self._sessions: Counter[str] = Counter()  # by server
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
         for state, number in HostedState.items()[1:]:
             name = state.removeprefix("HOSTED_STATE_").lower()
             metrics.controlnets.labels(name).set_function(functools.partial(self._hosts.count, number))
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Whether a request names a ControlNet."""
+        """Return whether a request names a ControlNet."""
         return bool(spec.controlnets)
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """What is wrong with the ControlNets of a request, their images aside."""
+        """Yield the violations in a request's ControlNets, except in their images."""
         return check_controlnets(spec)
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Whether somebody hosts them depends on the model, and is checked with it."""
+        """Return the ControlNets by full names. Hosts depend on the model, so `check_model` checks them."""
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
         return ResolvedControlNets(names=names, access=access, hosts=self._hosts)
 
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
-        """Return the ControlNets that the caller may name, each version of them; its own come before those for all."""
+        """Return all versions of the ControlNets that the caller may name.
+
+        A tenant's own ControlNet hides a shared one of the same name.
+        """
         named = [name for name in self._hosts.names() if access.has_controlnet(name)]
         hidden = {access.short_name(name) for name in named if access.short_name(name) != name}
         return [
@@ -111,21 +121,17 @@ class ControlNetAddOn(AddOn):
             for digest, fitting in self._hosts.versions(name, models).items()
         ]
 
-    def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
-        """The same names; their defaults are always the same."""
-        _complete(full, [net.name for net in before.controlnets])
-
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Of the weights of each, where all that host it have the same."""
+        """Return the digests of the ControlNets; None if the hosts of one have different versions."""
         found = [self._hosts.version(net.name, model) for net in spec.controlnets]
         return found if all(found) else None
 
     def cost_key(self, job: Job) -> tuple[str, ...] | None:
-        """The names of the ControlNets."""
+        """Return the names of the ControlNets."""
         return job.controlnets or None
 
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
-        """A ControlNet that no server hosts is only at the workers that have it themselves, and may have to load it."""
+        """Return the workers that host the ControlNets that no server hosts, and the seconds to load them."""
         costs = NO_COSTS
         for name in dict.fromkeys(job.controlnets):
             if any(True for _ in self._servers(job, name)):
@@ -137,14 +143,14 @@ class ControlNetAddOn(AddOn):
         return costs
 
     def unavailable(self, job: Job) -> NoControlNet | None:
-        """The error of a job with a ControlNet that nobody hosts, nor did within the grace."""
+        """Return the error of a job with a ControlNet that nobody hosts, or did within the grace."""
         model = job.bare.model
         base = self._fleet.last_seen(model).base
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
-        """Has servers load what is on their disks only."""
+        """Let servers load ControlNets that are only on their disks."""
         for job in itertools.islice(jobs, PREFETCHED_JOBS):
             for choice in self._choices(job, None) if job.controlnets else ():
                 for server, candidate in choice.servers[:1]:
@@ -152,29 +158,29 @@ class ControlNetAddOn(AddOn):
                         self._prefetcher.request(server, [choice.name])
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says where the ControlNets are, one entry for each of the spec's."""
+        """Write the hosts of each ControlNet in the spec, and count the sessions."""
         if not job.controlnets:
             return
         choices = list(self._choices(job, worker))
-        given = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
-        servers = tuple(server for server, _ in given)
-        self._given[job.job_id] = given
+        assigned = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
+        servers = tuple(server for server, _ in assigned)
+        self._assigned[job.job_id] = assigned
         self._sessions.update(servers)
-        self._nets.update(given)
+        self._nets.update(assigned)
         job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         placements = ControlNetPlacements(hosts=[_hosts(choice) for choice in choices])
         request.addons[kinds.CONTROLNET] = placements.SerializeToString()
 
     def end_attempt(self, job: Job) -> None:
-        """The sessions of the attempt end."""
-        given = self._given.pop(job.job_id, ())
-        self._sessions.subtract(server for server, _ in given)
-        self._nets.subtract(given)
-        self._sessions += Counter()  # without those that have none
+        """Count the sessions of the attempt no longer."""
+        assigned = self._assigned.pop(job.job_id, ())
+        self._sessions.subtract(server for server, _ in assigned)
+        self._nets.subtract(assigned)
+        self._sessions += Counter()  # drops entries of zero
         self._nets += Counter()
 
     def back_off(self, job: Job, error: BottegaError) -> bool:
-        """An attempt that reached no server: these servers are given nothing for a moment, else its worker is."""
+        """Let the servers that an attempt did not reach rest for a moment, or its worker if it had no servers."""
         if not isinstance(error, NoControlNet):
             return False
         named = [name for name in error.metadata.get("servers", "").split(",") if name]
@@ -185,25 +191,25 @@ class ControlNetAddOn(AddOn):
         return True
 
     def member_changed(self, member: Member) -> None:
-        """A server or a worker may host others now."""
+        """Take note of what a server or a worker hosts."""
         self._hosts.update(member)
 
     def member_lost(self, member: Member) -> None:
-        """Nothing is hosted there any more, nor prefetched."""
+        """Forget what a lost member hosts."""
         self._hosts.remove(member)
         self._prefetcher.remove(member)
 
     async def close(self) -> None:
-        """Prefetches nothing more."""
+        """End the calls to servers."""
         await self._prefetcher.close()
 
     def _full_name(self, name: str, access: Access) -> str:
-        """A tenant's own comes before the one for all."""
+        """Return the name of the tenant's own ControlNet if there is one, or else the name itself."""
         own = access.own(name)
         return own if own and self._hosts.is_there(own) else name
 
     def _choices(self, job: Job, worker: Member | None) -> Iterator[_Choice]:
-        """For each ControlNet of a job. The sessions of those before it count for the next."""
+        """Yield the choice for each ControlNet of a job. Each choice counts the sessions of those before it."""
         before: Counter[str] = Counter()
         versions = dict(job.versions)
         for name in job.controlnets:
@@ -220,11 +226,11 @@ class ControlNetAddOn(AddOn):
             yield _Choice(name=name, digest=versions[name], servers=chosen, similarity=similarity)
 
     def _candidate(self, member: Member, net: Hosted, before: Counter[str]) -> ServerCandidate:
-        # A report may lag behind what was given out, and may tell of other gateways' jobs.
+        # A report may lag behind the assigned sessions, and may include jobs of other gateways.
         sessions = max(self._hosts.sessions(member), self._sessions[member.name])
         state = net.state
         if self._nets[member.name, net.name] and state == hosted_pb2.HOSTED_STATE_ON_DISK:
-            state = hosted_pb2.HOSTED_STATE_LOADING  # or will be in a moment
+            state = hosted_pb2.HOSTED_STATE_LOADING  # the assigned session will load it in a moment
         return ServerCandidate(
             server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name]
         )
@@ -233,14 +239,14 @@ class ControlNetAddOn(AddOn):
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
 
     def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
-        """ControlNet servers that take new sessions with it."""
+        """Yield the ControlNet servers that accept new sessions with a ControlNet."""
         now = self._clock.monotonic()
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
-        """Workers of the job's model that have the ControlNet themselves."""
+        """Yield the workers of the job's model that host a ControlNet themselves."""
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.serves(job.bare.model):
                 yield member, net
@@ -248,29 +254,27 @@ class ControlNetAddOn(AddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedControlNets(Resolution):
-    """The ControlNets of a request. names: in full. access: of its caller."""
+    """The ControlNets of a request."""
 
     names: Sequence[str]
+    """Full names, in the request's order."""
     access: Access
+    """Access of the caller."""
     hosts: ControlNetHosts
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raises ControlNetNotFound, ControlNetUnusable or NoControlNet."""
+        """Raise ControlNetNotFound, ControlNetUnusable or NoControlNet if the model's jobs cannot have them."""
         self.hosts.check(self.names, model, self.access)
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fills in full names, scales and spans."""
-        _complete(full, self.names)
-
-
-def _complete(full: GenerationSpec, names: Sequence[str]) -> None:
-    image_to_image = full.HasField("image") and not full.HasField("mask_image")
-    values = _OF_IMAGE_TO_IMAGE if image_to_image else _DEFAULTS
-    for net, full_name in zip(full.controlnets, names, strict=True):
-        net.name = full_name
-        for name, value in values.items():
-            if not net.HasField(name):  # type: ignore[arg-type]
-                setattr(net, name, value)
+        """Fill in full names, scales and spans of steps."""
+        image_to_image = full.HasField("image") and not full.HasField("mask_image")
+        values = _IMAGE_TO_IMAGE_DEFAULTS if image_to_image else _DEFAULTS
+        for net, full_name in zip(full.controlnets, self.names, strict=True):
+            net.name = full_name
+            for name, value in values.items():
+                if not net.HasField(name):  # type: ignore[arg-type]
+                    setattr(net, name, value)
 
 
 def _load_s(net: Hosted) -> float:
@@ -280,13 +284,13 @@ def _load_s(net: Hosted) -> float:
 def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
     servers = [
         controlnet_pb2.ControlNetServer(name=member.name, address=member.registration.address)
-        for member, _ in choice.servers[:_MOST_SERVERS]
+        for member, _ in choice.servers[:_MAX_SERVERS]
     ]
     return controlnet_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
-    """The least that a profile of it says for the worker's model, of those that cover so many steps."""
+    """Return the lowest similarity in the profiles for the worker's model that cover at most the spec's steps."""
     model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
     found = [
         profile.similarity
@@ -295,3 +299,43 @@ def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) 
         if profile.model_hash == model_hash and profile.num_inference_steps <= spec.num_inference_steps
     ]
     return min(found) if model_hash and found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCandidate:
+    """A server that hosts a ControlNet."""
+
+    server: str
+    digest: str
+    state: HostedState.ValueType
+    sessions: int
+    """Sessions that are open or assigned there, with any ControlNet."""
+
+
+def best_first(
+    candidates: Sequence[ServerCandidate], *, name: str, job_id: str, digest: str = ""
+) -> list[ServerCandidate]:
+    """Return the servers for a job's ControlNet, best first, all with the same version.
+
+    Servers that have loaded it come first, then those that are loading it, each group by number of sessions. Ties are
+    broken by a hash: jobs spread over servers that are ready, but all jobs choose the same server to load it, so that
+    not every server loads every ControlNet.
+
+    Args:
+        candidates: The servers that host it.
+        name: Name of the ControlNet.
+        job_id: Id of the job.
+        digest: Version that the job has begun with. Another one is chosen only if no server has it.
+    """
+
+    def rank(candidate: ServerCandidate) -> tuple[bool, int, int, bytes]:
+        readiness = _READINESS.get(candidate.state, _NOT_READY)
+        spread = _spread(name, candidate.server, "" if readiness == _NOT_READY else job_id)
+        return candidate.digest != digest, readiness, candidate.sessions, spread
+
+    ranked = sorted(candidates, key=rank)
+    return [candidate for candidate in ranked if candidate.digest == ranked[0].digest]
+
+
+def _spread(*facts: str) -> bytes:
+    return hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Calls to one ControlNet server over gRPC; every failure comes out as a BottegaError."""
+"""Calls to one ControlNet server over gRPC. Every failure becomes a BottegaError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 
 
 class GrpcControlNetClient:
-    """The PrefetchClient of ControlNet servers. Connects by itself and reconnects."""
+    """The PrefetchClient of a ControlNet server. Its channel connects and reconnects by itself."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
@@ -21,12 +21,12 @@ class GrpcControlNetClient:
         )
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, the most wanted first."""
+        """Let the server load these ControlNets, in this order."""
         try:
             await self._server.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End all calls."""
         await self._channel.close()

@@ -1,4 +1,4 @@
-"""Which ControlNets are hosted where, as servers and workers report it, and which were until a moment ago."""
+"""The hosts of ControlNets, as servers and workers report them, and ControlNets that lost their hosts a moment ago."""
 
 from __future__ import annotations
 
@@ -15,50 +15,55 @@ from bottega.v1.hosted_pb2 import Hosted, HostedState
 
 # A server comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
-# Names, and bases of each, that are remembered when nobody hosts them any more.
+# Names, and base models of each, that are remembered when nobody hosts them any more.
 _MAX_SEEN = 4096
 _MAX_BASES = 8
-# Of the names that an error lists: it travels in a trailer.
+# Maximum length of the names in an error, which must fit into a gRPC trailer.
 _LISTED_CHARACTERS = 2000
 
 
 class ControlNetHosts:
-    """Who hosts which ControlNet. grace_s: how long one is waited for that a member does not host any more."""
+    """The hosts of each ControlNet.
+
+    Args:
+        grace_s: Returns how long jobs wait for a ControlNet that a member has ceased to host.
+        clock: The clock.
+    """
 
     def __init__(self, *, grace_s: Callable[[Member], float], clock: Clock) -> None:
         self._grace_s = grace_s
         self._clock = clock
         self._hosts: dict[str, dict[Member, Hosted]] = {}
-        self._of: dict[Member, tuple[Hosted, ...]] = {}
+        self._nets: dict[Member, tuple[Hosted, ...]] = {}
         self._sessions: dict[Member, int] = {}
         self._expected_until: dict[str, dict[str, float]] = {}  # by name and base
 
     def update(self, member: Member) -> None:
-        """A member has reported what it hosts, or has left for now."""
+        """Take note of a member that has reported what it hosts, or has disconnected for now."""
         if not member.connected:
             self.remove(member)
         elif member.is_worker or member.kind == kinds.CONTROLNET:
             nets = member.hosts(kinds.CONTROLNET).items
             names = {net.name for net in nets}
-            self._forget_nets(member, [net for net in self._of.get(member, ()) if net.name not in names])
+            self._forget_nets(member, [net for net in self._nets.get(member, ()) if net.name not in names])
             for net in nets:
                 self._hosts.setdefault(net.name, {})[member] = net
-            self._of[member] = nets
+            self._nets[member] = nets
             self._sessions[member] = sum(net.sessions for net in nets)
 
     def remove(self, member: Member) -> None:
         """Remove a member. Do nothing if it is unknown."""
-        self._forget_nets(member, self._of.pop(member, ()))
+        self._forget_nets(member, self._nets.pop(member, ()))
         self._sessions.pop(member, None)
 
     def hosts(self, name: str, base: str) -> Iterator[tuple[Member, Hosted]]:
-        """Who hosts a ControlNet of that name that fits the base model."""
+        """Yield the hosts of a ControlNet that fits a base model."""
         for member, net in self._hosts.get(name, {}).items():
             if _fits(net.base, base):
                 yield member, net
 
     def version(self, name: str, model: image_pb2.Model) -> str:
-        """The hash that jobs of a model are drawn with; empty where nobody hosts it, or not all in one version."""
+        """Return a ControlNet's digest for jobs of a model; empty without hosts, or with several versions."""
         digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
         return digests.pop() if len(digests) == 1 else ""
 
@@ -76,26 +81,33 @@ class ControlNetHosts:
         return found
 
     def sessions(self, member: Member) -> int:
-        """Sessions that a member has reported, over all its ControlNets."""
+        """Return the number of sessions that a member has reported, over all its ControlNets."""
         return self._sessions.get(member, 0)
 
     def expected(self, name: str, model: str, base: str) -> bool:
-        """Whether somebody hosts it for jobs of a model, or did within the grace."""
+        """Return whether a ControlNet is hosted for jobs of a model, or was within the grace."""
         if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
             return True
         now, bases = self._clock.monotonic(), self._expected_until.get(name, {})
         return any(until > now and _fits(made_for, base) for made_for, until in bases.items())
 
     def is_there(self, name: str) -> bool:
-        """Whether somebody hosts it, for whatever model, or did within the grace."""
+        """Return whether a ControlNet is hosted for any model, or was within the grace."""
         now = self._clock.monotonic()
         return name in self._hosts or any(until > now for until in self._expected_until.get(name, {}).values())
 
     def check(self, names: Iterable[str], model: image_pb2.Model, access: Access) -> None:
-        """Raises for ControlNets that a job of the model cannot have, nor may wait for. access: of who names them, for
-        whom there are no others.
+        """Raise the error of a job with ControlNets that it cannot have and need not wait for.
 
-        ControlNetNotFound, ControlNetUnusable (for another base model), NoControlNet (none now, nor within the grace).
+        Args:
+            names: The ControlNets.
+            model: The job's model.
+            access: Access of the caller. ControlNets that the caller may not use are treated as missing.
+
+        Raises:
+            ControlNetNotFound: There is no such ControlNet.
+            ControlNetUnusable: It was made for another base model.
+            NoControlNet: Nobody hosts it now, or did within the grace.
         """
         lacking = [name for name in dict.fromkeys(names) if not self._expected_by(access, name, model)]
         if not lacking:
@@ -108,15 +120,15 @@ class ControlNetHosts:
         raise nobody_hosts(lacking)
 
     def count(self, state: HostedState.ValueType) -> int:
-        """How many ControlNets the servers have in a state; one counts for each of its servers."""
-        servers = (nets for member, nets in self._of.items() if member.kind == kinds.CONTROLNET)
+        """Return how many ControlNets are in a state. A ControlNet counts once for each of its servers."""
+        servers = (nets for member, nets in self._nets.items() if member.kind == kinds.CONTROLNET)
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:
         return name in self._expected_until or any(True for _ in self._hosted_for(name, model))
 
     def _hosted_for(self, name: str, model: str) -> Iterator[Hosted]:
-        """Those of a name, for whatever base: a worker's own are for the jobs that come to it."""
+        """Yield the ControlNets of a name for any base model. A worker's own serve only jobs of its models."""
         for member, net in self._hosts.get(name, {}).items():
             if not member.is_worker or member.serves(model):
                 yield net
@@ -147,8 +159,8 @@ class ControlNetHosts:
             hosts.pop(member, None)
             if not hosts:
                 self._hosts.pop(net.name, None)
-            bases = self._expected_until[net.name] = self._expected_until.pop(net.name, {})  # the newest last
-            bases[net.base] = max(until, bases.pop(net.base, until))  # another host of it may take longer
+            bases = self._expected_until[net.name] = self._expected_until.pop(net.name, {})  # moved to the end
+            bases[net.base] = max(until, bases.pop(net.base, until))  # another host's grace may be longer
             if len(bases) > _MAX_BASES:
                 del bases[next(iter(bases))]
         while len(self._expected_until) > _MAX_SEEN:
@@ -156,7 +168,7 @@ class ControlNetHosts:
 
 
 def nobody_hosts(names: Iterable[str]) -> NoControlNet:
-    """The error of a job with ControlNets that no service has."""
+    """Return the error of a job with ControlNets that no service hosts."""
     listed = _listed(names)
     return NoControlNet(
         f"nobody hosts {listed} now", metadata={"controlnets": listed.replace(" ", "")}, retry_after_s=_RETRY_AFTER_S
@@ -164,7 +176,7 @@ def nobody_hosts(names: Iterable[str]) -> NoControlNet:
 
 
 def _fits(made_for: str, base: str) -> bool:
-    """Where one of the two is not known, loading it shows whether it fits."""
+    """Return whether a ControlNet may fit a base model. If one of the two is unknown, loading it will show."""
     return not made_for or not base or made_for == base
 
 

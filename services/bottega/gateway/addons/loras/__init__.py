@@ -1,1 +1,1 @@
-"""LoRAs: what a name stands for, what a worker lacks of a set, and what the stores load ahead."""
+"""LoRAs: the weights that a name stands for, what a worker lacks of a set, and what the stores prefetch."""

@@ -1,4 +1,4 @@
-"""Calls to one LoRA store over gRPC; every failure comes out as a BottegaError."""
+"""Calls to one LoRA store over gRPC. Every failure becomes a BottegaError."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MAX_PAGES = 100
 
 
 class GrpcLoraClient:
-    """Connects by itself and reconnects."""
+    """A client of one LoRA store, also the PrefetchClient. Its channel connects and reconnects by itself."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
         self._store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(self._channel)
 
     async def get(self, name: str, *, deadline_s: float) -> StoredLora:
-        """What the store has of that name. Raises LoraNotFound among others."""
+        """Return the store's LoRA of a name. Raises LoraNotFound among others."""
         try:
             response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise NoLora(f"it said nothing for {deadline_s:g} s") from None
+                raise NoLora(f"it did not respond within {deadline_s:g} s") from None
             raise from_rpc_error(error) from None
         return response.lora
 
     async def list_all(self, *, deadline_s: float) -> list[StoredLora]:
-        """Return all that the store has. Raise InternalError for a list that does not end.
+        """Return all LoRAs of the store. Raises InternalError for a list that does not end.
 
         Args:
             deadline_s: Deadline of each page.
@@ -53,15 +53,15 @@ class GrpcLoraClient:
         raise InternalError(f"the store lists more than {_MAX_PAGES * _PAGE_SIZE} LoRAs, or its list does not end")
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, by digest, the most wanted first, and delete none of them for a while."""
+        """Let the store load LoRAs by digest, in this order, and protect them from deletion for a while."""
         await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=names), deadline_s)
 
-    async def keep(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Has it delete none of them for a while."""
+    async def protect(self, digests: Sequence[str], *, deadline_s: float) -> None:
+        """Let the store protect LoRAs from deletion for a while, without loading them."""
         await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=True), deadline_s)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """Ends every call; those that end by themselves within the grace do."""
+        """End all calls that do not end by themselves within the grace."""
         await self._channel.close(grace_s or None)
 
     async def _prefetch(self, request: lora_pb2.PrefetchLorasRequest, deadline_s: float) -> None:

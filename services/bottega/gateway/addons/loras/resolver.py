@@ -1,4 +1,4 @@
-"""Calls the LoRA stores of the fleet: which weights a name stands for, and to keep what jobs need."""
+"""Asks the fleet's LoRA stores which weights a name stands for, and protects the LoRAs that jobs need from deletion."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ from bottega.v1.lora_pb2 import StoredLora
 
 _log = logging.getLogger(__name__)
 
-# A store answers at once; a request waits for it.
+# A store responds at once, and a request waits for it.
 _GET_S = 2.0
 _LIST_S = 2.0
-# Lists of tenants are made from one list of the stores, however many ask. So is the refusal where a store is silent.
+# The lists of all tenants are made from one list of the stores, or one refusal, which is kept for 2 s.
 _LISTED_S = 2.0
 _KEEP_S = 2.0
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
-# A store whose leases are not renewed for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
+# 3 s: three tries within a store's lease_s (10 s), after which LoRAs may be deleted.
 _PROTECT_S = 3.0
-# Digests of one call, by the contract.
-_MOST_DIGESTS = 256
+# Limit on the digests of one call in lora.proto.
+_MAX_DIGESTS = 256
 
 
 class LoraResolver:
-    """`start` it where jobs may wait. channels: of the gateway's process."""
+    """A client of all LoRA stores in the fleet.
+
+    Args:
+        fleet: The fleet.
+        channels: Channels of the gateway's process.
+    """
 
     def __init__(self, fleet: Fleet, channels: Channels) -> None:
         self._fleet = fleet
@@ -47,14 +52,18 @@ class LoraResolver:
         self._listed_at = -math.inf
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
-        """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
+        """Begin to protect LoRAs from deletion. `needed` returns the digests of all jobs that have not ended."""
         self._calls.start(self._protect_all(needed))
 
     async def resolve(self, loras: Sequence[Lora], access: Access) -> list[StoredLora]:
-        """What the stores have of each LoRA. access: of who names them; its tenant's own come before those for all.
+        """Return the stored LoRA for each LoRA of a request. A tenant's own LoRA comes before a shared one.
 
-        Raises LoraNotFound naming all that no store has, LoraUnusable where one has other weights than were pinned,
-        NoLora where no store can be asked.
+        Raises LoraNotFound naming all LoRAs that no store has, LoraUnusable if weights differ from the pinned ones, and
+        NoLora if the stores do not respond.
+
+        Args:
+            loras: The request's LoRAs.
+            access: Access of the caller.
         """
         names = list(dict.fromkeys(lora.name for lora in loras))
         found = dict(zip(names, await asyncio.gather(*(self._find_any(name, access) for name in names)), strict=True))
@@ -62,19 +71,19 @@ class LoraResolver:
         if lacking:
             listed = ",".join(lacking)
             raise LoraNotFound(f"no such LoRA: {', '.join(lacking)}", metadata={"loras": listed})
-        stored = [each for lora in loras if (each := found[lora.name]) is not None]
-        for lora, each in zip(loras, stored, strict=True):
-            if lora.HasField("digest") and lora.digest != each.digest:
+        stored = [present for lora in loras if (present := found[lora.name]) is not None]
+        for lora, present in zip(loras, stored, strict=True):
+            if lora.HasField("digest") and lora.digest != present.digest:
                 raise LoraUnusable(
-                    f"{lora.name} has other weights now than those that were asked for, {lora.digest[:12]}",
-                    metadata={"lora": lora.name, "digest": each.digest},
+                    f"{lora.name} has other weights now than the requested ones, {lora.digest[:12]}",
+                    metadata={"lora": lora.name, "digest": present.digest},
                 )
         return stored
 
     async def list_all(self) -> Sequence[StoredLora]:
-        """Return the LoRAs of all stores, of each name that of the first, as they were within the last seconds.
+        """Return the LoRAs of all stores, at most 2 s old. The first store that has a name wins.
 
-        Raise NoLora where a store does not answer.
+        Raises NoLora if a store does not respond.
         """
         loop = asyncio.get_running_loop()
         async with self._listing:
@@ -89,24 +98,27 @@ class LoraResolver:
         return self._listed
 
     def stores(self) -> list[Member]:
-        """Those that are here, one that is about to stop last."""
+        """Return the stores in the fleet; draining ones come last."""
         return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """End all calls."""
         await self._calls.cancel()
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
 
     async def _find_any(self, name: str, access: Access) -> StoredLora | None:
-        """Asks no store for what its caller may not name, as it asks none where that is not there."""
+        """Return the LoRA that a caller means by a name; None if there is none that the caller may use."""
         own = access.own(name)
         found = await self._find(own) if own else None
         return found or (await self._find(name) if access.has_lora(name) else None)
 
     async def _find(self, name: str) -> StoredLora | None:
-        """From the first store that has it; None where all that answer have not. Raises NoLora where none answers."""
+        """Return a LoRA from the first store that has it; None if no store has it.
+
+        Raises NoLora if it was not found and a store did not respond, or there is no store.
+        """
         failed: BottegaError | None = None
         answered = False
         for store in self.stores():
@@ -119,9 +131,7 @@ class LoraResolver:
         if answered and failed is None:
             return None
         why = f": {failed.message}" if failed else ", none has joined the fleet"
-        raise NoLora(
-            f"no LoRA store can be asked for {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S
-        )
+        raise NoLora(f"no LoRA store can look up {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S)
 
     async def _ask_all(self) -> Sequence[StoredLora]:
         found: dict[str, StoredLora] = {}
@@ -129,7 +139,7 @@ class LoraResolver:
             try:
                 loras = await self._client(store).list_all(deadline_s=_LIST_S)
             except BottegaError as error:
-                why = f"LoRA store {store.name} cannot be asked for what it has: {error.message}"
+                why = f"LoRA store {store.name} cannot list its LoRAs: {error.message}"
                 raise NoLora(why, retry_after_s=_RETRY_AFTER_S) from None
             for lora in loras:
                 found.setdefault(lora.name, lora)
@@ -139,9 +149,9 @@ class LoraResolver:
         address = store.registration.address
         client = self._clients.get(address)
         if client is None:
-            here = {member.registration.address for member in self.stores()}
-            for gone in self._clients.keys() - here:
-                # A caller that still waits for it gets its answer, or the error.
+            present = {member.registration.address for member in self.stores()}
+            for gone in self._clients.keys() - present:
+                # A call that still waits for the store gets its response, or an error.
                 self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _KEEP_S)))
             client = self._clients[address] = GrpcLoraClient(store.target, self._channels)
         return client
@@ -155,8 +165,8 @@ class LoraResolver:
 
     async def _protect(self, store: Member, digests: Sequence[str]) -> None:
         try:
-            for first in range(0, len(digests), _MOST_DIGESTS):
-                await self._client(store).keep(digests[first : first + _MOST_DIGESTS], deadline_s=_KEEP_S)
+            for first in range(0, len(digests), _MAX_DIGESTS):
+                await self._client(store).protect(digests[first : first + _MAX_DIGESTS], deadline_s=_KEEP_S)
         except BottegaError as error:
-            # They are there still unless somebody deletes them now.
-            _log.info("LoRAs are not kept", extra={"member": store.name, "text": error.message})
+            # The LoRAs are lost only if somebody deletes them before the next try.
+            _log.info("LoRAs could not be protected from deletion", extra={"member": store.name, "text": error.message})

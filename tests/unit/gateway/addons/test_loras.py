@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega import kinds
-from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
+from bottega.gateway.addons.loras.addon import LoraSizes, lora_costs
 from bottega.gateway.fleet.members import Member, hosted_by_kind
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
 from bottega.v1.lora_pb2 import StoredLora
@@ -54,7 +54,7 @@ def test_the_very_set_in_the_weights_costs_nothing_and_every_other_a_swap() -> N
 
 
 def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.gateway.addons.loras.costs._MOST_SIZES", 2)
+    monkeypatch.setattr("bottega.gateway.addons.loras.addon._MAX_SIZES", 2)
     sizes = LoraSizes()
     for number in ("1", "2", "1", "3"):
         sizes.record([StoredLora(digest=number, size_bytes=1_000_000)])
