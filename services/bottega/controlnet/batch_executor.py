@@ -1,5 +1,7 @@
-"""The engine's compute thread: it computes the steps of all links in order of arrival, in as few forwards as possible.
+"""The engine's compute thread: it computes the steps of all links, in as few forwards as possible.
 
+Tenants share the device by seconds: a forward is led by the oldest step of the tenant that has used least for its
+weight (`bottega.fair_order`), so one tenant's many rows do not delay another's few by more than the running forward.
 Rows of one ControlNet and one shape share a forward, even if they come from different workers.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,6 +22,7 @@ from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError
+from bottega.fair_order import FairOrder, Share
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,11 @@ class StepRequest:
     done: Callable[[Sequence[Residuals] | BottegaError], None]
     residuals: dict[int, Residuals] = field(default_factory=dict)
     exclusive: bool = False
+
+    @property
+    def shares(self) -> Iterator[Share]:
+        """The tenants of its rows."""
+        return (row.session.share for row in self.rows)
 
     def key(self, index: int) -> Hashable:
         """Return the key that rows of one forward must share."""
@@ -79,6 +87,7 @@ class BatchExecutor:
         self._device = device or CpuDevice()
         self._memory = memory or MemoryPlan()
         self._waiting: deque[StepRequest] = deque()
+        self._order = FairOrder()
         self._changed = threading.Condition()
 
     @property
@@ -119,11 +128,15 @@ class BatchExecutor:
             self._device.synchronize()
 
     def _group(self) -> list[tuple[StepRequest, int]]:
-        """Return the first waiting row and the rows that can share its forward. Call it under the lock."""
+        """Return the first row of the step that is next, and the rows that can share its forward.
+
+        Call it under the lock. The group is filled with rows of the leading step, then of the others by arrival.
+        """
         leader: Hashable = None
         most = self._max_rows
         group: list[tuple[StepRequest, int]] = []
-        for work in self._waiting:
+        leading = self._next_step()
+        for work in (leading, *(work for work in self._waiting if work is not leading)):
             for index in range(len(work.rows)):
                 if index in work.residuals:
                     continue
@@ -134,6 +147,17 @@ class BatchExecutor:
                     group.append((work, index))
         return group
 
+    def _next_step(self) -> StepRequest:
+        """Return the oldest waiting step of the tenant that has used least of the device.
+
+        A step with rows of several tenants counts as a step of the one that has used least: a worker has put them into
+        one turn, which ends with the last of its rows.
+        """
+        tags = {share.tenant: self._order.next_tag(share.tenant) for work in self._waiting for share in work.shares}
+        leading = min(self._waiting, key=lambda work: min(tags[share.tenant] for share in work.shares))
+        self._order.served(min(tags[share.tenant] for share in leading.shares))
+        return leading
+
     def _run(self, group: Sequence[tuple[StepRequest, int]]) -> None:
         began = self._device.record()
         by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
@@ -143,7 +167,11 @@ class BatchExecutor:
         self.batches += 1
         self.report_progress()
         self.rows += len(group)
-        self.seconds += done.seconds_since(began)
+        seconds = done.seconds_since(began)
+        self.seconds += seconds
+        for work, index in group:
+            share = work.rows[index].session.share
+            self._order.charge(share.tenant, cost=seconds / len(group), weight=share.weight)
         for place, (work, index) in enumerate(group):
             work.residuals[index] = Residuals(by_point=by_point, place=place)
         for work in dict.fromkeys(work for work, _ in group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,19 @@ import torch
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
 from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
 from bottega.diffusion.controlnets.provider import ControlInput
-from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.cpu import CpuDevice, CpuEvent
 from bottega.diffusion.device.device import Event
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half
 from bottega.errors import BottegaError, InternalError, TooLarge
+from bottega.fair_order import Share
 from tests.samples.controlnets import control_image, random_controlnet, save, shelf_of
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.manual_engine import load
 
 LOAD_S = 20.0
+_EVERYBODYS = Share()
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +54,14 @@ class Outcomes:
         )
 
 
-def session(cache: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0) -> ControlSession:
+def session(
+    cache: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0, share: Share = _EVERYBODYS
+) -> ControlSession:
     embeds = Embeds(prompt=torch.randn(77, 128), pooled=torch.randn(64), time_ids=torch.zeros(6))
     halves = dict.fromkeys(Half, embeds)
-    control = ControlInput(name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale)
+    control = ControlInput(
+        name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale, share=share
+    )
     (loaded,) = cache.borrow([net]).values.result(LOAD_S)
     return ControlSession(loaded, control)
 
@@ -118,6 +125,65 @@ def test_a_forward_has_no_more_rows_than_it_may(cache: ControlNetCache) -> None:
     outcomes.executor.run_batch(0.0)
     assert outcomes.executor.rows == 4
     assert set(outcomes.ended) == {"one", "two"}
+
+
+class SteadyEvent(CpuEvent):
+    """A tenth of a second after the event before."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        return 0.1
+
+
+class SteadyDevice(CpuDevice):
+    """Every forward takes a tenth of a second."""
+
+    def record(self) -> Event:
+        return SteadyEvent()
+
+
+def test_a_tenants_flood_delays_another_tenants_step_by_no_forward(cache: ControlNetCache) -> None:
+    """The flood has eight steps of sixteen rows, from four workers, and the other tenant one of two rows."""
+    outcomes = Outcomes(BatchExecutor(max_rows=4, device=SteadyDevice()))
+    flood = rows(*[session(cache, share=Share(tenant="flood"))] * 8)
+    for number in range(8):
+        outcomes.submit(f"flood {number}", flood, owner=f"worker {number % 4}")
+    outcomes.executor.run_batch(0.0)
+    light = session(cache, "depth", share=Share(tenant="light"))
+    for number in range(3):
+        outcomes.submit(f"light {number}", rows(light))
+        outcomes.executor.run_batch(0.0)
+        assert f"light {number}" in outcomes.ended
+        outcomes.executor.run_batch(0.0)  # the flood's, while the light tenant's worker makes its step
+    assert outcomes.executor.rows == 4 + 3 * (2 + 4), "the flood computes meanwhile"
+
+
+def test_tenants_with_steps_at_all_times_share_the_device_by_weight(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=2, device=SteadyDevice()))
+    for tenant, weight, net in (("light", 1.0, "edges"), ("heavy", 3.0, "depth")):
+        mine = rows(session(cache, net, share=Share(tenant=tenant, weight=weight)))
+        for number in range(40):
+            outcomes.submit(f"{tenant} {number}", mine)
+    for _ in range(40):
+        outcomes.executor.run_batch(0.0)
+    ended = Counter(name.split()[0] for name in outcomes.ended)
+    assert ended == {"heavy": 30, "light": 10}
+
+
+def test_a_tenant_that_was_alone_for_long_owes_nothing_for_that(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=2, device=SteadyDevice()))
+    first, second = (
+        rows(session(cache, net, share=Share(tenant=tenant)))
+        for tenant, net in (("first", "edges"), ("second", "depth"))
+    )
+    for number in range(20):
+        outcomes.submit(f"first {number}", first)
+    for _ in range(15):
+        outcomes.executor.run_batch(0.0)
+    for number in range(20):
+        outcomes.submit(f"second {number}", second)
+    for _ in range(8):
+        outcomes.executor.run_batch(0.0)
+    assert Counter(name.split()[0] for name in outcomes.ended) == {"first": 19, "second": 4}
 
 
 def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: ControlNetCache) -> None:

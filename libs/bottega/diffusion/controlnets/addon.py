@@ -233,6 +233,7 @@ class JobControlNets(JobAddOn):
             hosts=self._hosts[place] if self._hosts else ControlHosts(),
             may_be_stale=spec.stale_residuals and not control.measured,
             measured=control.measured,
+            share=order.share,
         )
 
 

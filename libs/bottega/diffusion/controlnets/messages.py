@@ -24,6 +24,7 @@ from torch import Tensor
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.fair_order import Share
 from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.transport import Layout, Part, TensorSpec, number_spec
 
@@ -67,6 +68,10 @@ class _OpeningHeader:
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
     """The halves of the conditions, in the order of the tensors."""
     sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
+    tenant: Annotated[str, Field(max_length=200)]
+    """Tenant whose request it is."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """The tenant's weight among others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,7 +125,12 @@ def open_message(opening: Opening) -> TensorMessage:
     """Return an open message. All sessions of a request have the same conditions, or one half of them."""
     fullest = max(opening.controls, key=lambda control: len(control.halves))
     header = _OpeningHeader(
-        lease=opening.lease, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions
+        lease=opening.lease,
+        base=opening.base,
+        halves=tuple(fullest.halves),
+        sessions=opening.sessions,
+        tenant=fullest.share.tenant,
+        weight=fullest.share.weight,
     )
     embeds = list(fullest.halves.values())
     parts = {
@@ -144,6 +154,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     except KeyError as error:
         raise ValueError(f"an open message has no {error}") from None
     halves = _conditions(header, parts)
+    share = Share(tenant=header.tenant, weight=header.weight)
     controls = []
     for place, session in enumerate(header.sessions):
         image = parts.get(f"image.{place}")
@@ -160,6 +171,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
                 halves={half: halves[half] for half in session.halves},
                 scale=session.scale,
                 guess_mode=session.guess_mode,
+                share=share,
             )
         )
     return Opening(

@@ -16,6 +16,7 @@ from torch import Tensor
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNetProvider, ControlServer
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.fair_order import Share
 
 # The best servers. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MOST_SERVERS = 8
@@ -37,6 +38,8 @@ class _Control:
     guess_mode: bool
     digest: Annotated[str, Field(max_length=128)]
     servers: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MOST_SERVERS)]
+    tenant: Annotated[str, Field(max_length=200)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MOST_CONTROLS)])
@@ -73,6 +76,8 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
             guess_mode=control.guess_mode,
             digest=control.hosts.digest,
             servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MOST_SERVERS]),
+            tenant=control.share.tenant,
+            weight=control.share.weight,
         )
         for control in controls
     )
@@ -105,4 +110,5 @@ def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embe
         scale=message.scale,
         guess_mode=message.guess_mode,
         hosts=ControlHosts(digest=message.digest, servers=servers),
+        share=Share(tenant=message.tenant, weight=message.weight),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.rows import Embeds, Half
+from bottega.fair_order import Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class ControlInput:
     """Whether its residuals may be one step old."""
     measured: bool = False
     """Whether its record contains the similarity of its residuals."""
+    share: Share = field(default_factory=Share)
+    """The tenant whose request it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

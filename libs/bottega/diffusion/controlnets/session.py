@@ -16,11 +16,13 @@ from bottega.diffusion.rows import Embeds
 class ControlSession:
     """A request's use of a ControlNet.
 
-    `scales` has the factor of its residuals for each point. `halves` are the halves that it controls.
+    `scales` has the factor of its residuals for each point. `halves` are the halves that it controls. `share` is the
+    tenant whose request it is.
     """
 
     def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
         self.net = net
+        self.share = control.share
         self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
         self.scales = _scales(net, control)
         self._image = process_image(control.image, control.height, control.width, net.layout.latent_scale)

@@ -61,7 +61,7 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
     full = GenerationSpec()
     full.CopyFrom(drawn)
     for name in ("image", "mask_image"):
-        if spec.HasField(name):  # type: ignore[arg-type]
+        if spec.HasField(name):
             setattr(full, name, getattr(spec, name))
     for net, sent in zip(full.controlnets, spec.controlnets, strict=True):
         net.image = sent.image
