@@ -1,4 +1,4 @@
-"""What a LoRA store may be told."""
+"""The configuration of a LoRA store."""
 
 from __future__ import annotations
 

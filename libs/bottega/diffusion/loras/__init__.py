@@ -1,4 +1,4 @@
-"""LoRAs in the engine: what one is, where it comes from, and its two ways in, beside the weights and inside them."""
+"""LoRAs in the engine: their layers, their source, and the two ways to apply them, beside the weights or merged."""
 
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import (

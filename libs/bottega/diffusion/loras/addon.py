@@ -1,4 +1,4 @@
-"""LoRAs as an add-on of the engine: asked for when a job comes, in force from one step of all its images on."""
+"""LoRAs as an add-on of the engine: requested when a job arrives, and used from one step of all its images on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Vi
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.lora_pb2 import LoraDecision
 
-# The stage of what could not go on for want of LoRAs, and of changing weights for them, of jobs that use some.
+# Name of the stage of waiting for LoRAs and of merging them.
 LORAS = "loras"
 
 
@@ -90,26 +90,32 @@ class EngineLoras(EngineAddOn):
 
     @property
     def switch_s(self) -> float | None:
-        """Of putting others into the weights."""
+        """Seconds to merge other LoRAs."""
         return self.weights.swap_s
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """hits: LoRAs that were here when an attempt asked for them. misses: those that a store had to bring."""
+        """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to bring."""
         return self._events
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """The stores."""
+        """Set the present LoRA stores."""
         if self._source is not None:
             self._source.set_stores(services)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Asks for an order's LoRAs. Raises Unavailable where nobody brings any."""
+        """Request an order's LoRAs. Raises Unavailable if this worker has no source of LoRAs."""
         spec = order.spec
         return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
 
     def ask(self, specs: Sequence[LoraSpec], *, bound: int = 0, step: int | None = None) -> JobLoras | None:
-        """Asks for LoRAs; None for none. bound, step: see JobLoras. Raises as `open` does."""
+        """Request LoRAs; return None for no LoRAs. Raises Unavailable, see `open`.
+
+        Args:
+            specs: The LoRAs.
+            bound: See JobLoras.
+            step: See JobLoras.
+        """
         if not specs:
             return None
         if self._source is None:
@@ -118,7 +124,7 @@ class EngineLoras(EngineAddOn):
         refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
         handles = tuple(self._source.begin(ref) for ref in refs)
         for handle in handles:
-            self._events["hits" if _is_here(handle) else "misses"] += 1
+            self._events["hits" if _is_ready(handle) else "misses"] += 1
         return JobLoras(
             addon=self,
             source=self._source,
@@ -131,13 +137,13 @@ class EngineLoras(EngineAddOn):
         )
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Fetches the same LoRAs; from which step on a row has them, is said row by row."""
+        """Request the same LoRAs. The leader decides row by row from which step on they are used."""
         loras = self.ask(read_loras(part), step=0)
-        assert loras is not None, "a part names one at least"
+        assert loras is not None, "a part names at least one"
         return RemoteLoras(loras)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """Makes the text encoders have this job's LoRAs in them, or none. Raises LoraUnusable."""
+        """Make the text encoders use this job's LoRAs, or none. Raises LoraUnusable."""
         text = part.text_set() if isinstance(part, JobLoras) else None
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
@@ -145,13 +151,13 @@ class EngineLoras(EngineAddOn):
             part.in_text = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when more of their LoRAs is here, or has failed, or after the timeout."""
+        """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the timeout."""
         if self._source is not None:
             handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
             self._source.settle(handles, timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Puts LoRAs into the UNet's weights, or takes them out, as all requests under way need them."""
+        """Merge LoRAs into the UNet's weights, or restore them, as all running requests need it."""
         if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
             return False
         seconds = self.weights.choose(
@@ -160,7 +166,7 @@ class EngineLoras(EngineAddOn):
             step_s=step_s,
         )
         patched = self.weights.patched
-        # Of those whose set went in, each had to wait so long. A set that is only taken out is nobody's.
+        # The time is charged to each job whose set was merged. Restoring the weights is charged to no job.
         for part in {self._parts[request] for request in requests if request.loras_now is not None}:
             if part.loras is patched and seconds:
                 part.note_patch("into the weights", seconds)
@@ -168,11 +174,11 @@ class EngineLoras(EngineAddOn):
         return bool(moved)
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learns what LoRAs beside the weights cost."""
+        """Learn the cost of unmerged LoRAs."""
         return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
-        """Measures what LoRAs cost beside the weights and inside them, by one that changes nothing."""
+        """Measure the costs of unmerged and merged LoRAs with a LoRA that changes nothing."""
         if self._source is None:
             return
         probe = self.weights.probe()
@@ -181,20 +187,20 @@ class EngineLoras(EngineAddOn):
         self.weights.measure_swap()
 
     def now_s(self) -> float:
-        """On its clock."""
+        """Return the time on the add-on's clock."""
         return self._clock()
 
     def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
-        """The part of a job has these requests, until it is detached."""
+        """Note that these requests belong to the part of a job, until they are detached."""
         self._parts |= dict.fromkeys(requests, part)
 
     def detach(self, requests: Sequence[Request]) -> None:
-        """These requests are over. Harmless for others."""
+        """Forget requests that have ended. Unknown ones are ignored."""
         for request in requests:
             self._parts.pop(request, None)
 
     def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
-        """The order's images once more, to be denoised without LoRAs in the UNet; none where none is measured."""
+        """Return second requests for an order that measures a LoRA, to be denoised without LoRAs in the UNet."""
         return (
             new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
         )
@@ -202,7 +208,7 @@ class EngineLoras(EngineAddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnlikeStock:
-    """How stock Diffusers' loader may read a LoRA otherwise."""
+    """Ways in which stock Diffusers' loader may read a LoRA differently."""
 
     mixed_alphas: bool
     left_out: tuple[str, ...]
@@ -210,24 +216,28 @@ class _UnlikeStock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class JobLoras(JobAddOn):
-    """The LoRAs of one job. since_s: when they were asked for; timeout_s: how long they may take.
-
-    bound: the step that no image makes without them. step: that at which they go in, once it is decided.
-    in_text: whether the prompt was encoded with them. wait_s, patch_s: see LoraRecord.
-    """
+    """The LoRAs of one job."""
 
     addon: EngineLoras
     source: LoraSource
     specs: tuple[LoraSpec, ...]
     handles: tuple[LoraHandle, ...]
     since_s: float
+    """Time at which they were requested."""
     timeout_s: float
+    """Maximum time until they arrive."""
     bound: int = 0
+    """The first step that no image makes without them."""
     step: int | None = None
+    """The step from which on they are used, once it is decided."""
     loras: LoraSet | None = None
+    """Their factors, once all have arrived."""
     in_text: bool = False
+    """Whether the prompt was encoded with them."""
     wait_s: float = 0.0
+    """See LoraRecord."""
     patch_s: float = 0.0
+    """See LoraRecord."""
     _requests: Sequence[Request] = ()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
@@ -239,32 +249,32 @@ class JobLoras(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether some are still to come."""
+        """Whether some have not arrived."""
         return self.loras is None
 
     @property
     def resumable(self) -> bool:
-        """Not where a LoRA is measured: what was measured before the checkpoint is not in it."""
+        """Whether the job can resume; False if a LoRA is measured, because a checkpoint has no measurements."""
         return not any(spec.measured for spec in self.specs)
 
     @property
     def changes_prompt(self) -> bool:
-        """Whether they have parts in the text encoders."""
+        """Whether they change the text encoders."""
         return self.in_text
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Whether what they do to the text encoders is here."""
-        ready = self._all_here([handle.text_ready for handle in self.handles], now_s)
+        """Return whether the text encoders' layers have arrived. Raises NoLora after the timeout."""
+        ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
         self._note_wait(not ready, now_s)
         return ready
 
     def text_set(self) -> LoraSet | None:
-        """What they do to the text encoders; None where they leave them alone. Raises LoraUnusable."""
+        """Return the factors of the text encoders; None if these are not changed. Raises LoraUnusable."""
         made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
         return made if any(made.of(name) for name in TEXT_ENCODERS) else None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """An attempt goes on with the step at which they went in before it, if they did. Raises InvalidRequest."""
+        """Take the job's requests, and the step that an earlier attempt decided. Raises InvalidRequest."""
         self._requests = job.requests
         if kinds.LORAS in job.pinned:
             self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
@@ -273,14 +283,14 @@ class JobLoras(JobAddOn):
         self.addon.attach(self, job.requests)
 
     def update(self, now_s: float) -> None:
-        """Puts them into the requests once all are here, and says which requests cannot go on without them.
+        """Give the LoRAs to the requests once all have arrived.
 
-        They go in at one step of all images: the first that none of them has begun, where none is pinned.
-        Raises the BottegaError for which they never will be here, LoraUnusable or NoLora among them.
+        All images use them from the same step on: the pinned one, or the first that none of them has begun. Raises the
+        BottegaError of LoRAs that cannot be brought or used, such as LoraUnusable or NoLora.
         """
         if self.loras is not None:
             return
-        if self._all_here([handle.ready for handle in self.handles], now_s):
+        if self._all_arrived([handle.ready for handle in self.handles], now_s):
             self.loras = self.addon.weights.unet_set(self._scaled((UNET,)))
             if self.step is None:
                 self.step = max(request.step for request in self._requests)
@@ -292,29 +302,29 @@ class JobLoras(JobAddOn):
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
     def blocks(self, request: Request) -> bool:
-        """Return whether the request waits for the LoRAs: at the bound, or as what they are measured by.
+        """Return whether the request waits for the LoRAs: at the bound, or because it is a shadow that measures them.
 
-        By the step that it is at now: a cached latent may have moved it since the last update.
+        The request's present step counts, because a cached latent may have moved it since the last update.
         """
         last = self.bound if self.step is None else self.step
         return self.waiting and (request.step >= last or request in self._meter.shadows)
 
     @property
     def decision(self) -> bytes | None:
-        """The step at which they went in, as a LoraDecision."""
+        """The step from which on they are used, as a LoraDecision."""
         if self.loras is None or self.step is None:
             return None
         return LoraDecision(step=self.step).SerializeToString()
 
     def note_patch(self, what: str, seconds: float) -> None:
-        """They were put there, which took so long and is over now."""
+        """Record that merging them, described by `what`, took `seconds` and has just ended."""
         self.patch_s += seconds
         if len(self._patches) < MAX_SPANS:
             begin_s = self.addon.now_s() - seconds
             self._patches.append(TracedSpan(name=what, track="LoRAs into weights", begin_s=begin_s, seconds=seconds))
 
     def spans(self) -> Iterator[TracedSpan]:
-        """How long each was on its way, what a store did for it since it was asked for, and what waited for them."""
+        """Yield the spans of loading each LoRA, of the stores' work for it, of merging, and of waiting."""
         for spec, load_s, work in zip(self.specs, self._load_s, self._works, strict=False):
             track = f"LoRA {spec.name}"
             yield TracedSpan(name=f"load {spec.name}", track=track, begin_s=self.since_s, seconds=load_s)
@@ -324,19 +334,19 @@ class JobLoras(JobAddOn):
         yield from self._waits
 
     def after_step(self, request: Request) -> None:
-        """Where it is measured, compares the latents with and without."""
+        """Compare the latents with and without LoRAs, if that is measured."""
         self._meter.observe(request)
 
     def offload(self) -> OffloadedPart | None:
-        """The other worker fetches them itself."""
+        """Return the message with which the other worker fetches them itself."""
         return loras_part(self.specs)
 
     def active_in(self, row: Row) -> int:
-        """Whether they are in force."""
+        """Return 1 if the row uses them, else 0."""
         return int(row.loras is not None)
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """What they came to; nothing before they are in."""
+        """Add the use of each LoRA to the record, if they were used."""
         record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
         if self.step is None or self.loras is None:
             return record
@@ -360,7 +370,7 @@ class JobLoras(JobAddOn):
         return replace(record, loras=loras, exact=record.exact and exact)
 
     def close(self) -> None:
-        """Nobody needs what the source has any more."""
+        """Release the handles and forget the requests."""
         self._release()
         self.addon.detach(self._requests)
 
@@ -377,19 +387,19 @@ class JobLoras(JobAddOn):
             for spec, handle in zip(self.specs, self.handles, strict=True)
         ]
 
-    def _all_here(self, here: Sequence[bool], now_s: float) -> bool:
-        if all(here):
+    def _all_arrived(self, arrived: Sequence[bool], now_s: float) -> bool:
+        if all(arrived):
             return True
         if now_s - self.since_s > self.timeout_s:
-            late = [spec.name for spec, ready in zip(self.specs, here, strict=True) if not ready]
+            late = [spec.name for spec, ready in zip(self.specs, arrived, strict=True) if not ready]
             raise NoLora(
-                f"not here within {self.timeout_s:g} s: LoRA {', '.join(late)}; is the LoRA store slow, or down?",
+                f"LoRA {', '.join(late)} did not arrive within {self.timeout_s:g} s; is the LoRA store slow, or down?",
                 metadata={"loras": ",".join(late)},
             )
         return False
 
     def _note_wait(self, waits: bool, now_s: float) -> None:
-        """Counts a wait that has ended, or notes one that begins."""
+        """Begin a wait, or end and record it."""
         if waits and self._waiting_since_s is None:
             self._waiting_since_s = now_s
         elif not waits and self._waiting_since_s is not None:
@@ -409,19 +419,19 @@ def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
     )
 
 
-def _is_here(handle: LoraHandle) -> bool:
+def _is_ready(handle: LoraHandle) -> bool:
     try:
         return handle.ready
-    except BottegaError:  # said when it is needed
+    except BottegaError:  # raised again when the LoRA is needed
         return False
 
 
 def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:
-    """The step that an earlier attempt has decided. Raises InvalidRequest."""
+    """Return the step that an earlier attempt has decided. Raises InvalidRequest."""
     try:
         step = LoraDecision.FromString(decision).step
     except DecodeError:
-        raise InvalidRequest(f"decisions[{kinds.LORAS}] is no LoraDecision") from None
+        raise InvalidRequest(f"decisions[{kinds.LORAS}] is not a LoraDecision") from None
     if not 0 <= step < spec.num_inference_steps:
         field = f"decisions[{kinds.LORAS}].step"
         rules.refuse([Violation(field=field, description="must be one of the spec's steps")])

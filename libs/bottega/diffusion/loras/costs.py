@@ -1,48 +1,45 @@
-"""Whether a set should go into the weights: compares the measured cost per step of unmerged LoRAs with that of a swap.
-
-Plain numbers.
-"""
+"""Decides whether to merge a set of LoRAs, by the measured costs of unmerged LoRAs per step and of merging."""
 
 from __future__ import annotations
 
 from bottega.diffusion.rows import SetKey
 
-# Until something is measured. A share: the miniature, rank 16 in all attention layers. Seconds for a byte: half a pass
-# of a slow core's memory for every read and write of patching and restoring.
+# Estimates until something is measured. The share is that of the miniature with rank 16 in all attention layers. The
+# seconds per byte are half a pass through a slow core's memory for every read and write of merging and restoring.
 _FIRST_SHARE = 0.15
 _FIRST_S_PER_BYTE = 3e-9
 # Weight of a new measurement.
 _WEIGHT = 0.2
-# Sets whose share is remembered.
+# Number of sets whose share is remembered.
 _MAX_SETS = 64
 
 
 class SwapCosts:
-    """What LoRAs cost in one engine."""
+    """The measured costs of LoRAs in one engine."""
 
     def __init__(self) -> None:
         self._share = _FIRST_SHARE
         self._shares: dict[SetKey, float] = {}
         self._s_per_byte: float | None = None
-        self._patched_bytes = 0  # by the last set that was measured
+        self._patched_bytes = 0  # bytes of weights that the last measured set changes
 
     @property
     def last_swap_s(self) -> float:
-        """Seconds that a set like the last one takes to go into the weights and out again; 0 before one was seen."""
+        """Seconds to merge and restore a set like the last one; 0 before the first."""
         return self.swap_s(self._patched_bytes)
 
     def share(self, key: SetKey) -> float:
-        """What the side path adds to a step with this set, as a share of the step without; of a new set, as usual."""
+        """Return what an unmerged set adds to a step, as a share of a plain step; the usual share for a new set."""
         return self._shares.get(key, self._share)
 
     def swap_s(self, touched_bytes: int) -> float:
-        """Seconds that patching and restoring so many bytes of weights take together."""
+        """Return the seconds to merge into so many bytes of weights and to restore them."""
         per_byte = _FIRST_S_PER_BYTE if self._s_per_byte is None else self._s_per_byte
         return touched_bytes * per_byte
 
     def observe_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
-        """A step whose rows all had this set by the side path. plain_s: what it takes without."""
-        share = min(max(seconds / plain_s - 1.0, 0.0), 2.0 * self.share(key) + 0.1)  # a hiccup is no measurement
+        """Learn from a step whose rows all had this set, unmerged. A plain step takes `plain_s`."""
+        share = min(max(seconds / plain_s - 1.0, 0.0), 2.0 * self.share(key) + 0.1)  # bounded, to ignore outliers
         self._share += _WEIGHT * (share - self._share)
         before = self._shares.pop(key, share)
         self._shares[key] = before + _WEIGHT * (share - before)
@@ -50,7 +47,7 @@ class SwapCosts:
             del self._shares[next(iter(self._shares))]
 
     def observe_patch(self, touched_bytes: int, seconds: float) -> None:
-        """A patch of so many bytes of weights; restoring writes them once more, in about half the time."""
+        """Learn from merging into so many bytes of weights. Restoring them takes about half as long."""
         if touched_bytes:
             measured = 1.5 * seconds / touched_bytes
             before = measured if self._s_per_byte is None else self._s_per_byte
@@ -58,9 +55,9 @@ class SwapCosts:
             self._patched_bytes = touched_bytes
 
     def expect_patch(self, touched_bytes: int) -> None:
-        """Expect sets to touch so many bytes of weights, until one has been put in."""
+        """Expect sets to change so many bytes of weights, until one has been merged."""
         self._patched_bytes = touched_bytes
 
     def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:
-        """Whether a set that all rows will share for so many steps should go into the weights."""
+        """Return whether merging pays for a set that all rows will share for `steps` steps of `step_s` seconds."""
         return steps * step_s * self.share(key) > self.swap_s(touched_bytes)

@@ -1,4 +1,4 @@
-"""A LoRA as the engine takes it: its layers in their canonical form."""
+"""The layers of a LoRA in canonical form."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Of a pipeline, in the order in which a LoRA's file has them: text first, because a prompt waits for it.
+# Components of a pipeline in the order of a LoRA's file: text encoders first, because prompts wait for them.
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 UNET = "unet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraLayer:
-    """What one module gets: scale * up(down(x)).
-
-    down: [rank, in] or, for a convolution, [rank, in, kernel, kernel]; up: [out, rank] or
-    [out, rank, 1, 1]. scale: alpha / rank of this module.
-    """
+    """The change of one module: scale * up(down(x))."""
 
     down: Tensor
+    """[rank, in], or [rank, in, kernel, kernel] for a convolution."""
     up: Tensor
+    """[out, rank], or [out, rank, 1, 1] for a convolution."""
     scale: float
+    """alpha / rank."""
 
 
 Layers = Mapping[str, LoraLayer]
@@ -31,20 +30,20 @@ Layers = Mapping[str, LoraLayer]
 
 
 def has_mixed_alphas(layers: Layers) -> bool:
-    """Return whether modules of one component have different alphas: scale times rank.
+    """Return whether modules of one component have different alphas (scale times rank).
 
-    Stock Diffusers takes the most frequent alpha for all of them where the file is kohya's.
+    From kohya's files, stock Diffusers takes the most frequent alpha for all modules.
     """
     alphas = [layer.scale * layer.down.shape[0] for layer in layers.values()]
-    # Scales are kept in single precision.
+    # The tolerance is needed because scales are stored in single precision.
     return any(not math.isclose(alpha, alphas[0], rel_tol=1e-5) for alpha in alphas)
 
 
 def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
-    """Yield what of a component stock Diffusers' loader leaves out where the file is kohya's, by name.
+    """Yield the names of parts of a component that stock Diffusers' loader ignores in kohya's files.
 
-    In Diffusers 0.42 no module gets what is called lora_unet_add_embedding_..., and a text encoder's attention is left
-    out where the file has no out_proj of it.
+    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., and a text encoder's attention without an
+    out_proj.
     """
     if component == UNET:
         if any(path.startswith("add_embedding.") for path in layers):
@@ -57,8 +56,10 @@ def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraAtScale:
-    """A LoRA at a strength. digest: SHA-256 of its canonical file, hex. layers: by component."""
+    """A LoRA at a strength."""
 
     digest: str
+    """SHA-256 of its canonical file, in hex."""
     scale: float
     layers: Mapping[str, Layers]
+    """Layers by component."""

@@ -1,4 +1,4 @@
-"""Makes the LoRAs of one request one set of factors.
+"""Combines the LoRAs of one request into one set of factors.
 
 The sum of B A over several LoRAs is one product of wider factors, with every scale folded in, so a request costs the
 same however its rank is divided. Merging into weights and products beside them both start from here.
@@ -33,8 +33,8 @@ def make_set(
 
     Args:
         uses: The LoRAs of a request.
-        networks: By component; their weights are not touched.
-        components: Which of them to make factors for.
+        networks: Networks by component; their weights are not changed.
+        components: Components to make factors for.
         as_peft: Keep the LoRAs' order and scales, so that products can be computed one by one.
 
     Raises:
@@ -79,17 +79,17 @@ def _weight(module: nn.Module | None, path: str) -> Tensor:
 
 
 def _misfits(layer: LoraLayer, weight: Tensor) -> Iterator[str]:
-    """Why a layer cannot be added to this weight."""
+    """Yield the reasons why a layer cannot be added to a weight."""
     rank = layer.down.shape[0]
     if layer.down.shape[1:] != weight.shape[1:]:
-        yield f"down is {tuple(layer.down.shape)}, and the weight {tuple(weight.shape)}"
+        yield f"down has the shape {tuple(layer.down.shape)}, and the weight {tuple(weight.shape)}"
     if tuple(layer.up.shape) != (weight.shape[0], rank, *[1] * (weight.ndim - 2)):
-        yield f"up is {tuple(layer.up.shape)} with rank {rank}, and the weight {tuple(weight.shape)}"
+        yield f"up has the shape {tuple(layer.up.shape)} with rank {rank}, and the weight {tuple(weight.shape)}"
 
 
 def _joined(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factors:
     downs = [layer.down.to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
-    # Scaled in single precision and rounded once, whatever the model's element type.
+    # Scaled in single precision, and rounded only once to the model's element type.
     ups = [(layer.up.to(weight.device, torch.float32).flatten(1) * scale).to(weight.dtype) for layer, scale in layers]
     if len(layers) == 1:
         return Factors(down=downs[0], up=ups[0])

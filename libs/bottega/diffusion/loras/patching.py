@@ -1,8 +1,7 @@
-"""LoRAs in the weights: W = W0 + up @ down in place, from pristine copies of the touched layers and of no others.
+"""Merges LoRAs into weights in place, W = W0 + up @ down, and restores the weights from copies of the changed layers.
 
-Putting back copies the pristine weights, so that they are equal bit for bit after any number of swaps, in every element
-type. The copies stay for the next set: making them costs more than the sums.
-Parameters stay where they are in memory.
+Restoring from copies keeps the weights equal bit for bit after any number of swaps, in every element type. The copies
+are kept for the next set, because making them costs more than the sums. Parameters keep their addresses in memory.
 """
 
 from __future__ import annotations
@@ -18,15 +17,20 @@ from bottega.diffusion.device.threads import compute_alone
 from bottega.diffusion.operations import Operations, WeightSum
 from bottega.diffusion.rows import Factors, LoraSet
 
-# Of weights. Below, waking threads, a tenth of a millisecond each, takes longer than what they take over.
-_WORTH_THREADS_BYTES = 4 << 20
+# Bytes of weights. For fewer, waking threads, a tenth of a millisecond each, takes longer than the work they take over.
+_MIN_THREADED_BYTES = 4 << 20
 
 
 class Patcher:
-    """The weights of one component. keep_on: where pristine copies are kept; None is beside the weights.
+    """The weights of one component, with one set of LoRAs merged into them or none.
 
-    operations: writes sums by what is in them.
-    Everything is between two forwards: nothing may read the weights meanwhile.
+    Call it between two forwards: nothing may read the weights during a call.
+
+    Args:
+        network: The component.
+        component: Its name in `LoraSet`.
+        keep_on: Device of the pristine copies; None keeps them on the weights' device.
+        operations: Kernels that write the sums.
     """
 
     def __init__(
@@ -46,57 +50,57 @@ class Patcher:
 
     @property
     def patched(self) -> LoraSet | None:
-        """What is in the weights; None where they are untouched."""
+        """The merged set; None if the weights are pristine."""
         return self._patched
 
     @property
     def pristine_bytes(self) -> int:
-        """What the pristine copies take: of the layers that the last set touched, until `restore`."""
+        """Size of the pristine copies, which are those of the last set's layers, until `restore`."""
         return sum(copy.nbytes for copy in self._pristine.values())
 
     def touched_bytes(self, loras: LoraSet) -> int:
-        """Of the weights that a set changes."""
+        """Return the size of the weights that a set changes."""
         return sum(self._weight(path).nbytes for path in loras.of(self._component))
 
     @torch.inference_mode()
     def patch(self, loras: LoraSet) -> None:
-        """Puts a set into the weights, in place of what was in them."""
+        """Merge a set in place of the merged one."""
         if loras is self._patched:
             return
         factors = loras.of(self._component)
         self._forget([path for path in self._pristine if path not in factors])
         changed = set(self._pristine) if self._patched is not None else set()
-        self._patched = loras  # before the first weight changes: whatever fails below, restore puts all back
+        self._patched = loras  # set before the first weight changes, so that restore works if the rest fails
         self._share_out(lambda paths: self._write(paths, factors, changed), list(factors))
 
     @torch.inference_mode()
     def put_back(self) -> None:
-        """Back to the untouched weights, bit for bit; keeps the copies. Harmless when nothing is patched."""
+        """Restore the pristine weights, bit for bit, if a set is merged, and keep the copies."""
         if self._patched is not None:
             self._copy_back(list(self._pristine))
         self._patched = None
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """As `put_back`, and gives the copies' memory back."""
+        """Restore the pristine weights, and free the copies."""
         self.put_back()
         self._pristine.clear()
 
     def _forget(self, paths: list[str]) -> None:
         if self._patched is not None:
             self._copy_back(paths)
-        for path in paths:  # only now: a copy that failed can be tried again
+        for path in paths:  # after copying, so that a failed copy can be repeated
             del self._pristine[path]
 
     def _write(self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]) -> None:
-        """changed: of whose weights a set is part already; the others are as pristine as their copies."""
+        """Write the sums of these layers. `changed` names the layers into which a set is already merged."""
         write = self._operations.write_sums or _write_sums
         write(self._sums(paths, factors, changed))
 
     def _sums(
         self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]
     ) -> Iterator[WeightSum]:
-        """One by one, so that a weight which is copied first is written while it is still near."""
+        """Yield the sums one by one, so that a weight that is copied first is still in the cache when it is written."""
         for path in paths:
             weight = self._weight(path)
             if path not in self._pristine:
@@ -112,21 +116,22 @@ class Patcher:
             torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
 
     def _share_out(self, work: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
-        """Has as many threads as torch computes with here do that work, each with its own layers.
+        """Divide work by layers among as many threads as torch uses here.
 
-        Two threads in one layer after the other wake each other for every one, which takes as long as a small layer.
+        Threads that share one layer after the other would wake each other for each layer, which takes as long as a
+        small layer.
         """
         weights = [self._weight(path) for path in paths]
-        if any(each.is_cuda for each in weights):
+        if any(weight.is_cuda for weight in weights):
             work(paths)
             return
         shares = min(torch.get_num_threads(), len(paths))
-        if sum(each.nbytes for each in weights) < _WORTH_THREADS_BYTES:
+        if sum(weight.nbytes for weight in weights) < _MIN_THREADED_BYTES:
             shares = 1
-        done = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(shares)]
-        wait(done)
-        for each in done:
-            each.result()
+        futures = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(shares)]
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def _weight(self, path: str) -> Tensor:
         weight = self._modules[path].weight
@@ -136,34 +141,34 @@ class Patcher:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Kept: a new thread's first product takes milliseconds more than the next one."""
+    """Return threads that are kept, because a new thread's first product takes milliseconds longer than the next."""
     return ThreadPoolExecutor(thread_name_prefix="patch", initializer=compute_alone)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A weight, or what is shaped like it, as [first dimension, the others] in the order in which it lies in memory."""
+    """Return a view of a tensor in a weight's shape as [first dimension, all others], in the order of its memory."""
     if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.permute(0, 2, 3, 1).flatten(1)
     return tensor.view(tensor.shape[0], -1)
 
 
-def down_matrix(each: WeightSum) -> Tensor:
-    """The factors' `down` as [rank, columns], its columns in the order of `as_matrix` of the weight."""
-    down, weight = each.factors.down, each.weight
+def down_matrix(weight_sum: WeightSum) -> Tensor:
+    """Return the factors' `down` as [rank, columns], with the columns in the order of `as_matrix` of the weight."""
+    down, weight = weight_sum.factors.down, weight_sum.weight
     return down.flatten(1) if weight.is_contiguous() else down.permute(0, 2, 3, 1).flatten(1)
 
 
 def _write_sums(sums: Iterable[WeightSum]) -> None:
-    for each in sums:
-        _write_sum(each)
+    for weight_sum in sums:
+        _write_sum(weight_sum)
 
 
-def _write_sum(each: WeightSum) -> None:
-    """A weight that is pristine itself is read and written in one pass."""
-    weight, low = each.weight, down_matrix(each)
+def _write_sum(weight_sum: WeightSum) -> None:
+    weight, low, factors = weight_sum.weight, down_matrix(weight_sum), weight_sum.factors
     after = as_matrix(weight)
-    before = after if each.before is weight else as_matrix(each.before.to(weight.device))
+    # A pristine weight is read and written in one pass.
+    before = after if weight_sum.before is weight else as_matrix(weight_sum.before.to(weight.device))
     if weight.dtype == torch.float32:
-        torch.addmm(before, each.factors.up, low, out=after)
+        torch.addmm(before, factors.up, low, out=after)
     else:
-        after.copy_(torch.addmm(before.float(), each.factors.up.float(), low.float()))
+        after.copy_(torch.addmm(before.float(), factors.up.float(), low.float()))

@@ -1,7 +1,7 @@
-"""How much a job's LoRAs change its latents, step by step: its images run once more beside themselves without them.
+"""Measures how much a job's LoRAs change its latents at each step, by denoising its images a second time without them.
 
-Such a shadow has the same prompt, read with the same text encoders, the same seed and sampler; only the UNet's LoRAs
-are not there: what a late LoRA leaves out.
+Such a shadow has the same prompt, encoded with the same text encoders, and the same seed and sampler. It lacks only the
+UNet's LoRAs, as an image lacks them whose LoRAs are late.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from bottega.diffusion.engine.request import Request
 
 
 class LatentMeter:
-    """shadows: one for each image, of its index; without any, nothing is measured.
+    """The similarities of a job's latents with and without its LoRAs.
 
-    What one of the two is ahead of the other is kept, at most a latent for each step.
+    Latents of the request that is ahead are kept, at most one for each step.
+
+    Args:
+        shadows: One for each image, with the image's index. Without shadows, nothing is measured.
     """
 
     def __init__(self, shadows: Iterable[Request] = ()) -> None:
@@ -27,31 +30,31 @@ class LatentMeter:
 
     @property
     def done(self) -> bool:
-        """Whether all there is to measure was; so it is where nothing is."""
+        """Whether all shadows are done; True without shadows."""
         return all(shadow.done for shadow in self.shadows)
 
     @property
     def similarities(self) -> tuple[float, ...]:
-        """After each step, the cosine of the latents with and without LoRAs; of several images, the least.
+        """Cosine of the latents with and without LoRAs after each step; the lowest of several images.
 
-        Waits for the device: to be asked for when the job has ended.
+        It waits for the device, so read it after the job has ended.
         """
-        return tuple(min(float(each) for each in self._cosines[step]) for step in sorted(self._cosines))
+        return tuple(min(float(cosine) for cosine in self._cosines[step]) for step in sorted(self._cosines))
 
     def observe(self, request: Request) -> None:
-        """An image, or its shadow, has made a step."""
+        """Take the latent of an image or a shadow after a step."""
         if not self.shadows:
             return
         key = (request.index, request.step)
         other = self._ahead.pop(key, None)
         if other is None:
-            self._ahead[key] = request.latent  # a step makes a new one
+            self._ahead[key] = request.latent  # the next step makes a new tensor
             return
         self._cosines.setdefault(request.step, []).append(_cosine(request.latent, other))
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """A scalar on the device; 0 where one of them is nothing at all."""
+    """Return a scalar on the device; 0 if one of the tensors is zero."""
     one, other = one.flatten().double(), other.flatten().double()
     lengths = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
     return torch.where(lengths > 0, (one @ other) / lengths, 0.0).clamp(-1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Where LoRAs come from, as the engine sees it."""
+"""The interface of a source that brings LoRAs to the engine."""
 
 from __future__ import annotations
 
@@ -13,58 +13,60 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """Which LoRA. name: in the store, for messages. digest: SHA-256 of its canonical file, hex."""
+    """A reference to a LoRA."""
 
     name: str
+    """Name in the store, for messages."""
     digest: str
+    """SHA-256 of its canonical file, in hex."""
 
 
 class LoraHandle(Protocol):
-    """A LoRA that somebody is waiting for. Its properties raise the BottegaError for which it will never be here."""
+    """A LoRA that has been requested. Its properties raise the BottegaError of a LoRA that cannot be brought."""
 
     @property
     def text_ready(self) -> bool:
-        """Whether the layers of the text encoders are here: they come first."""
+        """Whether the text encoders' layers have arrived, which come first."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all layers have arrived."""
         ...
 
     @property
     def load_s(self) -> float:
-        """Seconds from `begin` until all of it was here; until now, where it is not."""
+        """Seconds from `begin` until all layers arrived, or until now."""
         ...
 
     @property
     def work(self) -> StoreWork | None:
-        """What a store has done to bring it, perhaps before `begin`, for somebody else; None where none has."""
+        """A store's work to bring it, perhaps before `begin` for another job; None if no store was needed."""
         ...
 
     def layers(self, component: str) -> Layers:
-        """What it does to one component; those of the UNet once it is ready, others once their part is.
+        """Return the layers of one component: the UNet's when `ready`, the text encoders' when `text_ready`.
 
-        They may be read until the handle is closed, and are best given on the model's device, in its element type.
+        They may be read until the handle is closed. They should be on the model's device, in its element type.
         """
         ...
 
 
 class LoraSource(Protocol):
-    """Brings LoRAs. All calls come from the engine's thread, and none but `settle` waits."""
+    """A source of LoRAs. All calls come from the engine's thread, and only `settle` waits."""
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """The stores that there are now, the best first. What is asked for while there are none waits for the next."""
+        """Set the present stores, best first. Requests wait while there is no store."""
         ...
 
     def begin(self, ref: LoraRef) -> LoraHandle:
-        """Asks for a LoRA; what takes time goes on meanwhile. What fails, the handle says."""
+        """Request a LoRA, and bring it in the background. The handle reports failures."""
         ...
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
-        """Returns when more of one of these is here, or it has failed, or after the timeout."""
+        """Wait until more of one of these has arrived or one has failed, or until the timeout."""
         ...
 
     def close(self, handles: Sequence[LoraHandle]) -> None:
-        """Nobody needs these any more, ready or not. Harmless the second time."""
+        """Release handles, whether or not they are ready. Releasing one twice does nothing."""
         ...

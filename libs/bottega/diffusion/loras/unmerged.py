@@ -22,7 +22,7 @@ from bottega.diffusion.model.backbone import RowSpans
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
-"""Plans hold the factors once more, stacked: of groups that take turns, as many are kept as fit into so many bytes."""
+"""Bytes of plans that are kept for groups that take turns. A plan holds a stacked copy of the factors."""
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
@@ -89,10 +89,10 @@ class UnmergedLoras:
         return None if self._spans is None else self._spans.offsets
 
     def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
-        arrangement = tuple(None if each is None else each.key for each in sets)
+        arrangement = tuple(None if row_set is None else row_set.key for row_set in sets)
         plan = self._plans.pop(arrangement, None) or self._made(sets)
         self._plans[arrangement] = plan
-        while len(self._plans) > 1 and sum(each.size_bytes for each in self._plans.values()) > self._stacked_bytes:
+        while len(self._plans) > 1 and sum(kept.size_bytes for kept in self._plans.values()) > self._stacked_bytes:
             self._plans.popitem(last=False)
         return plan
 
@@ -119,7 +119,7 @@ class UnmergedLoras:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """What every touched module adds, for one arrangement of sets."""
+    """The hooks of all changed modules, for one arrangement of sets."""
 
     hooks: Mapping[str, _Hook]
     size_bytes: int
@@ -142,50 +142,58 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stack:
-    """Runs with equally many rows, side by side: rows [first, last), `sets` products.
+    """Adjacent runs with equally many rows, whose products are computed together.
 
-    Linear: down [sets, in, rank], up [sets, rank, out]. Convolution: down [rows * rank, in, kernel, kernel] or, with
-    one set, [rank, ...]; up [rows or 1, out, rank]. Where ranks differ, zeros fill the smaller ones.
+    Smaller ranks are padded with zeros.
     """
 
     first: int
+    """First row."""
     last: int
+    """Row behind the last one."""
     sets: int
+    """Number of runs."""
     down: Tensor
+    """Linear: [sets, in, rank]. Convolution: [rows * rank, in, kernel, kernel], or [rank, ...] for one set."""
     up: Tensor
+    """Linear: [sets, rank, out]. Convolution: [rows, out, rank], or [1, out, rank] for one set."""
 
     @property
     def size_bytes(self) -> int:
         return self.down.nbytes + self.up.nbytes
 
     def bounds(self, offsets: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Where each set's part of dimension 0 begins, and where the last one ends. offsets: see RowSpans."""
+        """Return where each set's part of dimension 0 begins, and where the last one ends.
+
+        Args:
+            offsets: See RowSpans.
+        """
         rows = (self.last - self.first) // self.sets
         edges = range(self.first, self.last + 1, rows)
         return tuple(edges) if offsets is None else tuple(offsets[edge] for edge in edges)
 
     def of_set(self, place: int) -> tuple[Tensor, Tensor]:
-        """down and up of one set of a convolution."""
+        """Return down and up of one set of a convolution."""
         rank = self.up.shape[-1]
-        each = self.down.view(-1, rank, *self.down.shape[1:])
-        first = place * (len(each) // self.sets)
-        return each[first], self.up[first]
+        downs = self.down.view(-1, rank, *self.down.shape[1:])
+        first = place * (len(downs) // self.sets)
+        return downs[first], self.up[first]
 
 
 def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -> list[_Run]:
     runs: list[_Run] = []
     first = 0
-    for place, each in enumerate(sets):
+    for place, row_set in enumerate(sets):
         last = place == len(sets) - 1
-        if row_by_row or last or sets[place + 1] is not each:
-            if each is not None:
-                runs.append(_Run(first=first, rows=place + 1 - first, factors=each.of(component)))
+        if row_by_row or last or sets[place + 1] is not row_set:
+            if row_set is not None:
+                runs.append(_Run(first=first, rows=place + 1 - first, factors=row_set.of(component)))
             first = place + 1
     return runs
 
 
 def _alike(runs: Sequence[_Run], *, row_by_row: bool) -> list[list[_Run]]:
-    """The runs that can be one batched product: next to each other and of equally many rows."""
+    """Return groups of runs that can be one batched product: adjacent ones with equally many rows."""
     groups: list[list[_Run]] = []
     for run in runs:
         before = groups[-1][-1] if groups else None
@@ -209,18 +217,18 @@ def _linear_stack(path: str, runs: Sequence[_Run]) -> _Stack:
 
 def _conv_stack(path: str, runs: Sequence[_Run]) -> _Stack:
     down, up = _padded([run.factors[path] for run in runs])
-    if len(runs) > 1:  # one grouped convolution, a group for each row
-        down, up = (each.repeat_interleave(runs[0].rows, dim=0) for each in (down, up))
+    if len(runs) > 1:  # one grouped convolution with a group for each row
+        down, up = (factor.repeat_interleave(runs[0].rows, dim=0) for factor in (down, up))
     return _Stack(
         first=runs[0].first, last=runs[-1].first + runs[-1].rows, sets=len(runs), down=down.flatten(0, 1), up=up
     )
 
 
 def _padded(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
-    """Stacked: down [sets, rank, ...], up [sets, out, rank]."""
-    rank = max(each.rank for each in factors)
-    down = torch.stack([_filled(each.down, 0, rank) for each in factors])
-    return down, torch.stack([_filled(each.up, 1, rank) for each in factors])
+    """Return the factors stacked: down [sets, rank, ...], up [sets, out, rank]."""
+    rank = max(set_factors.rank for set_factors in factors)
+    down = torch.stack([_filled(set_factors.down, 0, rank) for set_factors in factors])
+    return down, torch.stack([_filled(set_factors.up, 1, rank) for set_factors in factors])
 
 
 def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -263,7 +271,7 @@ def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
 
 def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        # The output is this module's own fresh tensor, and nobody else has seen it yet.
+        # The output may be changed in place: the module has just made it, and nothing else has read it.
         for stack in stacks:
             bounds = stack.bounds(offsets())
             if _even(bounds):
@@ -296,7 +304,15 @@ def _convolved(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
 
 
 def _add_convolved(module: nn.Conv2d, x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> None:
-    """Adds to the output of items [items, channels, height, width]. down, up: see _Stack; of all items, or of each."""
+    """Add a convolution's product to `output`, [items, channels, height, width].
+
+    Args:
+        module: The convolution.
+        x: Its input.
+        output: Its output.
+        down: See _Stack; one for all items, or one for each.
+        up: See _Stack; one for all items, or one for each.
+    """
     items, groups = x.shape[0], down.shape[0] // up.shape[-1]
     if not items:
         return
@@ -307,5 +323,5 @@ def _add_convolved(module: nn.Conv2d, x: Tensor, output: Tensor, down: Tensor, u
 
 
 def _even(bounds: Sequence[int]) -> bool:
-    """Whether all parts are equally long: then they are one batched product."""
+    """Return whether all parts are equally long, so that they can be one batched product."""
     return len({last - first for first, last in pairwise(bounds)}) == 1

@@ -28,12 +28,12 @@ from bottega.errors import TooLarge
 
 _log = logging.getLogger(__name__)
 
-# What the probe touches, and its rank: attention's projections, as most LoRAs do.
+# Layers and rank of the probe: attention's projections, which most LoRAs change.
 _PROBE_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 _PROBE_RANK = 16
-# What a swap is measured by: of SDXL all of them would take 2 GB for the copies.
+# Bytes of weights that a swap is measured with. All of SDXL's probe layers would need 2 GB for the copies.
 _PROBE_BYTES = 256 << 20
-# What the copies are called among those who have some of the device's memory.
+# Name of the copies in the plan of the device's memory.
 _COPIES = "pristine copies"
 
 
@@ -66,7 +66,7 @@ class LoraWeights:
         self.costs = SwapCosts()
         self.swaps = 0
         self._kept_on = str(keep_on or model.device)
-        self._told_bytes = 0
+        self._logged_bytes = 0
         self._networks = networks
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
@@ -88,23 +88,23 @@ class LoraWeights:
 
     @property
     def patched(self) -> LoraSet | None:
-        """The set in the UNet's weights; None where they are untouched."""
+        """The set that is merged into the UNet's weights, or None."""
         return self._patchers[UNET].patched
 
     @property
     def patched_key(self) -> SetKey:
-        """Of the set in the UNet's weights; empty where they are untouched."""
+        """Key of the set that is merged into the UNet's weights; empty if they are pristine."""
         patched = self.patched
         return patched.key if patched else ()
 
     @property
     def pristine_bytes(self) -> int:
-        """What the copies of touched weights take, of all components; they stay for the next set."""
+        """Size of the pristine copies of all components, which are kept for the next set."""
         return sum(patcher.pristine_bytes for patcher in self._patchers.values())
 
     @property
     def swap_s(self) -> float:
-        """Seconds that a set like the last one takes to go into the UNet's weights and out again; 0 if none goes in."""
+        """Seconds to merge and restore a set like the last one in the UNet; 0 if no set is merged."""
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
@@ -112,7 +112,7 @@ class LoraWeights:
         return make_set(uses, self._networks, TEXT_ENCODERS, as_peft=self._as_peft)
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """What LoRAs do to the UNet; the same object for the same set while somebody uses it. Raises LoraUnusable."""
+        """Return the factors of the UNet, the same object for the same set while it is used. Raises LoraUnusable."""
         key = set_key(uses, as_peft=self._as_peft)
         known = self._sets.get(key)
         if known is None:
@@ -136,14 +136,16 @@ class LoraWeights:
         for name in TEXT_ENCODERS:
             _put(self._patchers[name], loras)
         if loras is None:
-            return 0.0  # as for most prompts: nobody asks what that took
+            return 0.0  # not measured, because the time is not charged to a job
         seconds = Span(begin=began, end=self._device.record()).seconds
-        self._tell_copies()
+        self._log_copies()
         return seconds
 
     def put_in_unet(self, loras: LoraSet | None) -> float:
-        """Makes the UNet's weights have this set in them, or none. Returns the seconds it took, without the step that
-        a device was still at, and waits until it is done.
+        """Merge a set into the UNet's weights, or restore them.
+
+        Returns:
+            The seconds it took, after waiting for the device's running step.
         """
         patcher = self._patchers[UNET]
         copied = patcher.pristine_bytes
@@ -151,18 +153,21 @@ class LoraWeights:
         _put(patcher, loras)
         seconds = Span(begin=began, end=self._device.record()).seconds
         self.swaps += 1
-        if loras is not None and patcher.pristine_bytes <= copied:  # the next one will find the copies made
+        if loras is not None and patcher.pristine_bytes <= copied:  # no copies were made, as usual for later swaps
             self.costs.observe_patch(patcher.touched_bytes(loras), seconds)
         return seconds
 
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
-        """Patches, or puts back, as the next turns want it. Returns the seconds it took.
+        """Merge or restore the UNet's weights for the next turns, and return the seconds it took.
 
-        sets: of all requests under way. steps: how many more the longest of them has; step_s: seconds of one.
+        Args:
+            sets: Sets of all running requests.
+            steps: Steps that the longest of them still has.
+            step_s: Seconds of a step.
         """
-        wanted = sets[0] if sets and all(each is sets[0] for each in sets) else None
+        wanted = sets[0] if sets and all(request_set is sets[0] for request_set in sets) else None
         if not sets or wanted is self.patched:
-            return 0.0  # without requests it stays: the next one may want the same
+            return 0.0  # without requests, the merged set stays for the next one
         if wanted is None or not self._pays(wanted, steps, step_s):
             return self.put_in_unet(None) if self.patched else 0.0
         try:
@@ -172,35 +177,38 @@ class LoraWeights:
             self._memory.release(_COPIES)
             self._patches = False
             _log.warning(
-                "the device has no memory for copies of patched weights; LoRAs go beside the weights from now on",
+                "the device has no memory for copies of weights; LoRAs are not merged from now on",
                 extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
             )
             return 0.0
-        self._tell_copies()
+        self._log_copies()
         return seconds
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]. spans: see UnmergedLoras."""
-        if self.patched is not None and any(each is not self.patched for each in sets):
+        """Let row i of the forward that begins, or continues with fewer rows, use sets[i]. See UnmergedLoras.enter."""
+        if self.patched is not None and any(row_set is not self.patched for row_set in sets):
             self.put_in_unet(None)
-        self._unmerged.enter([None if each is self.patched else each for each in sets], spans)
+        self._unmerged.enter([None if row_set is self.patched else row_set for row_set in sets], spans)
 
     def leave(self) -> None:
-        """The forward is over."""
+        """End the forward."""
         self._unmerged.leave()
 
     def observe_forward(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
-        """Learns from a forward what unmerged LoRAs cost. plain_s: what it takes without LoRAs, where that is known.
+        """Learn the cost of unmerged LoRAs from a forward; return whether a plain forward would take as long.
 
-        Whether the forward says how long a plain one takes.
+        Args:
+            sets: Sets of its rows.
+            seconds: Its duration.
+            plain_s: Duration of a plain forward of as many rows, if it is known.
         """
-        beside = {each for each in sets if each is not None and each is not self.patched}
-        if len(beside) == 1 and plain_s and all(each is not None for each in sets):
-            self.costs.observe_step(next(iter(beside)).key, seconds, plain_s)
-        return not beside
+        unmerged = {row_set for row_set in sets if row_set is not None and row_set is not self.patched}
+        if len(unmerged) == 1 and plain_s and all(row_set is not None for row_set in sets):
+            self.costs.observe_step(next(iter(unmerged)).key, seconds, plain_s)
+        return not unmerged
 
     def probe(self, *, max_bytes: int | None = None) -> LoraSet:
-        """Return a set that changes nothing, to measure by. max_bytes: of the weights that it touches."""
+        """Return a set that changes nothing, for measurements, on at most `max_bytes` of weights."""
         layers: dict[str, LoraLayer] = {}
         touched_bytes = 0
         for path, module in self._networks[UNET].named_modules():
@@ -210,13 +218,13 @@ class LoraWeights:
                     break
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
-        name = "" if max_bytes is None else "part"  # sets are known by the names of their LoRAs
+        name = "" if max_bytes is None else "part"  # the digest distinguishes the two probes
         return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={UNET: layers})])
 
     def measure_swap(self) -> None:
-        """Put a set into a part of the UNet's weights and take it out again, twice: the copies are made only once.
+        """Measure a swap by merging the probe into a part of the UNet and restoring it, twice.
 
-        The cost of a swap is in proportion to the bytes that it touches.
+        The second time the copies exist already. A swap's cost is proportional to the bytes that it changes.
         """
         if not self._patches:
             return
@@ -235,12 +243,12 @@ class LoraWeights:
             patcher.restore()
         self._memory.release(_COPIES)
 
-    def _tell_copies(self) -> None:
-        """Logs what the pristine copies take, whenever that is more than ever before."""
-        if self.pristine_bytes > self._told_bytes:
-            self._told_bytes = self.pristine_bytes
-            facts = {"pristine_mib": round(self._told_bytes / (1 << 20), 1), "kept_on": self._kept_on}
-            _log.info("copies are kept of the weights that LoRAs were put into", extra=facts)
+    def _log_copies(self) -> None:
+        """Log the size of the pristine copies when it reaches a new maximum."""
+        if self.pristine_bytes > self._logged_bytes:
+            self._logged_bytes = self.pristine_bytes
+            facts = {"pristine_mib": round(self._logged_bytes / (1 << 20), 1), "kept_on": self._kept_on}
+            _log.info("copies are kept of the weights that LoRAs were merged into", extra=facts)
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[UNET].touched_bytes(wanted)
@@ -248,7 +256,7 @@ class LoraWeights:
 
 
 def _put(patcher: Patcher, loras: LoraSet | None) -> None:
-    """Whole or not at all."""
+    """Merge a set or restore the weights; restore them if merging fails halfway."""
     if loras is None:
         patcher.put_back()
         return
