@@ -26,8 +26,7 @@ from bottega.loras.disk_quota import Reservation
 from bottega.loras.files import LoraFolder
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.loras.records import CatalogueRecord
-from bottega.loras.upload import Upload, check_upload, receive
-from bottega.loras.upload_limits import UploadLimits
+from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
 from bottega.process import open_files
 from bottega.storage.contained_paths import check_below, resolved_below
 from bottega.storage.shielding import acquired, run_to_end

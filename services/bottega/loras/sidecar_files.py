@@ -16,8 +16,7 @@ import re
 from pathlib import Path
 
 from bottega.errors import DataLoss
-from bottega.loras.catalogue_rows import COLUMNS, from_row, to_row
-from bottega.loras.records import CatalogueRecord
+from bottega.loras.records import COLUMNS, CatalogueRecord, from_row, to_row
 from bottega.storage import folders
 
 SUFFIX = ".json"

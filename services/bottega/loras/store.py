@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.caching import Tier, TieredCache
-from bottega.errors import Draining, LoraInUse, LoraNotFound, Unavailable
+from bottega.errors import DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig
 from bottega.loras.files import LoraFolder
@@ -24,7 +24,6 @@ from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.metrics import StoreStatistics
 from bottega.loras.own_loras import base_folders, check_own_loras, import_own_loras
-from bottega.loras.pinning import PinnedLoras
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
@@ -295,3 +294,55 @@ class LoraStore:
 def missing_lora(digest: str) -> LoraNotFound:
     """Return the error for a digest that the store does not have."""
     return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})
+
+
+class PinnedLoras:
+    """The LoRAs that are pinned in the catalogue and therefore never evicted from memory.
+
+    Args:
+        catalogue: Says which LoRAs are pinned.
+        files: Their files.
+        cache: Keeps them in memory.
+        budget_bytes: Maximum size of all LoRAs in memory.
+        max_loras: Maximum number of LoRAs in memory.
+    """
+
+    def __init__(
+        self, *, catalogue: LoraCatalogue, files: LoraFolder, cache: TieredCache, budget_bytes: int, max_loras: int
+    ) -> None:
+        self._catalogue = catalogue
+        self._files = files
+        self._cache = cache
+        self._budget_bytes = budget_bytes
+        self._max_loras = max_loras
+
+    async def apply(self) -> None:
+        """Pin in memory the LoRAs that are pinned in the catalogue."""
+        pinned = await self._catalogue.pinned()
+        self._cache.pin(pinned)
+        # The limits may have been lowered since the LoRAs were pinned.
+        if sum(pinned.values()) > self._budget_bytes or len(pinned) > self._max_loras:
+            facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._budget_bytes}
+            facts |= {"pinned": len(pinned), "max_loras": self._max_loras}
+            what = "unpin some, or raise budget_bytes or the limit of open files"
+            _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
+
+    async def check(self, record: CatalogueRecord) -> None:
+        """Raise TooLarge if a LoRA does not fit beside the pinned ones, and DataLoss if its file is gone."""
+        if not await asyncio.to_thread(self._files.has, record.digest):
+            raise DataLoss(f"the file of {record.name} is gone; upload it again", metadata={"loras": record.name})
+        others = await self._catalogue.pinned()
+        others.pop(record.digest, None)
+        beside_bytes = sum(others.values())
+        if beside_bytes + record.size_bytes > self._budget_bytes:
+            raise TooLarge(
+                f"{record.name} has {record.size_bytes} bytes, other pinned LoRAs {beside_bytes}, and LoRAs in memory "
+                f"may have {self._budget_bytes} (budget_bytes): unpin others, or raise budget_bytes",
+                metadata={"limit": "budget_bytes"},
+            )
+        if len(others) >= self._max_loras:
+            raise TooLarge(
+                f"{len(others)} other LoRAs are pinned, the maximum at the store's limit of open files: unpin others, "
+                "or raise the limit",
+                metadata={"limit": "open_files"},
+            )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import StorageUnavailable
-from bottega.loras.catalogue_schema import SCHEMA as LORAS
+from bottega.loras.catalogue import SCHEMA as LORAS
 from bottega.storage import SqliteDatabase, SqliteSchema
 from tests.support import lost_files
 

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from bottega.errors import BadLora
-from bottega.loras.importing.patterns import MAX_CHARACTERS, MAX_PATTERNS, module_pattern
-from bottega.loras.importing.peft_config import from_metadata, read_adapter_config
+from bottega.loras.importing.peft_config import (
+    MAX_CHARACTERS,
+    MAX_PATTERNS,
+    from_metadata,
+    module_pattern,
+    read_adapter_config,
+)
 from tests.samples.lora_files import base_shapes
 
 _NAMES = st.text("ab0_.-", min_size=1, max_size=8)
