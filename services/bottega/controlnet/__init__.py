@@ -15,7 +15,7 @@ IP-Adapter's image encoder or T2I-Adapter, can reuse this, and has to bring the 
   It returns tensors by point and row at scale 1. Each row's own scales are applied when they are written into the
   link's slot.
 - An answer's tensors are sent in the order in which the base model needs them, and announced one by one
-  (link_responses.py). Their number and shapes follow from `ControlLayout.shapes`, which worker and server compute
+  (worker_link.py). Their number and shapes follow from `ControlLayout.shapes`, which worker and server compute
   alike. Another kind brings its own layout, and adds its points to the worker's backbone (`Block.needs`).
 - Links, leases, refusals, pings and failover (worker_link.py, and the worker's side) identify sessions, rows and
   layouts by number, whatever is computed.

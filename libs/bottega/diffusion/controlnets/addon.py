@@ -1,17 +1,28 @@
 """ControlNets as an add-on of the engine: a job's sessions begin when its prompt is encoded, and end with the job.
 
-A provider holds the sessions. The forward adds the residuals.
+A provider holds the sessions. The forward adds the residuals. If the other worker of a pair computes rows of the job, a
+message tells it which ControlNets they use; messages are checked here, and raise ValueError if they break a rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field, TypeAdapter
+from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.diffusion.controlnets.hosts import HOSTS_FIELD, read_hosts
-from bottega.diffusion.controlnets.offload import RemoteControls, controls_part, read_controls
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNetProvider, ControlRecord
+from bottega.diffusion.controlnets.provider import (
+    ControlHosts,
+    ControlInput,
+    ControlNetProvider,
+    ControlRecord,
+    ControlServer,
+)
 from bottega.diffusion.controlnets.similarity import MeasuredControlNets
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
 from bottega.diffusion.engine.encode import Conditions
@@ -25,7 +36,11 @@ from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InternalError, Unavailable, Violation
+from bottega.fair_order import Share
 
+# Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
+_MAX_SERVERS = 8
+_MAX_CONTROLS = 8
 # Name of the stage of waiting for ControlNets, before the first step and in steps.
 CONTROLNETS = "controlnets"
 # How long a job waits for its ControlNets. The largest in use has 5 GB, a minute's reading from a slow disk, and
@@ -251,4 +266,95 @@ def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> Con
         pipelined=record.pipelined,
         servers=record.servers,
         similarity=record.similarity,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Control:
+    """A ControlNet of a job, without its image and conditions. See ControlInput.
+
+    It does not say whether residuals may be stale: a follower always waits for its own, which is exact.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    height: Annotated[int, Field(ge=1, le=1 << 14)]
+    width: Annotated[int, Field(ge=1, le=1 << 14)]
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+    guess_mode: bool
+    digest: Annotated[str, Field(max_length=128)]
+    servers: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MAX_SERVERS)]
+    tenant: Annotated[str, Field(max_length=200)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_CONTROLS)])
+
+
+class RemoteControls:
+    """This engine's sessions with the ControlNets of a job of the other worker. A RemoteAddOn."""
+
+    def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
+        self._provider = provider
+        self._handles = provider.open(controls)
+
+    def ready(self, now_s: float) -> bool:
+        return self._provider.opened(self._handles)
+
+    def activate(self, row: Row, active: int) -> Row:
+        if active >> len(self._handles):
+            raise ValueError("a row has a ControlNet that its job does not have")
+        return replace(row, controls=tuple(handle for place, handle in enumerate(self._handles) if active >> place & 1))
+
+    def close(self) -> None:
+        self._provider.close(self._handles)
+
+
+def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
+    """Return the message about these controls for the other worker."""
+    messages = tuple(
+        _Control(
+            name=control.name,
+            height=control.height,
+            width=control.width,
+            halves=tuple(control.halves),
+            scale=control.scale,
+            guess_mode=control.guess_mode,
+            digest=control.hosts.digest,
+            servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MAX_SERVERS]),
+            tenant=control.share.tenant,
+            weight=control.share.weight,
+        )
+        for control in controls
+    )
+    images = {str(place): control.image for place, control in enumerate(controls)}
+    return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
+
+
+def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[ControlInput, ...]:
+    """Return the controls of a message.
+
+    Args:
+        halves: The job's conditions.
+    """
+    messages = _CONTROLS.validate_json(part.header)
+    return tuple(_control(message, part.tensors.get(str(place)), halves) for place, message in enumerate(messages))
+
+
+def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embeds]) -> ControlInput:
+    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+        raise ValueError(f"the image of ControlNet {message.name} is not uint8 [height, width, 3]")
+    if not set(message.halves) <= set(halves):
+        raise ValueError(f"ControlNet {message.name} controls a half whose conditions are not there")
+    servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
+    return ControlInput(
+        name=message.name,
+        image=image,
+        height=message.height,
+        width=message.width,
+        halves={half: halves[half] for half in message.halves},
+        scale=message.scale,
+        guess_mode=message.guess_mode,
+        hosts=ControlHosts(digest=message.digest, servers=servers),
+        share=Share(tenant=message.tenant, weight=message.weight),
     )

@@ -6,6 +6,8 @@ it, and weights are read only if they match the built network.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +17,22 @@ import torch
 from diffusers import ControlNetModel
 from torch import Tensor, nn
 
-from bottega.diffusion.controlnets.weights import read_tensor, weights_bytes, weights_dtype
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.model_files.controlnet_config import NetworkConfig
 from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
+from bottega.safetensors_header import TensorEntry
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +124,8 @@ def find_controlnet(
     with _naming(name, "used"):
         config = read_checked_config(name, folder, base=base, root=root)
         with opened_weights(folder, root) as files:
-            dtype = dtype or weights_dtype(files)
-            size_bytes = weights_bytes(files, dtype)
+            dtype = dtype or _weights_dtype(files)
+            size_bytes = _weights_bytes(files, dtype)
     layout = controlnet_layout(config)
     return ControlNetSource(name=name, folder=folder, root=root, dtype=dtype, size_bytes=size_bytes, layout=layout)
 
@@ -141,12 +152,12 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
     try:
         with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
             config = read_checked_config(source.name, source.folder, root=source.root)
-            if (controlnet_layout(config), weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
+            if (controlnet_layout(config), _weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
                 raise ValueError("its files have changed since it was found; add it again")
             network = _built(config)
             _check_same(network, files)
             state = {
-                entry.name: read_tensor(weights, entry).to(device, source.dtype)
+                entry.name: _read_tensor(weights, entry).to(device, source.dtype)
                 for weights in files
                 for entry in weights.header.tensors
             }
@@ -176,3 +187,29 @@ def _naming(name: str, what: str) -> Iterator[None]:
             raise
         except RuntimeError as error:
             raise ValueError(str(error)) from error
+
+
+def _read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
+    """Return a copy of one of the file's tensors.
+
+    A mapped file could change, and end the process if it is truncated.
+    """
+    raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    weights.file.seek(weights.header.size_bytes + entry.begin)
+    if weights.file.readinto(raw.numpy().data) < raw.numel():
+        raise ValueError("a file of weights has become shorter while it was read")
+    return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def _weights_dtype(files: Sequence[WeightsFile]) -> torch.dtype:
+    """Return the most common element type of the tensors if it is float16 or bfloat16, else float32."""
+    counts = Counter(entry.dtype for weights in files for entry in weights.header.tensors)
+    common = counts.most_common(1)
+    found = _DTYPES[common[0][0]] if common else torch.float32
+    return found if found in {torch.float16, torch.bfloat16} else torch.float32
+
+
+def _weights_bytes(files: Sequence[WeightsFile], dtype: torch.dtype) -> int:
+    """Return the size of all tensors in the element type that they are loaded in."""
+    entries = (entry for weights in files for entry in weights.header.tensors)
+    return sum(math.prod(entry.shape) * dtype.itemsize for entry in entries)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.controlnets.offload import RemoteControls, controls_part, read_controls
+from bottega.diffusion.controlnets.addon import RemoteControls, controls_part, read_controls
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
 from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.parallel.offload import OffloadedPart
