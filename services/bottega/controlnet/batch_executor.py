@@ -133,7 +133,7 @@ class BatchExecutor:
         Call it under the lock. The group is filled with rows of the leading step, then of the others by arrival.
         """
         leader: Hashable = None
-        most = self._max_rows
+        max_rows = self._max_rows
         group: list[tuple[StepRequest, int]] = []
         leading = self._next_step()
         for work in (leading, *(work for work in self._waiting if work is not leading)):
@@ -142,8 +142,8 @@ class BatchExecutor:
                     continue
                 key = work.key(index)
                 if leader is None:
-                    leader, most = key, self._most_rows(work.rows[index])
-                if key == leader and len(group) < most:
+                    leader, max_rows = key, self._max_rows_with(work.rows[index])
+                if key == leader and len(group) < max_rows:
                     group.append((work, index))
         return group
 
@@ -178,7 +178,7 @@ class BatchExecutor:
             if len(work.residuals) == len(work.rows):
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
 
-    def _most_rows(self, row: ControlRow) -> int:
+    def _max_rows_with(self, row: ControlRow) -> int:
         """Return the maximum number of rows of a forward with this one."""
         fitting = None if self._fixed_rows else self._memory.most_rows(_area(row), decoded_area=0)
         return self._max_rows if fitting is None else min(fitting, self._max_rows)
@@ -189,7 +189,7 @@ class BatchExecutor:
         if self._fixed_rows or len(group) == 1 or not is_out_of_memory(error):
             return False
         self._memory.note_out_of_memory(_area(row), len(group))
-        return self._most_rows(row) < len(group)
+        return self._max_rows_with(row) < len(group)
 
     def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
         """Retry the steps of a failed forward one by one. A step that ran alone has failed."""

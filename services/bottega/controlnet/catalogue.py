@@ -21,7 +21,7 @@ from bottega.storage.contained_paths import check_below, listed, resolved_below
 _log = logging.getLogger(__name__)
 
 # Maximum number that a server may report of itself, by the contract of Load.
-_MOST = 1024
+_MAX_CONTROLNETS = 1024
 _MAX_PATH_CHARACTERS = 4096
 
 
@@ -78,15 +78,15 @@ class ControlNetCatalogue:
         """
         violations = []
         if not rules.is_adapter_name(name):
-            violations.append(Violation(field="name", description="cannot be the name of a ControlNet"))
+            violations.append(Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}"))
         if not 0 < len(folder) <= _MAX_PATH_CHARACTERS or "\0" in folder:
             violations.append(Violation(field="folder", description="must be the path of a folder"))
         rules.refuse(violations)
         if name in self._fixed:
             raise ControlNetExists(f"the server's configuration has a ControlNet {name}; add it under another name")
-        if name not in self.folders and len(self.folders) >= _MOST:
+        if name not in self.folders and len(self.folders) >= _MAX_CONTROLNETS:
             raise TooLarge(
-                f"the server hosts {_MOST} ControlNets, as many as it may", metadata={"limit": "controlnets"}
+                f"the server hosts {_MAX_CONTROLNETS} ControlNets, the maximum", metadata={"limit": "controlnets"}
             )
         return self._below_root(folder)
 
@@ -102,11 +102,11 @@ class ControlNetCatalogue:
             raise _refused("ControlNets cannot be added to this server: its configuration has no root")
         try:
             path = resolved_below(Path(folder), self.root)
-            there = path.is_dir()
+            is_folder = path.is_dir()
         except OSError as error:  # for example a name that is too long for the disk
-            raise _refused(error.strerror or "cannot be looked at") from None
-        if not there:
-            raise _refused("is no folder on the server's machine")
+            raise _refused(error.strerror or "the folder cannot be read") from None
+        if not is_folder:
+            raise _refused("there is no such folder on the server's machine")
         try:
             read = listed(path, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)
             check_below([path / "config.json", *read], self.root)
@@ -135,7 +135,7 @@ class ControlNetCatalogue:
     def _checked_again(self, name: str, folder: str) -> Path:
         """Return the folder of a remembered ControlNet if it is still allowed. Raises InvalidRequest."""
         if not rules.is_adapter_name(name):
-            raise _refused("cannot be the name of a ControlNet")
+            raise _refused(f"the name must be {rules.ADAPTER_NAMES}")
         return self._below_root(folder)
 
 

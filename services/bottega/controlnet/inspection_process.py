@@ -64,7 +64,7 @@ def _answer(call: pb.ControlNetEngineHost) -> pb.ControlNetEngineHosted:
     except BottegaError as error:
         answer.error.CopyFrom(to_job_error(error))
     except MemoryError:
-        why = f"ControlNet {call.name} cannot be used: to look at it takes more memory than it may"
+        why = f"ControlNet {call.name} cannot be used: checking it takes more memory than allowed"
         answer.error.CopyFrom(to_job_error(ControlNetUnusable(why)))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

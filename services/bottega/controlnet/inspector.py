@@ -47,7 +47,7 @@ class ControlNetInspector(ProcessPool):
                 processes=1,
                 max_waiting=_MAX_WAITING,
                 limit="inspections",
-                waiting="ControlNets wait to be looked at",
+                waiting="ControlNets wait to be checked",
                 attempts=1,
                 idle_s=idle_s,
             ),
@@ -70,10 +70,10 @@ class ControlNetInspector(ProcessPool):
             answer = pb.ControlNetEngineHosted.FromString(await self.call(prepare))
         except ProcessLost as lost:
             if lost.loss is Loss.STALLED:
-                late = f"ControlNet {name} was not looked at in time; the server's machine may be busy"
+                late = f"ControlNet {name} was not checked in time; the server's machine may be busy"
                 raise Unavailable(late, retry_after_s=1.0) from None
             raise ControlNetUnusable(
-                f"ControlNet {name} cannot be used: to look at it takes more memory or time than it may"
+                f"ControlNet {name} cannot be used: checking it takes more memory or time than allowed"
             ) from None
         if answer.HasField("error"):
             raise from_job_error(answer.error)

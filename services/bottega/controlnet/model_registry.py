@@ -121,14 +121,14 @@ class ModelRegistry:
             )
         self._last_dtype = dtype
         versions = []
-        for each in wanted:
-            model = self._models.get(each.name)
-            if model is None or each.digest not in ("", model.digest):
+        for reference in wanted:
+            model = self._models.get(reference.name)
+            if model is None or reference.digest not in ("", model.digest):
                 served = ", ".join(sorted(self._models))
-                which = f" with the digest {each.digest[:_VERSION_CHARACTERS]}" if model is not None else ""
-                raise ControlNetNotFound(f"{each.name}{which} is not hosted here", metadata={"served": served})
+                which = f" with the digest {reference.digest[:_VERSION_CHARACTERS]}" if model is not None else ""
+                raise ControlNetNotFound(f"{reference.name}{which} is not hosted here", metadata={"served": served})
             if misfits := list(model.source.layout.misfits(base)):
-                raise ControlNetUnusable(f"ControlNet {each.name} does not fit the model: {'; '.join(misfits)}")
+                raise ControlNetUnusable(f"ControlNet {reference.name} does not fit the model: {'; '.join(misfits)}")
             versions.append(model.key(dtype))
         return self.cache.borrow(versions)
 

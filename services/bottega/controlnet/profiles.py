@@ -18,7 +18,7 @@ from bottega.v1.hosted_pb2 import ResidualProfile
 _log = logging.getLogger(__name__)
 
 # Maximum number of ControlNets, several times what a server hosts. Those that were profiled first are forgotten first.
-_MOST = 4096
+_MAX_PROFILED = 4096
 
 
 class ProfileStore:
@@ -50,7 +50,7 @@ class ProfileStore:
         others = [other for other in self.of(digest) if other.model_hash != profile.model_hash]
         kept = tuple([*others, profile][-rules.MAX_PROFILES :])
         profiles = {key: value for key, value in self._profiles.items() if key != digest}
-        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MOST)]]
+        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MAX_PROFILED)]]
         rows = [with_checksum(digest, stored.SerializeToString(deterministic=True)) for stored in kept]
 
         def write(connection: sqlite3.Connection) -> None:

@@ -52,7 +52,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
 
 def _check_name(field: str, name: str) -> Iterator[Violation]:
     if not rules.is_adapter_name(name):
-        yield Violation(field=field, description="cannot be the name of a ControlNet")
+        yield Violation(field=field, description=f"must be {rules.ADAPTER_NAMES}")
 
 
 def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:

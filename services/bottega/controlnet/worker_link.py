@@ -52,11 +52,11 @@ from bottega.transport import (
 )
 
 # Maximum number of sessions of a worker. It runs some tens of requests with at most eight ControlNets each.
-_MOST_SESSIONS = 512
+_MAX_SESSIONS = 512
 # Maximum number of rows of a step. A step of sixteen rows with eight ControlNets has 128.
-_MOST_ROWS = 512
+_MAX_ROWS = 512
 # Maximum number of pixels of the drawn picture, and of a control image.
-_MOST_PIXELS = 16 << 20
+_MAX_PIXELS = 16 << 20
 # Allocated only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 
@@ -149,11 +149,11 @@ class ControlNetWorkerLink(LinkHandler):
         numbers = {session.number for session in opening.sessions}
         if opening.lease in self._leases or len(numbers) < len(opening.sessions) or numbers & self._sessions.keys():
             raise ValueError("a lease or a session has the number of another one")
-        if sum(len(lease.opening.sessions) for lease in self._leases.values()) + len(numbers) > _MOST_SESSIONS:
-            raise ValueError(f"a worker has at most {_MOST_SESSIONS} sessions")
+        if sum(len(lease.opening.sessions) for lease in self._leases.values()) + len(numbers) > _MAX_SESSIONS:
+            raise ValueError(f"a worker has at most {_MAX_SESSIONS} sessions")
         for session, control in zip(opening.sessions, opening.controls, strict=True):
-            if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MOST_PIXELS:
-                raise ValueError(f"a picture has at most {_MOST_PIXELS} pixels")
+            if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MAX_PIXELS:
+                raise ValueError(f"a picture has at most {_MAX_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:
         """Open the sessions of a lease whose ControlNets are loaded or have failed. Called by the sending thread."""
@@ -185,8 +185,8 @@ class ControlNetWorkerLink(LinkHandler):
 
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Check a step and queue it."""
-        if len(step.entries) > _MOST_ROWS:
-            raise ValueError(f"a step has at most {_MOST_ROWS} rows")
+        if len(step.entries) > _MAX_ROWS:
+            raise ValueError(f"a step has at most {_MAX_ROWS} rows")
         rows = []
         for entry in step.entries:
             session = self._sessions.get(entry.session)

@@ -33,11 +33,11 @@ from bottega.storage.shielding import acquired, run_to_end
 
 _log = logging.getLogger(__name__)
 
-_MOST_WORDS = 16
+_MAX_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
 # A canonical file has the tensors of its source, and a header that may be longer. Folding makes convolutions larger.
-_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES = 1 << 20, 4 << 10
+_MAX_HEADER_BYTES, _MIN_HEADER_BYTES = 1 << 20, 4 << 10
 _FOLDED = 4
 # Files of a folder that an import may read.
 _READ = ("*.safetensors", "adapter_config.json")
@@ -217,8 +217,8 @@ class LoraImporter:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
         words = request.trigger_words
-        if len(words) > _MOST_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
-            rule = f"at most {_MOST_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
+        if len(words) > _MAX_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
+            rule = f"at most {_MAX_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
             violations.append(Violation(field="trigger_words", description=rule))
         return violations
 
@@ -250,7 +250,7 @@ class LoraImporter:
 
 def _kept_bytes(size_bytes: int) -> int:
     """Return the size of the canonical form of `size_bytes` of files, if no convolutions are folded."""
-    return size_bytes + min(_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES + size_bytes)
+    return size_bytes + min(_MAX_HEADER_BYTES, _MIN_HEADER_BYTES + size_bytes)
 
 
 def _imported(folder: Path) -> list[Path]:

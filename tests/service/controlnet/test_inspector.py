@@ -98,7 +98,7 @@ async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder
     await asyncio.sleep(0.05)
     os.kill(pid, signal.SIGPROF)  # as the limit does
     os.kill(pid, signal.SIGCONT)
-    with pytest.raises(ControlNetUnusable, match="more memory or time than it may"):
+    with pytest.raises(ControlNetUnusable, match="more memory or time than allowed"):
         await asking
 
 
@@ -115,7 +115,7 @@ async def test_one_that_stands_still_is_given_up_after_one_deadline(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limited = ControlNetInspector(deadline_s=1)
-    with pytest.raises(Unavailable, match="not looked at in time"):
+    with pytest.raises(Unavailable, match="not checked in time"):
         await limited.inspect("stands still", root / "good", root)
     (lost,) = (record for record in caplog.records if record.getMessage() == "child process lost")
     assert lost.why == "stood still"  # type: ignore[attr-defined]

@@ -207,7 +207,7 @@ def test_what_cannot_be_served_is_answered_and_the_link_lives(base: ControlLayou
 def test_a_worker_has_no_more_sessions_than_it_may(
     base: ControlLayout, link: Link, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "_MOST_SESSIONS", 2)
+    monkeypatch.setattr(worker_link, "_MAX_SESSIONS", 2)
     send(link, open_message(opening(base, sessions=3)))
     with pytest.raises(BadFrame):
         heard(link)

@@ -78,8 +78,8 @@ class LoadedControlNet:
         """
         # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
         # rows.
-        there = open_device(self.device).to_device(image, self.dtype)
-        batch = there.expand(min(rows, 2), *image.shape).contiguous()
+        on_device = open_device(self.device).to_device(image, self.dtype)
+        batch = on_device.expand(min(rows, 2), *image.shape).contiguous()
         if self._flipped:
             batch = batch.flip(1)
         embedded: Tensor = self.embedding(batch)[0]
