@@ -32,7 +32,7 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadPart:
-    """One announced file."""
+    """An announced file."""
 
     component: str
     """The only component of the base model that the file is for; empty if that is unknown."""

@@ -6,13 +6,15 @@ from bottega.diffusion.loras.lora import (
     UNET,
     Layers,
     LoraAtScale,
+    LoraHandle,
     LoraLayer,
+    LoraRef,
+    LoraSource,
     has_mixed_alphas,
     left_out_by_stock,
 )
 from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.loras.weights import LoraWeights
 from bottega.diffusion.rows import Factors, LoraSet, SetKey

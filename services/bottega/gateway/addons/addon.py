@@ -94,7 +94,7 @@ class SecondsByWorker(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
-    """What a job needs at each worker beside its plain steps."""
+    """The needs of a job at each worker beside its plain steps."""
 
     load_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds before its first step, by worker; a worker that is missing needs none."""
@@ -126,7 +126,7 @@ NO_SAVINGS = ExpectedSavings()
 
 
 class AddOn:
-    """One kind of add-on. Its hooks run in the event loop, and all but the coroutines return at once."""
+    """The base class of add-ons. Its hooks run in the event loop, and all but the coroutines return at once."""
 
     # Admission of a request.
 

@@ -40,7 +40,7 @@ class ImportSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportJob:
-    """One LoRA to import."""
+    """A LoRA to import."""
 
     sources: tuple[ImportSource, ...]
     size_bytes: int

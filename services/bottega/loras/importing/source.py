@@ -16,7 +16,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSourceFile:
-    """One safetensors file to import."""
+    """A safetensors file to import."""
 
     path: Path
     root: Path | None = None
