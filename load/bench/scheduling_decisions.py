@@ -73,7 +73,7 @@ class _Desk:
         clock = FakeTime().clock()
         fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(256), clock=clock)
         activations = ActivationsAddOn(fleet, GatewayMetrics(CollectorRegistry()), clock)
-        activations._note_answer("127.0.0.1:1", _answer())
+        activations._note_response("127.0.0.1:1", _answer())
         shop = Shop(addons=[activations])
         members = [shop.worker(f"w{number}") for number in range(WORKERS)]
         for member in members:
