@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.device_links import device_links
-from bottega.diffusion.acceleration.kernels.probes import feature_probes
+from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.registry import candidates
 from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.device.threads import compute_with

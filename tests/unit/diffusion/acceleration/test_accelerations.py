@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from bottega.diffusion.acceleration import attention
 from bottega.diffusion.acceleration.attention import AttentionBackend
 from bottega.diffusion.acceleration.compiled import RegionalCompile
-from bottega.diffusion.acceleration.kernels.probes import feature_probes
+from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.memory import ChannelsLast
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 
 from bottega.diffusion.acceleration.acceleration import Acceleration
 from bottega.diffusion.acceleration.kernels.layers import Geglu, GroupNormSilu
-from bottega.diffusion.acceleration.kernels.operations import GuidedEulerStep, KernelMoves, LoraPatch, MaskedMoves
-from bottega.diffusion.acceleration.kernels.probes import masked_probe
+from bottega.diffusion.acceleration.kernels.operations import (
+    GuidedEulerStep,
+    KernelMoves,
+    LoraPatch,
+    MaskedMoves,
+    masked_probe,
+)
 from bottega.diffusion.acceleration.probes import step_probe
 from bottega.diffusion.acceleration.registry import all_accelerations
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
