@@ -173,7 +173,9 @@ class ConnectionGuard:
         # A host that may have all connections is a proxy: its connections also carry calls of tenants.
         for host in look.floods if self._share < 1 else ():
             self._end(
-                "connections were ended: a host called again and again without being known", self._strange(found, host)
+                "connections were ended: a host called again and again without being known",
+                self._strange(found, host),
+                drops_calls=True,
             )
         talkers = list(self._idle_talkers(found)) if look.working else []
         for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
@@ -193,12 +195,17 @@ class ConnectionGuard:
         """Keep a host out unless a known caller used it lately. Return whether it is kept out."""
         return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
 
-    def _end(self, event: str, ended: Iterable[InboundConnection]) -> None:
+    def _end(self, event: str, ended: Iterable[InboundConnection], *, drops_calls: bool = False) -> None:
+        """End connections.
+
+        Args:
+            drops_calls: Whether calls that they left in gRPC's queue are dropped without an answer, as always if their
+                host is kept out. Another client that gets the same port within seconds would have to retry.
+        """
         for connection in ended:
             if end(connection):
                 self._ended[event] += 1
-                if self._banned is not None and self._banned.has(connection.host):
-                    # While the host is kept out, no other connection can have the same name.
+                if drops_calls or (self._banned is not None and self._banned.has(connection.host)):
                     self._ledger.found(connection.peer).ended_at = time.monotonic()
 
     def _log(self) -> None:

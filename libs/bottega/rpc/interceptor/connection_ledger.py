@@ -21,7 +21,7 @@ _CALL_BYTES = 96 << 10
 _STRANGE_CALLS, _COUNTED_S = 250, 1.0
 # A host is remembered for a day after a known caller used it, so that a tenant's office stays known overnight.
 _KNOWN_S = 86_400.0
-# Calls of an ended connection may come out of gRPC's queue for so long. Its host is kept out for longer.
+# Calls of an ended connection may come out of gRPC's queue for so long.
 _ENDED_S = 5.0
 
 
@@ -38,7 +38,7 @@ class ConnectionAccount:
     reading: int = 0
     """Calls that wait for their next message, some of which may have arrived."""
     ended_at: float = -math.inf
-    """When the connection was ended and its host kept out."""
+    """When the connection was ended and its queued calls dropped."""
 
     @property
     def has_ended(self) -> bool:
