@@ -17,12 +17,13 @@ from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.lora import canonical, messages
 from bottega.loras.__main__ import build
-from bottega.loras.config import ImportConfig, LinksConfig, LoraConfig
+from bottega.loras.config import ImportConfig, LoraConfig
 from bottega.loras.importing import process
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.store import LoraStore
 from bottega.process import CallNeed, PreparedCall
 from bottega.rpc.channel import open_channel
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_job_error, from_rpc_error
@@ -82,7 +83,7 @@ class _ImportsInThread(ImportProcesses):
 def config(**overrides: object) -> LoraConfig:
     """Of a store on free ports that joins no fleet."""
     server = ServerConfig(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_grace_s=2.0)
-    settings = LoraConfig(gateway="", server=server, links=LinksConfig(socket=None), imports=ImportConfig())
+    settings = LoraConfig(gateway="", server=server, links=LimitedLinksConfig(socket=None), imports=ImportConfig())
     return replace(settings, **overrides)  # type: ignore[arg-type]  # the test's own names
 
 

@@ -28,8 +28,8 @@ from bottega.caching import TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
-from bottega.loras.config import LinksConfig
 from bottega.loras.worker_link import LoraLinks
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
@@ -101,7 +101,7 @@ def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes
         max_entries=100,
         max_loads=2,
     )
-    config = LinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
+    config = LimitedLinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
     links = LoraLinks(config, cache=tiers)
     try:
         yield Shelf(folder=folder, tiers=tiers, links=links)

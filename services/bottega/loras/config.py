@@ -8,37 +8,13 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.address import OptionalAddress
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinksConfig:
-    """Addresses on which workers open links to a LoRA store."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
-    advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
-    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
-    socket: str | None = ""
-    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
-
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
-    """
-    seal: bool = True
-    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
-    bytes_per_s: NotNegative = 0
-    """Limit of each link in bytes per second.
-
-    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +73,7 @@ class LoraConfig:
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    links: LinksConfig = field(default_factory=LinksConfig)
+    links: LimitedLinksConfig = field(default_factory=LimitedLinksConfig)
     imports: ImportConfig = field(default_factory=ImportConfig)
     folder: str = ""
     """Folder of the catalogue and the files. Empty: loras/ in Bottega's state folder."""

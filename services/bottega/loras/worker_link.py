@@ -11,16 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
+from bottega import kinds
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, DataLoss, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.canonical import CanonicalLora, parse
 from bottega.lora.messages import LoraMessageKind
-from bottega.loras.config import LinksConfig
-from bottega.rpc.link_service import link_endpoints, tcp_endpoint
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import job_error_to_json
+from bottega.rpc.store_links import StoreLinks
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, header_bytes
 from bottega.transport import (
     Connection,
@@ -29,12 +29,10 @@ from bottega.transport import (
     Limits,
     Link,
     LinkHandler,
-    LinkServer,
     LinkServerSettings,
     PieceSize,
     RateLimiter,
     SealedFile,
-    default_socket_path,
     kind_of,
     pack_number,
     read_number,
@@ -181,26 +179,17 @@ class LoraWorkerLink(LinkHandler):
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))
 
 
-class LoraLinks(LinkServer[LoraWorkerLink]):
+class LoraLinks(StoreLinks[LoraWorkerLink]):
     """The links of all workers. Raises ConfigError if an address cannot be bound."""
 
-    def __init__(self, config: LinksConfig, *, cache: TieredCache) -> None:
+    def __init__(self, config: LimitedLinksConfig, *, cache: TieredCache) -> None:
         self._cache = cache
         self._bytes_per_s = config.bytes_per_s
-        super().__init__(
-            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
-            service="the LoRA store",
-            settings=LinkServerSettings(limits=_LIMITS),
-            advertised=tcp_endpoint(config.advertised),
-        )
+        super().__init__(config, kind=kinds.LORAS, what="the LoRA store", settings=LinkServerSettings(limits=_LIMITS))
 
     def new_handler(self, connection: Connection) -> LoraWorkerLink:
         """Return the handler of one worker's link."""
         return LoraWorkerLink(connection, cache=self._cache, bytes_per_s=self._bytes_per_s)
-
-
-def _socket(configured: str | None) -> str | Path | None:
-    return default_socket_path("loras") if configured == "" else configured
 
 
 class LoraTransfer:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from bottega.errors import LinksFull
-from bottega.loras.config import LinksConfig
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE
 from tests.support.other_user import needs_root, run_as_another
@@ -44,7 +44,7 @@ except BottegaError as error:
 @needs_root
 async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, public_folder: Path) -> None:
     path = public_folder / "links.sock"
-    async with running(tmp_path / "store", config(links=LinksConfig(socket=str(path)))) as store:
+    async with running(tmp_path / "store", config(links=LimitedLinksConfig(socket=str(path)))) as store:
         lora = await store.upload("ink", lora_file(tmp_path, rank=400))  # more than goes by copies
         for mode in (0o600, 0o666):  # as it is made, and as if that hurdle were not there
             if mode != 0o600:

@@ -24,9 +24,10 @@ from bottega.errors import (
     LoraNotFound,
     TooLarge,
 )
-from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
+from bottega.loras.config import ImportConfig, OwnLora
 from bottega.loras.metrics import import_counter
 from bottega.loras.store import LoraStore
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.fakes.listening import FakeListening
 from tests.samples.lora_files import Part, canonical_deltas, peft
@@ -273,7 +274,7 @@ async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -
 
 
 async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
-    links = LinksConfig(socket=None, bytes_per_s=10_000)
+    links = LimitedLinksConfig(socket=None, bytes_per_s=10_000)
     async with running(tmp_path / "store", config(links=links)) as store:
         lora = await store.upload("a", lora_file(tmp_path, rank=8))
         with await store.link() as link:

@@ -16,7 +16,7 @@ import torch
 from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
-from bottega.loras.config import LinksConfig
+from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
@@ -26,7 +26,7 @@ from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.samples.lora_files import Part, delta, kohya, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 
-SLOW = LinksConfig(socket=None, bytes_per_s=50_000)
+SLOW = LimitedLinksConfig(socket=None, bytes_per_s=50_000)
 
 
 class _Offers:
