@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +12,8 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from bottega import kinds, rules
-from bottega.background_tasks import BackgroundTasks
 from bottega.caching import Tier, TieredCache
-from bottega.errors import DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge, Unavailable
+from bottega.errors import DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig
 from bottega.loras.files import LoraFolder
@@ -28,14 +25,11 @@ from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
 from bottega.process import open_files
-from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening
-from bottega.rpc.operation.link_metrics import link_counts
+from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.store_server import StoreServer
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
-from bottega.transport import offer_to_wire
 from bottega.v1 import fleet_pb2
-from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +41,7 @@ _SHARE_OF_OPEN_FILES = 0.5
 _MAX_NEEDED = 65_536
 
 
-class LoraStore:
+class LoraStore(StoreServer):
     """A store of LoRAs for base models, from which workers fetch them.
 
     Start it with `start`, and end it with `drain` and `stop`. Raises ConfigError if a base model cannot be found, or a
@@ -61,12 +55,9 @@ class LoraStore:
     """
 
     def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, listening: Listening) -> None:
-        self.name = config.name or f"loras-{os.getpid()}"
         self.bases = base_folders(config)
         check_own_loras(config)
         self._config = config
-        self._listening = listening
-        self._version = importlib.metadata.version("bottega-services")
         self._folder = folder
         self._lock = ProcessLock(folder)
         self.catalogue = LoraCatalogue(folder / "catalogue.db")
@@ -85,7 +76,14 @@ class LoraStore:
             max_entries=max_in_memory,
             max_loads=config.loads_at_once,
         )
-        self._links = LoraLinks(config.links, cache=self._cache)
+        super().__init__(
+            kind=kinds.LORAS,
+            name=config.name,
+            what="the LoRA store",
+            gateway=config.gateway,
+            listening=listening,
+            links=LoraLinks(config.links, cache=self._cache),
+        )
         self._pins = PinnedLoras(
             catalogue=self.catalogue,
             files=self._files,
@@ -110,10 +108,6 @@ class LoraStore:
         )
         self._left_out = dict(config.left_out)
         self._needed_until: dict[str, float] = {}
-        self._membership: FleetMembership | None = None
-        self._memory = MemoryMeter(lambda: [os.getpid()])
-        self._tasks = BackgroundTasks("measuring of memory")
-        self._draining = False
 
     async def start(self) -> None:
         """Open catalogue and files, import configured LoRAs, load pinned ones, and join the fleet.
@@ -132,10 +126,7 @@ class LoraStore:
             lost=lost,
         )
         await self._pins.apply()
-        self._tasks.start(self._memory.run())
-        if self._config.gateway:
-            self._membership = self._join()
-            self._membership.start()
+        await super().start()
 
     def state(self, record: CatalogueRecord) -> bool | None:
         """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on the disk."""
@@ -220,12 +211,6 @@ class LoraStore:
             await self._pins.apply()
         return restored
 
-    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return a link's offer for a worker on the host `caller`. Raises Draining, LinksFull, InvalidRequest."""
-        if self._draining:
-            raise Draining("the LoRA store is stopping")
-        return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
-
     def load(self) -> fleet_pb2.Load:
         """Return the load that the store reports to the gateway."""
         # LoRAs lie in anonymous files in memory, which this process's resident memory does not include. A worker that
@@ -242,19 +227,13 @@ class LoraStore:
 
     async def drain(self) -> None:
         """Stop offering links, and wait until nothing is being sent."""
-        self._draining = True
-        self._links.drain()
-        if self._membership:
-            self._membership.report_soon()
+        await super().drain()
         await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
     async def stop(self) -> None:
         """Leave the fleet, close the links, and close the catalogue."""
-        if self._membership:
-            await self._membership.stop()
-        await self._tasks.cancel()
+        await super().stop()
         await self._import_processes.stop()
-        await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._cache.close)
         await self.catalogue.close()
         self._lock.release()
@@ -267,16 +246,6 @@ class LoraStore:
             except HeldElsewhere as held:
                 raise Unavailable(f"{held} (configuration key folder)") from None
 
-    def _join(self) -> FleetMembership:
-        registration = fleet_pb2.Registration(
-            kind=kinds.LORAS,
-            name=self.name,
-            address=self._listening.address,
-            version=self._version,
-            metrics_address=self._listening.metrics_address,
-        )
-        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
-
     def statistics(self) -> StoreStatistics:
         """Return the store's present figures. Any thread may call it."""
         return StoreStatistics(
@@ -287,7 +256,7 @@ class LoraStore:
             disk_budget_bytes=self._config.disk_bytes,
             quarantined_bytes=self._files.quarantine.used_bytes,
             reserved_bytes=self._files.room.reserved_bytes,
-            links=link_counts(self._links.counters, open_links=len(self._links.handlers)),
+            links=self.link_counts(),
         )
 
 
