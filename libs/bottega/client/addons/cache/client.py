@@ -189,7 +189,7 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
         )
     else:
         entries = sum(model.entries for model in stats.models)
-        yield ok(f"approximate cache {cache.name} joined, with {entries} entries")
+        yield ok(f"approximate cache {cache.name} joined, with {entries} entr{'y' if entries == 1 else 'ies'}")
     for model_hash, name in sorted(served.items(), key=lambda item: item[1]):
         if model_hash not in profiled:
             yield warn(
