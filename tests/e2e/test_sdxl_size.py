@@ -173,11 +173,11 @@ def _draw_stock(folder: Path) -> Mapping[str, Pixels]:
     controlled = variant(stock, StableDiffusionXLControlNetPipeline, controlnet=net)
     control = {"image": _control(), "controlnet_conditioning_scale": CONTROL_SCALE}
     drawn = {"both": _drawn(controlled, **control), "lora": _drawn(variant(stock))}
-    stock.fuse_lora()
-    drawn["fused"] = _drawn(controlled, **control)
-    stock.unfuse_lora()
     stock.disable_lora()
-    return drawn | {"controlnet": _drawn(controlled, **control)}
+    drawn["controlnet"] = _drawn(controlled, **control)
+    stock.enable_lora()
+    stock.fuse_lora()  # last: in half precision, unfusing does not restore the weights
+    return drawn | {"fused": _drawn(controlled, **control)}
 
 
 def _drawn(pipeline: Any, **options: Any) -> Pixels:

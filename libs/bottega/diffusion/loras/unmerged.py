@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,11 @@ class UnmergedLoras:
         row_by_row: bool = False,
         stacked_bytes: int = STACKED_BYTES,
     ) -> None:
+        self._network = network
         self._modules = dict(network.named_modules())
         self._component = component
         self._row_by_row = row_by_row
+        self._as_peft = False
         self._stacked_bytes = stacked_bytes
         self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -66,7 +68,9 @@ class UnmergedLoras:
         """
         self.leave()
         self._spans = spans
-        if any(row_set is not None for row_set in sets):
+        used = [row_set for row_set in sets if row_set is not None]
+        self._round_as_peft(any(_has_terms(row_set.of(self._component)) for row_set in used))
+        if used:
             self._hook(self._plan(sets).hooks)
 
     def enter_all(self, loras: LoraSet) -> None:
@@ -80,6 +84,16 @@ class UnmergedLoras:
             handle.remove()
         self._handles.clear()
         self._spans = None
+
+    def _round_as_peft(self, as_peft: bool) -> None:
+        """Let the network's own weights require no gradients beside LoRAs, as PEFT does.
+
+        torch chooses by that how a linear layer multiplies input that is not contiguous, as that of `proj_in`, and half
+        precision rounds differently.
+        """
+        if as_peft != self._as_peft:
+            self._as_peft = as_peft
+            self._network.requires_grad_(not as_peft)
 
     def _hook(self, hooks: Mapping[str, _Hook]) -> None:
         self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks.items()]
@@ -104,7 +118,7 @@ class UnmergedLoras:
         for path in paths:
             module = self._modules[path]
             touching = [run for run in runs if path in run.factors]
-            if touching[0].factors[path].terms:
+            if _has_terms(touching[0].factors):
                 hooks[path] = _as_peft([(run.factors[path], partial(run.bounds, self._offsets)) for run in touching])
                 continue
             stacks = [
@@ -178,6 +192,11 @@ class _Stack:
         downs = self.down.view(-1, rank, *self.down.shape[1:])
         first = place * (len(downs) // self.sets)
         return downs[first], self.up[first]
+
+
+def _has_terms(factors: Mapping[str, Factors]) -> bool:
+    """Return whether factors are computed LoRA by LoRA; those of a set all are, or none."""
+    return any(factor.terms for factor in islice(factors.values(), 1))
 
 
 def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -> list[_Run]:
@@ -264,7 +283,10 @@ def _as_peft(uses: Sequence[tuple[Factors, Callable[[], tuple[int, int]] | None]
 
 def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
     if not isinstance(module, nn.Conv2d):
-        return functional.linear(functional.linear(x, down), up)
+        # One product over all tokens: for input that is not contiguous, torch chooses it for weights that require
+        # gradients, as PEFT's do, and else a batched product that rounds differently.
+        flat = functional.linear(functional.linear(x.reshape(-1, x.shape[-1]), down), up)
+        return flat.view(*x.shape[:-1], up.shape[0])
     low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation)
     return functional.conv2d(low, up[:, :, None, None])
 
