@@ -90,16 +90,17 @@ class DaySuite:
             # As the plain server's, which has no other engine beside it: here one of a ControlNet computes at times.
             "exclusive_cores": True,
             "accelerations": list(ACCELERATIONS),
-            # None stays where nobody waits for it: of thousands, as production has them, few are used again soon.
-            "lora_budget_bytes": 1,
-            # Of a template there are 180 MiB, and as many are recorded at once as there are clients.
-            "activations_mib": _ACTIVATIONS_MIB,
-            "activations_upload_mib": _ACTIVATIONS_MIB,
+            # LoRAs are not kept once nobody waits for them: of thousands, as in production, few are used again soon.
+            "loras": {"budget_bytes": 1},
+            # A template has 180 MiB, and as many are recorded at once as there are clients.
+            "edits": {
+                "activations_mib": _ACTIVATIONS_MIB,
+                "upload_mib": _ACTIVATIONS_MIB,
+                "sparse_convolutions": techniques.sparse_convolutions,
+            },
         }
-        if not techniques.sparse_convolutions:
-            engine["sparse_convolutions"] = False
         if not techniques.controlnet_server:
-            engine["controlnets"] = self._controlnets()
+            engine["controlnets"] = {"folders": self._controlnets()}
         if not techniques.batches:
             engine["max_rows"] = _ONE_REQUEST
         return engine

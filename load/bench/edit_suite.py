@@ -82,8 +82,7 @@ def running(model: Path, folder: Path, *, threads: int, sparse: bool) -> Iterato
         "threads": threads,
         "exclusive_cores": True,
         "accelerations": list(ACCELERATIONS),
-        "sparse_convolutions": sparse,
-        "activations_mib": _ACTIVATIONS_MIB,
+        "edits": {"sparse_convolutions": sparse, "activations_mib": _ACTIVATIONS_MIB},
     }
     with Services(folder) as services:
         gateway = services.start("gateway", gateway_config())

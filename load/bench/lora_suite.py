@@ -56,7 +56,7 @@ def cold_cast(
         folder=folder,
         model=str(model),
         base=base,
-        engine={"threads": threads, "lora_budget_bytes": 1},
+        engine={"threads": threads, "loras": {"budget_bytes": 1}},
         store={"links": links or {}, "budget_bytes": 1},
         controlnets=controlnets or {},
         server_threads=threads,

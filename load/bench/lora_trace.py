@@ -153,7 +153,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[dict[tuple[str, 
         folder=folder / "suite",
         model=MODEL,
         base=MODEL,
-        engine={"threads": os.cpu_count() or 1, "lora_budget_bytes": 1},
+        engine={"threads": os.cpu_count() or 1, "loras": {"budget_bytes": 1}},
         store={},
         controlnets={},
         worker=False,
@@ -162,7 +162,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[dict[tuple[str, 
         began_s = time.perf_counter()
         total_bytes = fill(running, folder / "made", options.loras)
         add_s = (time.perf_counter() - began_s) / options.loras
-        bounded = running.with_engine({**cast.engine, "lora_budget_bytes": int(2 * WORKER_SHARE * total_bytes)})
+        bounded = running.with_engine({**cast.engine, "loras": {"budget_bytes": int(2 * WORKER_SHARE * total_bytes)}})
         for trace in LORAS.values():
             requests = drawn(trace, options.loras, options.requests)
             for share in options.budgets:

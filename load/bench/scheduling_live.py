@@ -72,7 +72,7 @@ class Balancer:
 def fleet(model: Path, folder: Path, workers: int) -> Iterator[str]:
     """The address of a gateway that so many workers have joined, of one thread each, and an activation store."""
     folder.mkdir(parents=True)
-    engine = {"model": str(model), "model_name": "bench", "threads": 1, "activations_mib": _ACTIVATIONS_MIB}
+    engine = {"model": str(model), "model_name": "bench", "threads": 1, "edits": {"activations_mib": _ACTIVATIONS_MIB}}
     with Services(folder) as services:
         gateway = services.start("gateway", gateway_config())
         store = {"name": "activations", "gateway": gateway.fleet, "server": FREE_PORTS, "min_free_bytes": 0}

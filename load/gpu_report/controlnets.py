@@ -14,6 +14,7 @@ from bottega.diffusion.engine.events import JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ControlSpec
+from bottega.worker.config import ControlNetsConfig
 from bottega.worker.engine.runtime import Runtime
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig
@@ -26,8 +27,8 @@ GROUP = "A step with ControlNets: milliseconds"
 def measure(rig: Rig) -> Sequence[Figure]:
     """Ours with each number of them, then Diffusers."""
     counts = range(rig.size.controlnets + 1)
-    budget = {"controlnet_budget_bytes": 64 << 30}
-    with our_runtime(rig, controlnets={_name(place): str(rig.controlnet) for place in counts[1:]}, **budget) as runtime:
+    folders = {_name(place): str(rig.controlnet) for place in counts[1:]}
+    with our_runtime(rig, controlnets=ControlNetsConfig(folders=folders, budget_bytes=64 << 30)) as runtime:
         ours = {count: _our_step_s(rig, runtime, count) for count in counts}
     theirs = {count: _their_step_s(rig, count) for count in counts}
     figures = []

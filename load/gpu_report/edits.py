@@ -20,6 +20,7 @@ import torch
 from bottega.diffusion.engine.events import EditRecord, EngineRecord, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.spec import EditSpec
+from bottega.worker.config import EditsConfig
 from bottega.worker.engine.runtime import Runtime
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig
@@ -39,7 +40,7 @@ WANTED_SHARE, WANTED = 0.19, 2.2
 def measure(rig: Rig) -> Sequence[Figure]:
     """Ours for every share, after the picture has been recorded; then Diffusers, for which masks are no matter."""
     mib = _ACTIVATIONS_MIB if rig.size.wanted else _SMALL_ACTIVATIONS_MIB
-    with our_runtime(rig, activations_mib=mib) as runtime:
+    with our_runtime(rig, edits=EditsConfig(activations_mib=mib)) as runtime:
         ours = {share: _ours(rig, runtime, share) for share in sorted(rig.size.mask_shares)}
     their_s = _their_steps_s(rig)
     figures = [Figure(name="inpaint_s", label="Diffusers' inpainting, steps", value=their_s, unit="s")]

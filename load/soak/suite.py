@@ -38,9 +38,9 @@ _ENGINE = {
     "model": "miniature",
     "threads": 1,
     "max_rows": 8,
-    "lora_budget_bytes": 4 * _MIB,
-    "activations_mib": 32,
-    "cache_recording_bytes": 4 * _MIB,
+    "loras": {"budget_bytes": 4 * _MIB},
+    "edits": {"activations_mib": 32},
+    "cache": {"recording_bytes": 4 * _MIB},
 }
 _STORES: Mapping[str, Mapping[str, object]] = {
     kinds.LORAS: {"loras": {name: {"path": f"miniature/{name}"} for name in LORAS}, "min_free_bytes": 0},

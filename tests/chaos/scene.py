@@ -36,7 +36,7 @@ ENGINE = {
     "fixed_rows": 4,
     "checkpoint_interval_s": 60.0,
     "progress_interval_s": 0.001,
-    "lora_budget_bytes": 1,
+    "loras": {"budget_bytes": 1},
 }
 HANG_S = 3.0
 # Of the scenes with tenants: who draws, and one that may have few jobs.

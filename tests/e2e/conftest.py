@@ -25,8 +25,7 @@ _ENGINE = {
     "max_rows": 4,
     "fixed_rows": 4,
     "checkpoint_interval_s": 0.2,
-    "lora_timeout_s": LORA_TIMEOUT_S,
-    "lora_silence_s": LORA_SILENCE_S,
+    "loras": {"timeout_s": LORA_TIMEOUT_S, "silence_s": LORA_SILENCE_S},
 }
 # To a worker: a LoRA of a megabyte takes seconds.
 _STORE_BYTES_PER_S = 400_000

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 LORAS = ("striped", "checked", "dusk")
 LATE_LORAS = ("late-1", "late-2", "late-3")
 # The workers keep no LoRA that no request waits for, and the store sends a megabyte in half a second: some steps.
-_ENGINE: Mapping[str, object] = {"model": "miniature", "threads": 1, "max_rows": 8, "lora_budget_bytes": 1}
+_ENGINE: Mapping[str, object] = {"model": "miniature", "threads": 1, "max_rows": 8, "loras": {"budget_bytes": 1}}
 _STORE_BYTES_PER_S = 2_000_000
 # Whatever was recorded under a key stands for up to a third of the steps.
 _FRACTIONS = (0.1, 0.2, 0.3)
@@ -101,7 +101,7 @@ def _workers(gateway: Service, *, pair: bool) -> Iterator[dict[str, object]]:
         return
     ports = dict(zip("ab", free_ports(2), strict=True))
     for name, other in ("ab", "ba"):
-        engine = {**_ENGINE, "peer": f"127.0.0.1:{ports[other]}"}
+        engine = {**_ENGINE, "peer": {"address": f"127.0.0.1:{ports[other]}"}}
         config = worker_config(gateway.fleet, name=name, engine=engine)
         yield {**config, "server": {"listen": f"127.0.0.1:{ports[name]}", "metrics_listen": "127.0.0.1:0"}}
 

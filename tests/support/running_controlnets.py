@@ -161,7 +161,7 @@ class House:
 
     def worker(self, name: str, **engine: object) -> Worker:
         """A worker that serves."""
-        config = worker_config("", name=name, engine={**SMALL_ENGINE, "controlnet_silence_s": 1.5, **engine})
+        config = worker_config("", name=name, engine={**SMALL_ENGINE, "controlnets": {"silence_s": 1.5}, **engine})
         return Worker(self._services.start("worker", config, name=name), name)
 
 

@@ -101,7 +101,7 @@ class WorkerPair:
     def start(self, name: str) -> Service:
         """Starts one of them, where it was before; returns when it serves."""
         other = "b" if name == "a" else "a"
-        engine = {**self._engine, "peer": f"127.0.0.1:{self._ports[other]}"}
+        engine = {**self._engine, "peer": {"address": f"127.0.0.1:{self._ports[other]}"}}
         config = worker_config(self._gateway, name=name, engine=engine)
         config["server"] = {"listen": f"127.0.0.1:{self._ports[name]}", "metrics_listen": "127.0.0.1:0"}
         service = self._services.start("worker", config, name=f"{name}-{next(self._lives)}")

@@ -59,7 +59,7 @@ def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
     if dtype == torch.float32:
         advice = "its weights are damaged or it is no VAE for this model; use another one, or download the model again"
     else:
-        advice = "a sum was too large for that type, or its weights are damaged; set the worker's vae_dtype to float32"
+        advice = "a sum was too large, or its weights are damaged; set the worker's engine.vae.dtype to float32"
     name = str(dtype).removeprefix("torch.")
     return NotFinite(f"the VAE {what} to values that are not numbers, in {name}: {advice}", metadata={"part": "vae"})
 

@@ -122,9 +122,9 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
 def _with_socket(engine: EngineConfig) -> EngineConfig:
     """Fill in the path of the unix socket for the peer, which stays the same for every engine process."""
     links_group()  # raises at the start, and not at the first link, if the configured group does not exist
-    if not engine.peer or engine.links_socket != "":
+    if not engine.peer.address or engine.links.socket != "":
         return engine
-    return replace(engine, links_socket=str(default_socket_path("worker")))
+    return replace(engine, links=replace(engine.links, socket=str(default_socket_path("worker"))))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,194 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VaeConfig:
+    """Settings of decoding."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type in which latents are decoded.
+
+    auto: the choice of stock Diffusers, which is dtype, but float32 for a float16 model whose VAE has force_upcast.
+    With any other the provenance of pictures says that they are not exact. Half precision is faster and is used only if
+    a trial at the start shows that pictures are nearly the same.
+    """
+    tile_pixels: NotNegative = 0
+    """Largest picture, in pixels, that is decoded in one piece.
+
+    Larger ones are decoded in tiles: that needs less memory and blends the edges of tiles, and the provenance says that
+    such pictures are not exact. 0: only pictures for which memory is short are decoded in tiles.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlNetsConfig:
+    """Settings of ControlNets on a worker."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    folders: dict[str, str] = field(default_factory=dict)
+    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
+    budget_bytes: AtLeastOne = 8 << 30
+    """Bound on the bytes of ControlNet weights that are loaded at once."""
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which a ControlNet server counts as dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LorasConfig:
+    """Settings of LoRAs on a worker."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    budget_bytes: AtLeastOne = 1 << 30
+    """Bound on the bytes of LoRAs that are kept beside those that requests wait for.
+
+    Groups of requests with several LoRAs may use half as much again. On a GPU both together use at most a quarter of
+    the memory that the model leaves.
+    """
+    timeout_s: Seconds = 60.0
+    """Seconds for which a request waits for its LoRAs."""
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which a LoRA store counts as dead."""
+    pristine: Literal["device", "host"] = "device"
+    """Where the original weights are kept while LoRAs are merged into them.
+
+    They take as many bytes as the weights that the LoRAs change.
+    """
+    merge_half_precision: bool = False
+    """Merge LoRAs into float16 and bfloat16 weights when that saves time.
+
+    Merged weights round differently from stock Diffusers, so such pictures say that they are not exact. false: LoRAs in
+    half precision are computed beside the weights, as stock does.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStartsConfig:
+    """Settings of starts from cached latents."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    timeout_s: Seconds = 10.0
+    """Seconds for which a request waits for a cached latent that it names itself."""
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which an approximate cache counts as dead."""
+    recording_bytes: NotNegative = 64 << 20
+    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditsConfig:
+    """Settings of edits that reuse recorded activations."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    activations_mib: NotNegative = 512
+    """Bound in MiB on recorded activations of edited images, which later edits use again.
+
+    It includes those loaded from activation stores of other hosts. 0: record nothing and use no store.
+    """
+    template_mib: NotNegative = 0
+    """Bound in MiB on the activations of one image.
+
+    Beyond it only the blocks that save most time are recorded. 0: as activations_mib.
+    """
+    upload_mib: NotNegative = 512
+    """Bound in MiB on recordings that wait to be sent to a store.
+
+    A recording for which the store has no room stays in this worker.
+    """
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which an activation store counts as dead."""
+    mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
+    """Tokens around a mask, at the finest level of attention, that masked blocks compute as well."""
+    sparse_convolutions: bool = True
+    """Let masked blocks of edits convolve only around the mask.
+
+    It is faster for small masks and doubles the bytes of each recording.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """Settings of a pair of workers."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    address: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    """Address of the other worker of a pair, host:port; that worker names this one.
+
+    Each computes rows of the other's requests while it has none of its own. Not together with fixed_rows, which gains
+    nothing from fewer rows.
+    """
+    name: Annotated[str, Field(max_length=128)] = ""
+    """Name of the other worker of the pair.
+
+    With it no other worker is accepted, and with TLS its certificate must carry the name.
+    """
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which the peer counts as dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLinksConfig:
+    """Addresses for the link of a pair, and links between GPUs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
+    """Address for the link of a peer on another host, host:port. Port 0 takes any free port. Empty: no such link."""
+    socket: str | None = ""
+    """Path of the unix socket for a peer on this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
+    seal: bool = True
+    """Encrypt data to and from a peer on another host.
+
+    Set false only in a trusted network; links between devices of two hosts need false.
+    """
+    devices: Literal["auto", "off", "gloo"] = "auto"
+    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+
+    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
+    nor authenticated; for tests.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of a worker's engine process."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "vae_dtype": "vae.dtype",
+        "vae_tile_pixels": "vae.tile_pixels",
+        "controlnet_budget_bytes": "controlnets.budget_bytes",
+        "controlnet_silence_s": "controlnets.silence_s",
+        "lora_budget_bytes": "loras.budget_bytes",
+        "lora_timeout_s": "loras.timeout_s",
+        "lora_silence_s": "loras.silence_s",
+        "lora_pristine": "loras.pristine",
+        "lora_merge_half_precision": "loras.merge_half_precision",
+        "cache_timeout_s": "cache.timeout_s",
+        "cache_silence_s": "cache.silence_s",
+        "cache_recording_bytes": "cache.recording_bytes",
+        "activations_mib": "edits.activations_mib",
+        "activations_template_mib": "edits.template_mib",
+        "activations_upload_mib": "edits.upload_mib",
+        "activations_silence_s": "edits.silence_s",
+        "mask_margin": "edits.mask_margin",
+        "sparse_convolutions": "edits.sparse_convolutions",
+        "peer_name": "peer.name",
+        "peer_silence_s": "peer.silence_s",
+        "links_listen": "links.listen",
+        "links_socket": "links.socket",
+        "links_seal": "links.seal",
+        "device_links": "links.devices",
+    }
 
     model: str = "miniature"
     """Folder of the model in Diffusers' layout, or "miniature" for the embedded model."""
@@ -45,19 +229,6 @@ class EngineConfig:
     auto: the data type of the files on a GPU. On a CPU float32 if the files are float32, else the faster one of
     bfloat16 and float32, as measured at the start. All workers of a model need the same: name it if their devices
     differ.
-    """
-    vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Data type in which latents are decoded.
-
-    auto: the choice of stock Diffusers, which is dtype, but float32 for a float16 model whose VAE has force_upcast.
-    With any other the provenance of pictures says that they are not exact. Half precision is faster and is used only if
-    a trial at the start shows that pictures are nearly the same.
-    """
-    vae_tile_pixels: NotNegative = 0
-    """Largest picture, in pixels, that is decoded in one piece.
-
-    Larger ones are decoded in tiles: that needs less memory and blends the edges of tiles, and the provenance says that
-    such pictures are not exact. 0: only pictures for which memory is short are decoded in tiles.
     """
     device_memory_mib: NotNegative = 0
     """Bound in MiB on what the worker keeps and computes on a GPU. 0: what is free at its start, less a reserve."""
@@ -94,95 +265,6 @@ class EngineConfig:
     """
     max_pixels: NotNegative = 0
     """Bound on the pixels of one image. 0: four times the model's own size, at least 512 x 512."""
-    sparse_convolutions: bool = True
-    """Let masked blocks of edits convolve only around the mask.
-
-    It is faster for small masks and doubles the bytes of each recording.
-    """
-    controlnets: dict[str, str] = field(default_factory=dict)
-    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
-    controlnet_budget_bytes: AtLeastOne = 8 << 30
-    """Bound on the bytes of ControlNet weights that are loaded at once."""
-    controlnet_silence_s: Seconds = 5.0
-    """Seconds of silence after which a ControlNet server counts as dead."""
-    lora_budget_bytes: AtLeastOne = 1 << 30
-    """Bound on the bytes of LoRAs that are kept beside those that requests wait for.
-
-    Groups of requests with several LoRAs may use half as much again. On a GPU both together use at most a quarter of
-    the memory that the model leaves.
-    """
-    lora_timeout_s: Seconds = 60.0
-    """Seconds for which a request waits for its LoRAs."""
-    lora_silence_s: Seconds = 5.0
-    """Seconds of silence after which a LoRA store counts as dead."""
-    lora_merge_half_precision: bool = False
-    """Merge LoRAs into float16 and bfloat16 weights when that saves time.
-
-    Merged weights round differently from stock Diffusers, so such pictures say that they are not exact. false: LoRAs in
-    half precision are computed beside the weights, as stock does.
-    """
-    lora_pristine: Literal["device", "host"] = "device"
-    """Where the original weights are kept while LoRAs are merged into them.
-
-    They take as many bytes as the weights that the LoRAs change.
-    """
-    cache_timeout_s: Seconds = 10.0
-    """Seconds for which a request waits for a cached latent that it names itself."""
-    cache_silence_s: Seconds = 5.0
-    """Seconds of silence after which an approximate cache counts as dead."""
-    cache_recording_bytes: NotNegative = 64 << 20
-    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""
-    activations_mib: NotNegative = 512
-    """Bound in MiB on recorded activations of edited images, which later edits use again.
-
-    It includes those loaded from activation stores of other hosts. 0: record nothing and use no store.
-    """
-    activations_template_mib: NotNegative = 0
-    """Bound in MiB on the activations of one image.
-
-    Beyond it only the blocks that save most time are recorded. 0: activations_mib.
-    """
-    activations_upload_mib: NotNegative = 512
-    """Bound in MiB on recordings that wait to be sent to a store.
-
-    A recording for which the store has no room stays in this worker.
-    """
-    activations_silence_s: Seconds = 5.0
-    """Seconds of silence after which an activation store counts as dead."""
-    mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
-    """Tokens around a mask, at the finest level of attention, that masked blocks compute as well."""
-    peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
-    """Address of the other worker of a pair, host:port; that worker names this one.
-
-    Each computes rows of the other's requests while it has none of its own. Not together with fixed_rows, which gains
-    nothing from fewer rows.
-    """
-    peer_name: Annotated[str, Field(max_length=128)] = ""
-    """Name of the other worker of the pair.
-
-    With it no other worker is accepted, and with TLS its certificate must carry the name.
-    """
-    peer_silence_s: Seconds = 5.0
-    """Seconds of silence after which the peer counts as dead."""
-    links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    """Address for the link of a peer on another host, host:port. Port 0 takes any free port. Empty: no such link."""
-    links_socket: str | None = ""
-    """Path of the unix socket for a peer on this host, in a folder that no other user can write to.
-
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
-    """
-    links_seal: bool = True
-    """Encrypt data to and from a peer on another host.
-
-    Set false only in a trusted network; links between devices of two hosts need false.
-    """
-    device_links: Literal["auto", "off", "gloo"] = "auto"
-    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
-
-    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
-    nor authenticated; for tests.
-    """
     checkpoint_interval_s: Seconds = 2.0
     """Seconds between two checkpoints of a picture's latents.
 
@@ -190,12 +272,19 @@ class EngineConfig:
     """
     progress_interval_s: Seconds = 0.2
     """Least seconds between two progress reports of a picture."""
+    vae: VaeConfig = field(default_factory=VaeConfig)
+    loras: LorasConfig = field(default_factory=LorasConfig)
+    controlnets: ControlNetsConfig = field(default_factory=ControlNetsConfig)
+    cache: CachedStartsConfig = field(default_factory=CachedStartsConfig)
+    edits: EditsConfig = field(default_factory=EditsConfig)
+    peer: PeerConfig = field(default_factory=PeerConfig)
+    links: PeerLinksConfig = field(default_factory=PeerLinksConfig)
 
     def __post_init__(self) -> None:
-        if self.peer and self.fixed_rows:
+        if self.peer.address and self.fixed_rows:
             raise ValueError(
-                f"fixed_rows is {self.fixed_rows} and peer is {self.peer}: with fixed_rows a group of fewer rows takes "
-                "no less time, so a pair gains nothing; set one of them only"
+                f"fixed_rows is {self.fixed_rows} and peer.address is {self.peer.address}: with fixed_rows a group of "
+                "fewer rows takes no less time, so a pair gains nothing; set one of them only"
             )
 
     @property
@@ -254,8 +343,8 @@ def check_model(config: WorkerConfig) -> None:
     folder = folder_of(config.engine.model)
     if refusal := check_model_folder(folder).refusal:
         raise ConfigError(refusal)
-    if config.engine.controlnets:
+    if config.engine.controlnets.folders:
         base = read_base_layout(folder)
-        for name, net in config.engine.controlnets.items():
+        for name, net in config.engine.controlnets.folders.items():
             if refusal := check_controlnet(name, Path(net), base):
                 raise ConfigError(f"engine.controlnets: {refusal}")

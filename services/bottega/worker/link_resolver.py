@@ -115,11 +115,11 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
         Unavailable: This worker has no peer or no model yet.
     """
     peer = request.worker
-    if not config.peer or peer == worker:
-        why = "names itself as its peer" if peer == worker else f"has no peer; engine.peer must name {peer}"
+    if not config.peer.address or peer == worker:
+        why = "names itself as its peer" if peer == worker else f"has no peer; engine.peer.address must name {peer}"
         raise Unavailable(f"worker {worker} {why}")
-    if config.peer_name and peer != config.peer_name:
-        raise Forbidden(f"worker {worker} forms a pair with {config.peer_name}, and not with {peer}")
+    if config.peer.name and peer != config.peer.name:
+        raise Forbidden(f"worker {worker} forms a pair with {config.peer.name}, and not with {peer}")
     if model is None:
         raise Unavailable(f"worker {worker} has not loaded its model yet")
     ours = {"model_hash": model.model_hash, "dtype": model.dtype}
@@ -127,7 +127,7 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
     if ours != theirs:
         raise ModelMismatch(
             f"workers {peer} and {worker} cannot be a pair: {peer} draws with {_drawn_with(theirs)}, "
-            f"{worker} with {_drawn_with(ours)}; give both the same model, or take engine.peer out of their "
+            f"{worker} with {_drawn_with(ours)}; give both the same model, or take engine.peer.address out of their "
             "configurations",
             metadata={peer: theirs.get("model_hash", ""), worker: ours["model_hash"]},
         )

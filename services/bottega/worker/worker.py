@@ -90,7 +90,7 @@ class Worker:
         self._pool = pool
         self._metrics = metrics
         self._link_resolver = LinkResolver(
-            engine.send, server.channels, worker=self.name, names={config.engine.peer: config.engine.peer_name}
+            engine.send, server.channels, worker=self.name, names={config.engine.peer.address: config.engine.peer.name}
         )
         self._server = server
         self._version = importlib.metadata.version("bottega-services")

@@ -179,7 +179,7 @@ async def test_a_profile_is_measured_kept_and_shown_again(
     shown = await _run(gateway, "profile", "--kept")
     assert shown.stdout == measured.stdout
     assert "512 MiB for a template keeps 3 of 3 blocks" in shown.stdout
-    assert "w1 has 512 MiB for recordings (engine.activations_mib)" in shown.stderr
+    assert "w1 has 512 MiB for recordings (engine.edits.activations_mib)" in shown.stderr
     worker.budget_bytes = 4 << 30
     assert "2.60 GiB for a template keeps 3 of 3 blocks" in (await _run(gateway, "profile", "--kept")).stdout
     await client.set_block_profile(replace(profile_from(block_profile(64, 48)), blocks=()))

@@ -29,7 +29,7 @@ from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
-from bottega.worker.config import EngineConfig, WorkerConfig
+from bottega.worker.config import ControlNetsConfig, EngineConfig, WorkerConfig
 from bottega.worker.config import check_model as check_worker_model
 from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model
@@ -221,5 +221,10 @@ def test_a_worker_says_of_a_controlnet_of_its_own_what_doctor_says(tmp_path: Pat
     folder = with_config(tmp_path / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
     said = r"^engine\.controlnets: ControlNet lines cannot .* num_class_embeds must be null, not 7"
     with pytest.raises(ConfigError, match=said):
-        check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"lines": str(folder)})))
-    check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"edges": str(REAL)})))
+        check_worker_model(_hosting(lines=folder))
+    check_worker_model(_hosting(edges=REAL))
+
+
+def _hosting(**folders: Path) -> WorkerConfig:
+    nets = ControlNetsConfig(folders={name: str(folder) for name, folder in folders.items()})
+    return WorkerConfig(engine=EngineConfig(controlnets=nets))

@@ -238,15 +238,16 @@ def test_every_key_stands_in_a_services_configuration_with_its_default_and_what_
     expected = list(keys_of(parse(kind, {}, source="defaults")))
     differing = [(a, b) for a, b in zip(said, expected, strict=True) if a != b and a.path[0] not in service.example]
     assert not differing, "a default has changed: run deploy/configurations.py"
-    assert not (_dotted(yaml.safe_load(text)) ^ {key.path for key in expected}), "run deploy/configurations.py"
+    paths = {key.path for key in expected}
+    assert _dotted(yaml.safe_load(text), paths) == paths, "run deploy/configurations.py"
     assert not [key.name for key in expected if not key.explanation], "say in the dataclass's docstring what it is for"
 
 
-def _dotted(values: dict[str, object], section: KeyPath = ()) -> set[KeyPath]:
+def _dotted(values: dict[str, object], keys: set[KeyPath], section: KeyPath = ()) -> set[KeyPath]:
     found: set[KeyPath] = set()
     for name, value in values.items():
-        deeper = isinstance(value, dict) and value and name not in ("controlnets", "loras", "bases")
-        found |= _dotted(value, (*section, name)) if deeper else {(*section, name)}  # type: ignore[arg-type]
+        path = (*section, name)
+        found |= _dotted(value, keys, path) if isinstance(value, dict) and path not in keys else {path}
     return found
 
 

@@ -11,7 +11,7 @@ from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.transport import LinkCounters, ServiceOffer
-from bottega.worker.config import EngineConfig
+from bottega.worker.config import EngineConfig, LorasConfig
 from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras import addon as worker_loras
 from tests.support.manual_engine import load
@@ -34,11 +34,11 @@ class NoOffers:
         raise AssertionError("nothing is fetched")
 
 
-def made_on(model: Model, device_mib: int, **configured: int) -> MemoryPlan:
+def made_on(model: Model, device_mib: int, *, budget_bytes: int) -> MemoryPlan:
     device = MemoryDevice((device_mib + LIBRARIES_MIB) * MIB)
     plan = open_memory_plan(device, 0)
     context = EngineAddOnContext(
-        config=EngineConfig(**configured),  # type: ignore[arg-type]
+        config=EngineConfig(loras=LorasConfig(budget_bytes=budget_bytes)),
         model=replace(model, runtime=device, memory=plan),
         offers=NoOffers(),
         counters=LinkCounters(),
@@ -52,9 +52,9 @@ def made_on(model: Model, device_mib: int, **configured: int) -> MemoryPlan:
 
 
 def test_what_is_kept_of_loras_and_stacked_for_groups_is_set_aside(model: Model) -> None:
-    assert made_on(model, 8000, lora_budget_bytes=600 * MIB).reserved == {"LoRAs": 900 * MIB}
+    assert made_on(model, 8000, budget_bytes=600 * MIB).reserved == {"LoRAs": 900 * MIB}
 
 
 def test_a_small_device_keeps_fewer_and_leaves_the_rest_to_forwards(model: Model) -> None:
-    plan = made_on(model, 1200, lora_budget_bytes=600 * MIB)
+    plan = made_on(model, 1200, budget_bytes=600 * MIB)
     assert (plan.reserved, plan.left_bytes) == ({"LoRAs": 300 * MIB}, 900 * MIB)

@@ -229,7 +229,7 @@ def note_approximate(provenance: Provenance) -> None:
     elif any(lora.rounded_otherwise for lora in provenance.loras):
         note(
             f"the picture is approximate: LoRAs were merged into {provenance.dtype} weights, as the operator allowed "
-            "(engine.lora_merge_half_precision)"
+            "(engine.loras.merge_half_precision)"
         )
     elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")

@@ -115,7 +115,7 @@ def make_decoder(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype
         _to(vae, wanted)
     elif not _try_half_precision(vae, device, wanted):
         raise ValueError(
-            f"vae_dtype {settings.dtype}: with it this VAE draws something else than in float32; use auto or float32"
+            f"vae.dtype {settings.dtype}: with it this VAE draws something else than in float32; use auto or float32"
         )
     # Stock Diffusers encodes in float32 wherever force_upcast is set, whatever the model's element type.
     if vae.config.force_upcast or settings.dtype == "float32":

@@ -26,11 +26,9 @@ class WorkerEdits(EngineEdits):
 
     def __init__(self, context: EngineAddOnContext) -> None:
         config, model = context.config, context.model
-        link = ActivationLinkSettings(
-            silence_s=config.activations_silence_s, upload_bytes=config.activations_upload_mib << 20
-        )
+        link = ActivationLinkSettings(silence_s=config.edits.silence_s, upload_bytes=config.edits.upload_mib << 20)
         settings = ActivationSettings(
-            budget_bytes=config.activations_mib << 20,
+            budget_bytes=config.edits.activations_mib << 20,
             model_name=model.name,
             latent_scale=model.latent_scale,
             pinned=model.device.type == "cuda",
@@ -40,10 +38,10 @@ class WorkerEdits(EngineEdits):
         super().__init__(
             model,
             self._stores,
-            margin=config.mask_margin,
+            margin=config.edits.mask_margin,
             fixed_rows=config.fixed_rows > 0,
-            sparse=config.sparse_convolutions,
-            template_budget_bytes=config.activations_template_mib << 20,
+            sparse=config.edits.sparse_convolutions,
+            template_budget_bytes=config.edits.template_mib << 20,
             heartbeat=context.heartbeat,
         )
 

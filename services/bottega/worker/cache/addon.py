@@ -21,11 +21,11 @@ class WorkerCachedStarts(EngineCachedStarts):
         self._stores = LatentStores(
             model_name=context.model.name,
             offers=context.offers,
-            budget_bytes=config.cache_recording_bytes,
-            settings=CacheLinkSettings(silence_s=config.cache_silence_s),
+            budget_bytes=config.cache.recording_bytes,
+            settings=CacheLinkSettings(silence_s=config.cache.silence_s),
             counters=context.counters,
         )
-        super().__init__(context.model, self._stores, timeout_s=config.cache_timeout_s)
+        super().__init__(context.model, self._stores, timeout_s=config.cache.timeout_s)
 
     @property
     def open_links(self) -> int:

@@ -28,7 +28,7 @@ def create(context: EngineAddOnContext) -> WorkerControlNets:
         model=context.model,
         offers=context.offers,
         local=local.controlnets,
-        settings=ControlLinkSettings(silence_s=context.config.controlnet_silence_s, devices=context.devices),
+        settings=ControlLinkSettings(silence_s=context.config.controlnets.silence_s, devices=context.devices),
         counters=context.counters,
         heartbeat=context.heartbeat,
     )
@@ -71,7 +71,7 @@ class ConfiguredControlNets:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.base = base_layout(model.backbone.unet.config, model.latent_scale)
         """The layout that ControlNets of this model have."""
-        folders = {name: Path(folder) for name, folder in config.controlnets.items()}
+        folders = {name: Path(folder) for name, folder in config.controlnets.folders.items()}
         self._sources = {
             name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
         }
@@ -81,7 +81,7 @@ class ConfiguredControlNets:
         self._cache: ControlNetCache | None = None
         if folders:
             weights_bytes = sum(source.size_bytes for source in self._sources.values())
-            budget_bytes = min(config.controlnet_budget_bytes, weights_bytes)
+            budget_bytes = min(config.controlnets.budget_bytes, weights_bytes)
             model.memory.reserve("ControlNets", budget_bytes)
             self._cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
             self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=config.fixed_rows)

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from bottega.config import parse
 from bottega.diffusion.lean_imports import lean_imports
 from bottega.diffusion.start_reporter import StartReporter
 from bottega.errors import Unavailable
@@ -40,7 +41,7 @@ def main() -> int:
         reporter.begin("importing libraries")
         with lean_imports():
             from bottega.worker.engine.loop import run
-        config = EngineConfig(**arguments.config_json)
+        config = parse(EngineConfig, arguments.config_json, source="the configuration of the engine")
         return run(channel, config, reporter, trials=arguments.trials, max_quiet_s=arguments.max_quiet_s)
     except Unavailable:
         return 0  # the front is gone

@@ -98,7 +98,8 @@ class Runtime:
         """
         if self.peer is None:
             return None
-        endpoints = link_endpoints(self.config.links_listen, self.config.links_socket, seal=self.config.links_seal)
+        links = self.config.links
+        endpoints = link_endpoints(links.listen, links.socket, seal=links.seal)
         return Follower(
             endpoints,
             remote_jobs=self.engine.remote_jobs,
@@ -132,11 +133,11 @@ def load_runtime(
     model, counters, heartbeat = _model(config, reporter), LinkCounters(), Heartbeat()
     heartbeat.subscribe(reporter.advance)
     heartbeat.subscribe_covered(reporter.advance)
-    devices = device_links(config.device_links, model.device, budget=model.memory)
+    devices = device_links(config.links.devices, model.device, budget=model.memory)
     context = EngineAddOnContext(
         config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
     )
-    peer = _leader(context) if config.peer else None
+    peer = _leader(context) if config.peer.address else None
     reporter.begin("preparing add-ons")
     engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
     accelerations = candidates(config.accelerations, model)
@@ -164,7 +165,7 @@ def _model(config: EngineConfig, reporter: StartReporter) -> Model:
         name=name_of(config.model, config.model_name),
         device=device,
         dtype=pick_dtype(config.dtype, report, device),
-        vae=VaeSettings(dtype=config.vae_dtype, tile_pixels=config.vae_tile_pixels),
+        vae=VaeSettings(dtype=config.vae.dtype, tile_pixels=config.vae.tile_pixels),
         device_memory_mib=config.device_memory_mib,
         reporter=reporter,
     )
@@ -185,9 +186,9 @@ def _limits(config: EngineConfig) -> EngineLimits:
 def _leader(context: EngineAddOnContext) -> Leader:
     config, model = context.config, context.model
     return Leader(
-        config.peer,
+        config.peer.address,
         terms={"model_hash": model.digest, "dtype": model.dtype_name},
         offers=context.offers,
         counters=context.counters,
-        settings=PeerLinkSettings(silence_s=config.peer_silence_s, devices=context.devices),
+        settings=PeerLinkSettings(silence_s=config.peer.silence_s, devices=context.devices),
     )

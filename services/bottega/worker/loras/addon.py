@@ -29,7 +29,7 @@ class WorkerLoras(EngineLoras):
         config = context.config
         # The cache of LoRAs, and half as much for stacks of them that groups need.
         reserved_bytes = context.model.memory.reserve_up_to(
-            "LoRAs", config.lora_budget_bytes + config.lora_budget_bytes // 2, share=_MEMORY_SHARE
+            "LoRAs", config.loras.budget_bytes + config.loras.budget_bytes // 2, share=_MEMORY_SHARE
         )
         budget_bytes = -(-2 * reserved_bytes // 3)
         self._cache = LoraCache(
@@ -37,17 +37,17 @@ class WorkerLoras(EngineLoras):
             device=context.model.device,
             dtype=context.model.dtype,
             budget_bytes=budget_bytes,
-            settings=LoraLinkSettings(silence_s=config.lora_silence_s),
+            settings=LoraLinkSettings(silence_s=config.loras.silence_s),
             counters=context.counters,
         )
         super().__init__(
             context.model,
             self._cache,
             patches=not config.fixed_rows,
-            merges_half=config.lora_merge_half_precision,
-            pristine_on_host=config.lora_pristine == "host",
+            merges_half=config.loras.merge_half_precision,
+            pristine_on_host=config.loras.pristine == "host",
             stacked_bytes=budget_bytes // 2,
-            timeout_s=config.lora_timeout_s,
+            timeout_s=config.loras.timeout_s,
         )
 
     def hosted(self) -> Sequence[Hosted]:

@@ -208,7 +208,7 @@ def test_a_vae_that_overflows_in_float16_says_to_decode_in_float32() -> None:
         decoder = make_decoder(copy.deepcopy(vae), device=model.device, dtype=model.dtype, settings=settings)
         return draw(replace(model, vae=decoder.vae, decoder=decoder), spec)
 
-    assert_no_picture(decoded("auto"), "in float16", "set the worker's vae_dtype to float32")
+    assert_no_picture(decoded("auto"), "in float16", "set the worker's engine.vae.dtype to float32")
     advised = decoded("float32")
     assert isinstance(advised.events[-1], JobFinished)
     assert not advised.record.decoded_as_stock, "stock would have drawn it black"

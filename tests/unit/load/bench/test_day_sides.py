@@ -60,9 +60,9 @@ def test_a_technique_that_is_off_is_off_in_what_the_suite_is_told(tmp_path: Path
     assert set(whole) - set(services) == {"activations"}
     services, _ = told("controlnet_server")
     assert set(whole) - set(services) == {"controlnet"}
-    assert services["worker"]["engine"]["controlnets"] == {"net0": str(tmp_path / "net0")}
+    assert services["worker"]["engine"]["controlnets"] == {"folders": {"net0": str(tmp_path / "net0")}}
     services, _ = told("sparse_convolutions")
-    assert services["worker"]["engine"]["sparse_convolutions"] is False
+    assert services["worker"]["engine"]["edits"]["sparse_convolutions"] is False
     services, options = told("late_residuals")
     assert services == whole
     assert options["stale_residuals"] is False

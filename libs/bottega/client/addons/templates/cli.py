@@ -221,7 +221,7 @@ _WHOLE = 0.99
 _TITLES = {kinds.ACTIVATIONS: "store", kinds.WORKER: "worker"}
 
 _NOTHING_YET = "Nothing is recorded yet. The first edit of an image is, with --fidelity balanced or --masked-blocks."
-_NOTHING_EVER = "No worker records edits: engine.activations_mib in its configuration is 0."
+_NOTHING_EVER = "No worker records edits: engine.edits.activations_mib in its configuration is 0."
 _NO_STORE = (
     "No activation store has joined, so each worker has templates of its own and loses them when it ends "
     "(bottega logs activations)."

@@ -162,7 +162,7 @@ def _budget(client: Client) -> int:
         return 0
     if least.kind == kinds.WORKER:
         room = size_text(least.template_budget_bytes)
-        note(f"{least.name} has {room} for recordings (engine.activations_mib), which limits its templates.")
+        note(f"{least.name} has {room} for recordings (engine.edits.activations_mib), which limits its templates.")
     return least.template_budget_bytes
 
 

@@ -53,7 +53,7 @@ _MOST_LISTED = 1000
 _MOST_BYTES_OF_A_PIXEL = 21e9 / 1024**2 / 50
 # Share of a store's disk. If pinned templates take more, little is left for the others.
 _MOST_PINNED = 0.8
-_BUDGET = "engine.activations_mib in its configuration says how much memory recordings may take."
+_BUDGET = "engine.edits.activations_mib in its configuration says how much memory recordings may take."
 
 
 def ready_workers(fleet: FleetStatus) -> Sequence[FleetMember]:
