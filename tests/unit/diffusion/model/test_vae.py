@@ -72,7 +72,7 @@ def test_a_decoder_whose_sums_overflow_in_float16_draws_what_float32_does(whole:
 
 def test_an_element_type_in_which_a_decoder_draws_something_else_is_refused(whole: Model) -> None:
     vae = overflowing(overflowing(whole.vae))  # too much for any fraction
-    with pytest.raises(ValueError, match="vae.dtype float16: with it this VAE draws something else than in float32"):
+    with pytest.raises(ValueError, match=r"vae\.dtype float16: with it this VAE draws something else than in float32"):
         decoder_in(whole, "float16", vae=vae)
 
 
