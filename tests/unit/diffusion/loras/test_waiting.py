@@ -226,7 +226,7 @@ def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
     clock.now += LORA_TIMEOUT_S + 0.1
     easel.turn()
     assert isinstance(drawing.error, Unavailable)
-    assert "within 10 s: LoRA outline" in drawing.error.message
+    assert "LoRA outline did not arrive within 10 s" in drawing.error.message
     easel.run()
     assert len(other.pixels) == 1
     assert not loras.open
