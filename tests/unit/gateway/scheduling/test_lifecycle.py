@@ -551,10 +551,10 @@ class Lifecycle(RuleBasedStateMachine):
     @invariant()
     def what_is_given_to_servers_is_at_workers(self) -> None:
         placement = self.wire.controlnets
-        assert placement._given.keys() == {
+        assert placement._assigned.keys() == {
             job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.dispatcher._attempts
         }
-        assert placement._sessions.total() == sum(map(len, placement._given.values()))
+        assert placement._sessions.total() == sum(map(len, placement._assigned.values()))
 
     @invariant()
     def quarantined_jobs_are_exclusive(self) -> None:
