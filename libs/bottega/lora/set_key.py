@@ -22,4 +22,5 @@ class ScaledLora(Protocol):
 
 
 def lora_set_key(loras: Iterable[ScaledLora]) -> LoraSetKey:
+    """Return the key of a set of LoRAs, which is the same in any order."""
     return tuple(sorted((lora.digest, lora.scale) for lora in loras))

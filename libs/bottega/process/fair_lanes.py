@@ -60,7 +60,7 @@ class FairLanes(Generic[LaneT]):
         self._unsettled = 0
 
     def __len__(self) -> int:
-        """Number of calls that wait."""
+        """Return the number of calls that wait."""
         return sum(map(len, self._waiting.values()))
 
     async def acquire(self, need: CallNeed) -> LaneT:

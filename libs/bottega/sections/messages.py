@@ -120,6 +120,7 @@ class ActivationMessage:
 
 
 def question_message(number: int, question: TemplateQuestion) -> ActivationMessage:
+    """Return the message that asks what a store has of a template."""
     return _message(ActivationMessageKind.QUESTION, number, question)
 
 
@@ -129,6 +130,7 @@ def answer_message(number: int, answer: TemplateAnswer, drawn: DrawnTensors | No
 
 
 def fetch_message(number: int, request: SectionRequest) -> ActivationMessage:
+    """Return the message that asks for a section."""
     return _message(ActivationMessageKind.FETCH, number, request)
 
 

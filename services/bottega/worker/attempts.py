@@ -110,6 +110,8 @@ Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | KeptEve
 
 
 class AttemptState(Enum):
+    """The state of an attempt at a job."""
+
     ACCEPTED = "accepted"
     RUNNING = "running"
     COMPLETED = "completed"

@@ -203,7 +203,7 @@ class JobCachedStarts(JobAddOn):
         elif self.asked is not None and blocked and now_s - self._since_s > self._addon.timeout_s:
             self.asked.cancel()
             self.asked = None
-            self._give_up(NoCache(f"the approximate cache said nothing within {self._addon.timeout_s:g} s"))
+            self._give_up(NoCache(f"the approximate cache did not answer within {self._addon.timeout_s:g} s"))
         self._start_pictures()
         if blocked and not any(picture.blocked for picture in self._pictures):
             self._waited_s = now_s - self._since_s

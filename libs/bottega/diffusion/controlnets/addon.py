@@ -292,7 +292,7 @@ _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_
 
 
 class RemoteControls:
-    """This engine's sessions with the ControlNets of a job of the other worker. A RemoteAddOn."""
+    """Sessions of this engine with the ControlNets of a job of the other worker. A RemoteAddOn."""
 
     def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
         self._provider = provider

@@ -184,6 +184,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
 
 
 def step_message(step: ControlStep) -> TensorMessage:
+    """Return the message that asks for the residuals of a step."""
     table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
     return message_of(
         {
@@ -228,6 +229,7 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
 
 
 def refused_message(refusal: Refusal) -> TensorMessage:
+    """Return the message that refuses a lease or a step."""
     lease, step = (-1 if number is None else number for number in (refusal.lease, refusal.step))
     return message_of({ControlMessageKind.REFUSED.value: torch.tensor([lease, step]), "error": packed(refusal.error)})
 

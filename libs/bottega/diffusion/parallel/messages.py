@@ -173,6 +173,7 @@ def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
 
 
 def noise_message(answer: RemoteNoise) -> TensorMessage:
+    """Return the message with the noise of rows that a peer computed."""
     table = [answer.number, round(answer.waited_s * _PER_S), *answer.places]
     return message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": answer.noise}, headers=1)
 
