@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqliteSchema:
-    """The content of a file."""
+    """The schema of a file."""
 
     what: str
-    """Names it for people, such as "the catalogue of LoRAs"."""
+    """Name of the content in messages, such as "the catalogue of LoRAs"."""
     application_id: int
     """Value of PRAGMA application_id."""
     version: int
     tables: tuple[str, ...]
     """Statements that create tables and indexes."""
     remedy: str
-    """Tells people what fills a new file after a damaged one."""
+    """Advice in messages: how to fill the new file that replaces a damaged one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class SqliteFile:
     Every method may raise StorageUnavailable, or DataLoss for a damaged file.
 
     Args:
-        keeps_place: Whether an open file that was deleted or replaced is restored, and a truncated one replaced by a
-            new one; otherwise the owner must handle that.
+        keeps_place: Whether to restore the open file if it is deleted or replaced, and to create a new file if it is
+            truncated. If False, the owner must handle both cases.
     """
 
     def __init__(self, path: Path, schema: SqliteSchema, *, keeps_place: bool = False) -> None:
@@ -122,9 +122,7 @@ class SqliteFile:
                 return
             what, facts = self._schema.what, {"file": str(self.path)}
             if not in_place and self._put_back(self._connection):
-                _log.warning(
-                    f"{what} was deleted or replaced; its file is put back with all that was in it", extra=facts
-                )
+                _log.warning(f"{what} was deleted or replaced; its file is restored with its full content", extra=facts)
                 return
             self._begin_anew()
         text = f"{what} was truncated, and a new one is made"
@@ -148,11 +146,11 @@ class SqliteFile:
         self._use(open_file(self.path, self._schema))
 
     def _make_room(self) -> None:
-        """Set aside another file that has the name of ours, or remove it if it is empty."""
+        """Rename another file that has taken the name of our file, or remove it if it is empty."""
         found = _SeenFile.at(self.path)
         if found is not None and found.size_bytes:
             kept = _put_aside(self.path)
-            _log.warning("a file with the name of ours is set aside", extra={"kept": str(kept)})
+            _log.warning("another file has the name of the database and is set aside", extra={"kept": str(kept)})
             return
         for part in (self.path.with_name(f"{self.path.name}-journal"), self.path):
             part.unlink(missing_ok=True)
@@ -183,7 +181,7 @@ class SqliteFile:
 
 
 class SqliteDatabase:
-    """A SqliteFile for an event loop, in a thread of its own. It keeps its place; see SqliteFile."""
+    """A SqliteFile for an event loop, in a thread of its own. It restores a file that is deleted or replaced."""
 
     def __init__(self, path: Path, schema: SqliteSchema) -> None:
         self.path = path
@@ -205,7 +203,7 @@ class SqliteDatabase:
 
 
 def open_file(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
-    """Return a connection to the file, or to a new one if it is damaged. Commits return when they are on the disk.
+    """Return a connection to the file, or to a new one if it is damaged. A commit returns when its data is on the disk.
 
     Raises what SqliteFile.open raises, and OSError, sqlite3.Error.
     """
@@ -270,12 +268,12 @@ def _keep_aside(path: Path, schema: SqliteSchema) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a file and return its new path. Raises DataLoss if there are too many such files."""
+    """Rename a file and return its new path. Raises DataLoss if there are too many damaged files already."""
     others = sorted(path.parent.glob(f"{path.stem}.damaged-*{path.suffix}"))
     if len(others) >= _MOST_ASIDE:
         raise DataLoss(
-            f"{path} is damaged, and {len(others)} others that were are beside it, such as {others[-1].name}: look "
-            "after the disk, move them away, and start again; no other file is touched meanwhile"
+            f"{path} is damaged, and beside it are already {len(others)} damaged files, such as {others[-1].name}: "
+            "check the disk, move those files away, and start again; until then the damaged file is left as it is"
         )
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = path.with_name(f"{path.stem}.damaged-{stamp}-{len(others)}{path.suffix}")

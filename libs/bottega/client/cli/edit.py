@@ -60,15 +60,16 @@ class GivenMask:
 
     @property
     def named(self) -> str:
-        """Its options as they were given, for messages."""
+        """The options of the mask as they were given, for messages."""
         if self.shapes:
             return " ".join(f"--{_name(shape)} {_text(shape)}" for shape in self.shapes)
         return f"--mask {self.file}" if self.file else "--alpha"
 
     def put_into(self, options: GenerationOptions, image: Path, like: Path | None) -> None:
-        """Set the mask in a request's options, replacing that of the earlier picture `like`.
+        """Set the mask in a request's options. It replaces a mask that the options have from the picture `like`.
 
-        --alpha without a mask reads the image itself. Raises click.UsageError if there is no mask, or more than one.
+        With --alpha alone, the transparency of the image is the mask. Raises click.UsageError if there is no mask, or
+        more than one.
         """
         if self.shapes and (self.file or self.alpha):
             other = "--mask" if self.file else "--alpha"
@@ -113,7 +114,7 @@ _MASK_OPTIONS = (
         "--alpha/--no-alpha",
         "alpha",
         default=None,
-        help="Redraw transparent parts: of --mask, or without it of IMAGE.",
+        help="Redraw the transparent parts of --mask; without --mask, those of IMAGE.",
     ),
 )
 

@@ -43,7 +43,7 @@ def choose_output(named: Path | None, format: Format | None, prompts: Sequence[s
     """Return the target of a command's pictures. Raise click.UsageError if they could not be written there."""
     by_suffix = SUFFIXES.get(named.suffix.lower()) if named else None
     if named and named.suffix and not by_suffix:
-        raise click.UsageError(f"{named}: pictures are {', '.join(SUFFIXES)}; name it {named}.png, for example.")
+        raise click.UsageError(f"{named}: its name must end in {', '.join(SUFFIXES)}; try {named}.png, for example.")
     if format and by_suffix and by_suffix != format:
         raise click.UsageError(f"{named} is the name of a {by_suffix} file, but the format is {format}.")
     folder = named.parent if named else Path()

@@ -84,7 +84,7 @@ class LatentStore:
         self._writer.start()
 
     def close(self) -> None:
-        """Write what waits, and stop. It does nothing if it was not started."""
+        """Write the pending entries, and stop. Do nothing if the store was not started."""
         self._writer.close()
         self._contents.close()
 
@@ -121,7 +121,7 @@ class LatentStore:
         return answer
 
     def count_starts(self, starts: CacheStarts) -> None:
-        """Count what the latents of an answer saved, and release unused ones for the prompt's next picture.
+        """Count the steps that the latents of an answer saved, and release unused ones for the prompt's next picture.
 
         Raises ValueError if a rule of cache.proto is broken.
         """
@@ -271,7 +271,7 @@ def _check(question: CacheQuestion) -> None:
     if not 0 <= question.images <= _MOST_IMAGES or len(question.pinned) > _MOST_IMAGES:
         raise ValueError(f"a question is for at most {_MOST_IMAGES} pictures")
     if question.steps < 1 or question.words < 0:
-        raise ValueError("a question is of a job with at least one step, and words")
+        raise ValueError("a question needs at least 1 step and at least 0 words")
 
 
 def _check_row(key: str, digest: str) -> None:

@@ -181,7 +181,7 @@ class Fleet:
         return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """Give nothing to a service for a moment, because it has not taken what it was given."""
+        """Give no work to a service for a moment, because it has refused an attempt."""
         member = self._members.get((kind, name))
         if member is not None:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
@@ -227,7 +227,7 @@ class Fleet:
         return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
 
     def grace_s(self, member: Member) -> float:
-        """Return for how many seconds what a member hosted is expected back, after it has left or dropped it."""
+        """Return how many seconds to wait for items that a member hosted, after it has left or dropped them."""
         return self._seen.grace_s(member)
 
     def last_seen(self, model: str) -> image_pb2.Model:
@@ -235,7 +235,7 @@ class Fleet:
         return self._seen.get(model) or image_pb2.Model()
 
     def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
-        """Replace what is known of a member by a report."""
+        """Replace the state of a member by a new report."""
         has_started = load.start_s != member.load.start_s  # once for each instance
         member.load, member.has_reported = load, True
         if has_started:
@@ -280,10 +280,10 @@ class Fleet:
         member.wake = asyncio.Event()
 
     def _check_name(self, member: Member, now: float) -> None:
-        """Raise an error if a service joins under the name of another process that may be alive.
+        """Raise an error if a service joins under the name of another process that may still be alive.
 
-        Otherwise two services of one name would push each other out for ever, and any service could end a member's
-        attempts.
+        Without this check, two services with one name would replace each other again and again, and any service could
+        end a member's attempts.
         """
         left_s = member.heard_at + self.lease_s - now
         if left_s <= 0:
@@ -291,7 +291,7 @@ class Fleet:
         retry_s = left_s + _AFTER_LEASE_S
         if not member.connected:
             raise Unavailable(
-                f"{member.name} was here until a moment ago, as another process; its lease ends in {left_s:.1f} s",
+                f"another process named {member.name} has just disconnected; the name is free in {left_s:.1f} s",
                 retry_after_s=retry_s,
             )
         rule = f"{member.name} is in use by a service at {member.registration.address}; choose another name"
@@ -382,5 +382,5 @@ def _named(choice: image_pb2.SamplerChoice) -> tuple[int, bool]:
 
 
 def _identity(model: image_pb2.Model) -> str:
-    """Return what must be the same wherever a job is drawn or resumed."""
+    """Return the properties that all workers of a model must share, so that a job can resume at any of them."""
     return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"

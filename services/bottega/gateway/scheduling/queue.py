@@ -77,7 +77,7 @@ class JobQueue:
     def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
         """Raise QueueFull, with the time after which to retry, if no job of that size fits.
 
-        A named tenant gets only so many places and bytes that others find room; see `fair_room`.
+        A named tenant gets only a part of the free places and bytes, which leaves room for others; see `fair_room`.
         """
         free, free_bytes = self._max_jobs - len(self) - len(self._reserved), self._budget_bytes - self._size_bytes
         if free < 1 or size_bytes > free_bytes:
@@ -88,7 +88,7 @@ class JobQueue:
         room_bytes = fair_room(free=free_bytes, held=self._held_bytes[tenant], share=_TENANT_SHARE)
         if fair_room(free=free, held=held, share=_TENANT_SHARE) <= 0 or (held and size_bytes > room_bytes):
             raise QueueFull(
-                f"{held} jobs of yours wait already, and the rest of the queue is for others",
+                f"{held} of your jobs are in the queue already; the remaining places are for other tenants",
                 retry_after_s=self.retry_after_s(),
             )
 

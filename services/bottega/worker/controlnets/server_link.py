@@ -285,7 +285,7 @@ class ServerLink(LinkClientHandler):
             self.transfer_s = smoothed(self.transfer_s, self._progress_s - incoming.began)
 
     def check(self) -> None:
-        """Raise DeadlineExceeded if the server answers pings but computes nothing of what it was asked for."""
+        """Raise DeadlineExceeded if the server answers pings but does not compute the requested steps."""
         now_s = time.monotonic()
         late, self._checked_s = now_s - self._checked_s > _LATE_S, now_s
         if late:
@@ -293,7 +293,7 @@ class ServerLink(LinkClientHandler):
         still_s = now_s - self._progress_s
         if self._results and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
-                f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"
+                f"ControlNet server {self.server.name} has made no progress on a pending answer for {still_s:.1f} s"
             )
 
 

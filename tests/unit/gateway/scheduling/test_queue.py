@@ -45,7 +45,7 @@ def test_a_tenant_that_floods_leaves_room_for_others() -> None:
         queue.reserve(job)
         queue.add(job)
     assert queue.held("flood") == 75
-    with pytest.raises(QueueFull, match="the rest of the queue is for others"):
+    with pytest.raises(QueueFull, match="the remaining places are for other tenants"):
         queue.reserve(sample_job(time, tenant="flood"))
     for _ in range(15):
         queue.add(sample_job(time, tenant="one"))
@@ -64,7 +64,7 @@ def test_a_tenant_of_large_requests_leaves_bytes_to_others() -> None:
     queue = JobQueue(max_jobs=100, budget_bytes=1000, clock=time.clock())
     for _ in range(7):
         queue.reserve(sample_job(time, tenant="flood", size_bytes=100))
-    with pytest.raises(QueueFull, match="the rest of the queue is for others"):
+    with pytest.raises(QueueFull, match="the remaining places are for other tenants"):
         queue.reserve(sample_job(time, tenant="flood", size_bytes=100))
     queue.check_room(200, tenant="one")
 

@@ -102,8 +102,8 @@ def profile(
     Both prompts of each pair are drawn from noise, and the second one also from the latents of the first. A latent may
     be reused from the least similarity at which 95 % of the pairs keep their quality: more than .9 of it with
     --fidelity balanced, .8 with fast. This is measured for each share of the steps, and for short and long prompts. The
-    caches keep the result as the model's profile. Before it draws, the command prints how many pictures that takes, and
-    asks.
+    caches keep the result as the model's profile. Before it draws, the command prints the number of pictures and asks
+    for confirmation.
     """
     with connect(address) as client:
         pairs = thin_out(pairs_of_file(read_prompt_file(prompts)), most) if prompts else ()
@@ -138,7 +138,7 @@ def _miniature_pairs(client: Client, model: str | None, most: int, clip: Path | 
     served = [one.name for one in client.models() if model in (None, one.name)]
     if served != [EMBEDDED_MODEL]:
         options = "--prompts FILE" if clip else "--prompts FILE --clip FOLDER"
-        raise click.UsageError(f"only the embedded model needs no prompts: bottega cache profile {options}")
+        raise click.UsageError(f"only the embedded model has built-in prompts; run bottega cache profile {options}")
     return miniature_pairs(most)
 
 
@@ -320,7 +320,7 @@ MOST_BYTES = 64 << 20
 
 
 def read_prompt_file(file: Path) -> str:
-    """Return the text of a file. End the command if it cannot be read, is too large or no UTF-8."""
+    """Return the text of a file. End the command if it cannot be read, is too large or not UTF-8."""
     try:
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)

@@ -183,7 +183,7 @@ _SCENES = 4
 @click.option(
     "--steps",
     type=click.IntRange(2, 200),
-    help="Steps of each picture, ideally the fewest that you use; default: the model's.",
+    help="Denoising steps of each picture. Give the fewest that your requests use; default: the model's.",
 )
 @click.option("--model", help="Model to measure with; default: the only one that is served.")
 @address_option

@@ -161,11 +161,11 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         model: str | None = None,
         on_picture: Callable[[float], None] = lambda _: None,
     ) -> MeasuredProfile:
-        """Measure how similar a ControlNet's residuals are from step to step, and have its servers keep that.
+        """Measure how similar a ControlNet's residuals are from step to step, and have its servers keep the result.
 
-        A picture is drawn of each case; the worst one counts. From a cosine of .99 on, requests of at least so many
-        steps that allow it (by fidelity or stale_residuals) use the residuals of the step before if they would have to
-        wait for a slow link.
+        A picture is drawn of each case; the worst one counts. If the cosine is at least .99, requests with at least as
+        many steps may use the residuals of the step before instead of waiting for a slow link. They must allow it, by
+        fidelity or stale_residuals.
 
         Args:
             name: Name of the ControlNet.
