@@ -11,10 +11,10 @@ ReasonT = TypeVar("ReasonT", bound=StrEnum)
 
 
 class StoreCounts(Generic[ReasonT]):
-    """Thread-safe counters: totals by name, and what was dropped by reason.
+    """Thread-safe counters: totals by name, and dropped items by reason.
 
     Args:
-        reasons: The reasons for dropping something; each is counted from 0.
+        reasons: The reasons for dropping an item; each count starts at 0.
     """
 
     def __init__(self, reasons: type[ReasonT]) -> None:
@@ -32,11 +32,11 @@ class StoreCounts(Generic[ReasonT]):
         return self._totals[name]
 
     def drop(self, reason: ReasonT, number: int = 1) -> None:
-        """Count what was dropped."""
+        """Count dropped items."""
         with self._lock:
             self._dropped[reason.value] += number
 
     def dropped(self) -> dict[str, int]:
-        """Return the numbers of what was dropped, by reason."""
+        """Return the numbers of dropped items, by reason."""
         with self._lock:
             return dict(self._dropped)

@@ -40,8 +40,8 @@ class ProfileFolder(Generic[ProfileT]):
         message: The class of the profiles.
         key: Returns the key of a profile: a string, or a tuple of values that JSON can hold.
         check: Yields the violations of a profile.
-        is_empty: Returns whether a profile only names the one to delete.
-        remedy: Tells people how to replace a damaged profile.
+        is_empty: Returns whether a profile has only its key, and so means deletion.
+        remedy: Advice in the log: how to replace a damaged profile.
         max_file_bytes: Larger files count as damaged.
     """
 
@@ -86,13 +86,13 @@ class ProfileFolder(Generic[ProfileT]):
         return [self._profiles[key] for key in sorted(self._profiles)]
 
     def get(self, key: Any) -> ProfileT | None:
-        """Return a profile, or None."""
+        """Return the profile with this key, or None."""
         return self._profiles.get(key)
 
     def set(self, profile: ProfileT) -> None:
-        """Set a profile, in place of an existing one with its key; an empty one deletes that.
+        """Store a profile in place of an existing one with the same key. An empty profile deletes the existing one.
 
-        Raises ValueError if it is invalid.
+        Raises ValueError if the profile is invalid.
         """
         violation = next(iter(self._check(profile)), None)
         if violation is not None:

@@ -142,7 +142,7 @@ class BlobRecords:
         return self._inode != 0 and self._found_inode() == self._inode
 
     def read(self, take: Callable[[StoredRecord], None], *, suffix: str = "") -> RecordChanges:
-        """Pass each intact record to `take`, and return the changes that delete what is damaged.
+        """Pass each intact record to `take`, and return the changes that delete the damaged ones.
 
         Args:
             suffix: The rest of the SELECT statement of the records, such as "ORDER BY key".

@@ -65,7 +65,7 @@ class BlobWriter(abc.ABC):
             self._thread.call(self._load_first)
 
     def close(self) -> None:
-        """Write what waits, and stop. It does nothing if it was not started."""
+        """Write the pending work, and stop. Do nothing if the thread was not started."""
         self._closing = True
         self._thread.post(self._tidy)
         if self._thread.end():
@@ -147,7 +147,7 @@ class BlobWriter(abc.ABC):
         self._trouble = error.message
 
     def _heal(self) -> None:
-        """Try the disk again. If the records have failed or are gone, read what is there now."""
+        """Try the disk again. If the records have failed or are gone, read the folder again."""
         try:
             self._loaded = self._disk.open() and self._loaded
             self._probe()

@@ -160,7 +160,7 @@ def read_network_config(text: bytes) -> NetworkConfig:
 
 
 def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
-    """Yield the broken rules between fields, each with a field to blame."""
+    """Yield the name of a field and the broken rule, for each broken rule between fields."""
     levels = len(config.block_out_channels)
     for name in _BY_LEVEL:
         value = getattr(config, name)
@@ -191,7 +191,7 @@ def _blocks(config: NetworkConfig) -> int:
 
 
 def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield the deepest error of each wrong field: that of the union member which was meant."""
+    """Yield the name and the error of each wrong field; for a union, only the error deepest inside the value."""
     found: dict[str, Any] = {}
     for detail in error.errors(include_url=False, include_context=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
@@ -208,7 +208,7 @@ def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def _refused(broken: Iterable[tuple[str, str]]) -> InvalidRequest:
-    """Return the error for a request that names the folder."""
+    """Return an InvalidRequest whose violations, all of the field `folder`, are the broken rules."""
     texts = [f"{FILE}: {f'{name}: ' if name else ''}{rule}" for name, rule in broken]
     violations = [Violation(field="folder", description=text) for text in texts[:_MAX_VIOLATIONS]]
     more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""

@@ -99,7 +99,7 @@ def latent_scale(config: Mapping[str, Any]) -> int:
 
 
 def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the others. Single fields must be valid."""
+    """Yield a sentence for each field that does not fit the other fields. Each field must be valid by itself."""
     channels, groups, scale = config["block_out_channels"], config["norm_num_groups"], latent_scale(config)
     for name in ("down_block_types", "up_block_types"):
         if len(config[name]) != len(channels):

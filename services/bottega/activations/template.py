@@ -114,7 +114,7 @@ class TemplateRecord:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be evicted: always, because running edits keep what they were given."""
+        """Whether the template may be evicted: always, because running edits keep their activations."""
         return True
 
     @property

@@ -58,7 +58,7 @@ class ActivationWorkerLink(StoreLinkHandler):
                     self._record(kind, layout, views)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Release the sections that were being sent, and forget what the worker was recording."""
+        """Release the sections that were being sent, and drop the recordings that the worker has not finished."""
         self._sections.end()
         self._recorded.drop()
         self._store.link_ended(self)

@@ -48,7 +48,7 @@ class ControlNetEngineClient(
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
     def prefetch(self, names: list[str]) -> None:
-        """Load these ControlNets ahead. Raises Unavailable if there is no engine."""
+        """Make the engine load ControlNets that it will need soon. Raises Unavailable if there is no engine."""
         self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names)))
 
     def drain(self) -> None:

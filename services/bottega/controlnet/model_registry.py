@@ -37,7 +37,7 @@ class ControlNetReference:
 
     name: str
     digest: str
-    """Digest of the version that is meant; "" means any."""
+    """Digest of the requested version; "" means any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class _RegisteredModel:
     digest: str
 
     def key(self, dtype: torch.dtype) -> str:
-        """Return its cache key for an element type, because workers may use several."""
+        """Return the ControlNet's cache key for an element type. Workers may use several element types."""
         return f"{self.source.name} in {dtype_name(dtype)}"
 
     def in_dtype(self, dtype: torch.dtype) -> ControlNetSource:
-        """Return its source in an element type, named by its key."""
+        """Return the ControlNet's source in an element type, with its cache key as name."""
         size_bytes = self.source.size_bytes // self.source.dtype.itemsize * dtype.itemsize
         return replace(self.source, name=self.key(dtype), dtype=dtype, size_bytes=size_bytes)
 
@@ -109,10 +109,10 @@ class ModelRegistry:
     def borrow(
         self, wanted: Sequence[ControlNetReference], *, base: ControlLayout, dtype: torch.dtype
     ) -> ControlNetLease:
-        """Lease these together, for a worker's model of that layout and element type.
+        """Lease ControlNets together, for a worker's model with the layout `base` and an element type.
 
-        Raises ControlNetNotFound if one is not hosted in the meant version, ControlNetUnusable if one does not fit, and
-        like ControlNetCache.borrow.
+        Raises ControlNetNotFound if one is not hosted in the requested version, ControlNetUnusable if one does not fit,
+        and the errors of ControlNetCache.borrow.
         """
         if self._dtype is not None and dtype != self._dtype:
             raise ControlNetUnusable(
@@ -133,7 +133,7 @@ class ModelRegistry:
         return self.cache.borrow(versions)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Load these ahead, because sessions with them will come."""
+        """Load ControlNets now, because sessions will need them soon."""
         models = [model for name in names if (model := self._models.get(name))]
         self.cache.expect([model.key(self._expected_dtype(model)) for model in models])
 

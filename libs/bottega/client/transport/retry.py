@@ -30,7 +30,7 @@ class RetryPolicy:
 
 
 class CallTimeout(DeadlinePassed):
-    """The caller's own time is over. The job may go on."""
+    """An error: the caller's own timeout has passed. The job may go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class CallDeadline:
 
     @classmethod
     def after(cls, seconds: object, *, name: str = "timeout_s") -> CallDeadline:
-        """Return the deadline that is so many seconds away. Raise InvalidRequest if they are invalid.
+        """Return the deadline that is `seconds` away. Raise InvalidRequest if they are invalid.
 
         Args:
             seconds: The argument that a caller gave.
@@ -87,7 +87,7 @@ class Backoff:
         self._reached = False
 
     def reset(self) -> None:
-        """Start over, because the gateway has served the call."""
+        """Reset the waits and the patience, because the gateway has served the call."""
         self._tries = 0
         self._last_answer_s = self._clock()
         self._reached = True

@@ -51,7 +51,7 @@ class SessionSpec:
     number: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     digest: Annotated[str, Field(max_length=128)]
-    """Digest of the ControlNet that is meant."""
+    """Digest of the requested ControlNet."""
     height: Annotated[int, Field(ge=1, le=1 << 14)]
     width: Annotated[int, Field(ge=1, le=1 << 14)]
     scale: Annotated[float, Field(allow_inf_nan=False)]

@@ -28,7 +28,7 @@ class ControlHosts:
     """The servers of a ControlNet."""
 
     digest: str = ""
-    """Digest of the version that is meant, in hex; "" means any."""
+    """Digest of the requested version, in hex; "" means any."""
     servers: tuple[ControlServer, ...] = ()
     """The best first."""
     similarity: float | None = None

@@ -95,11 +95,11 @@ class EngineLoras(EngineAddOn):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to bring."""
+        """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to send."""
         return self._events
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """Set the present LoRA stores."""
+        """Set the LoRA stores that are in the fleet now."""
         if self._source is not None:
             self._source.set_stores(services)
 
@@ -109,12 +109,14 @@ class EngineLoras(EngineAddOn):
         return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
 
     def ask(self, specs: Sequence[LoraSpec], *, bound: int = 0, step: int | None = None) -> JobLoras | None:
-        """Request LoRAs; return None for no LoRAs. Raises Unavailable, see `open`.
+        """Request the LoRAs of a job, or return None if `specs` is empty.
+
+        Raises Unavailable if this worker has no source of LoRAs.
 
         Args:
             specs: The LoRAs.
-            bound: See JobLoras.
-            step: See JobLoras.
+            bound: The first step that must not be made without the LoRAs.
+            step: The step from which on they are used, if it is already decided.
         """
         if not specs:
             return None
@@ -137,7 +139,7 @@ class EngineLoras(EngineAddOn):
         )
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Request the same LoRAs. The leader decides row by row from which step on they are used."""
+        """Request the LoRAs of an offloaded job. The leader decides for each row from which step on they are used."""
         loras = self.ask(read_loras(part), step=0)
         assert loras is not None, "a part names at least one"
         return RemoteLoras(loras)
@@ -157,7 +159,7 @@ class EngineLoras(EngineAddOn):
             self._source.settle(handles, timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Merge LoRAs into the UNet's weights, or restore them, as all running requests need it."""
+        """Merge LoRAs into the UNet's weights, or restore the weights, as is best for all running requests."""
         if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
             return False
         seconds = self.weights.choose(
@@ -227,9 +229,9 @@ class JobLoras(JobAddOn):
     timeout_s: float
     """Maximum time until they arrive."""
     bound: int = 0
-    """The first step that no image makes without them."""
+    """The first step that must not be made without the LoRAs."""
     step: int | None = None
-    """The step from which on they are used, once it is decided."""
+    """The step from which on the LoRAs are used, once it is decided."""
     loras: LoraSet | None = None
     """Their factors, once all have arrived."""
     in_text: bool = False
@@ -249,17 +251,17 @@ class JobLoras(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether some have not arrived."""
+        """Whether some of the LoRAs have not arrived."""
         return self.loras is None
 
     @property
     def resumable(self) -> bool:
-        """Whether the job can resume; False if a LoRA is measured, because a checkpoint has no measurements."""
+        """Whether the job can resume from a checkpoint: not if it measures a LoRA, which checkpoints do not record."""
         return not any(spec.measured for spec in self.specs)
 
     @property
     def changes_prompt(self) -> bool:
-        """Whether they change the text encoders."""
+        """Whether the LoRAs change the text encoders."""
         return self.in_text
 
     def prompt_ready(self, now_s: float) -> bool:

@@ -29,16 +29,22 @@ class SwapCosts:
         return self.swap_s(self._patched_bytes)
 
     def share(self, key: SetKey) -> float:
-        """Return what an unmerged set adds to a step, as a share of a plain step; the usual share for a new set."""
+        """Return the time that an unmerged set adds to a step, as a share of a plain step; an average for a new set."""
         return self._shares.get(key, self._share)
 
     def swap_s(self, touched_bytes: int) -> float:
-        """Return the seconds to merge into so many bytes of weights and to restore them."""
+        """Return the seconds to merge into `touched_bytes` of weights and to restore them."""
         per_byte = _FIRST_S_PER_BYTE if self._s_per_byte is None else self._s_per_byte
         return touched_bytes * per_byte
 
     def observe_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
-        """Learn from a step whose rows all had this set, unmerged. A plain step takes `plain_s`."""
+        """Learn the cost of an unmerged set from a step in which all rows used it.
+
+        Args:
+            key: The set of LoRAs.
+            seconds: Duration of the step.
+            plain_s: Duration of the same step without LoRAs.
+        """
         share = min(max(seconds / plain_s - 1.0, 0.0), 2.0 * self.share(key) + 0.1)  # bounded, to ignore outliers
         self._share += _WEIGHT * (share - self._share)
         before = self._shares.pop(key, share)
@@ -47,7 +53,7 @@ class SwapCosts:
             del self._shares[next(iter(self._shares))]
 
     def observe_patch(self, touched_bytes: int, seconds: float) -> None:
-        """Learn from merging into so many bytes of weights. Restoring them takes about half as long."""
+        """Learn the cost per byte from a merge. Restoring the weights takes about half as long as merging."""
         if touched_bytes:
             measured = 1.5 * seconds / touched_bytes
             before = measured if self._s_per_byte is None else self._s_per_byte
@@ -55,7 +61,7 @@ class SwapCosts:
             self._patched_bytes = touched_bytes
 
     def expect_patch(self, touched_bytes: int) -> None:
-        """Expect sets to change so many bytes of weights, until one has been merged."""
+        """Assume that sets change `touched_bytes` of weights, until one has been merged."""
         self._patched_bytes = touched_bytes
 
     def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:

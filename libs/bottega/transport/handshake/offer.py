@@ -22,7 +22,7 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemfdEndpoint:
-    """A unix socket, for processes of the same host."""
+    """A unix socket, for processes on the same host."""
 
     path: str
     host: str
@@ -31,7 +31,7 @@ class MemfdEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpEndpoint:
-    """A TCP address, for any process."""
+    """A TCP address, which processes on any host can connect to."""
 
     host: str
     port: int
@@ -39,9 +39,9 @@ class TcpEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """An offer, with everything that the connecting process needs.
+    """An offer to open a link, with everything that the connecting process needs.
 
-    Raises ValueError that names the field which no listener would have written.
+    Raises ValueError with the name of the field if a value is not valid.
     """
 
     link_id: str
@@ -77,7 +77,8 @@ class Offer:
 def host_identity() -> str:
     """Return an identity that differs between running systems, or "" if it is unknown.
 
-    Containers of one system share it although they may see different files: only connecting shows what can be reached.
+    Containers on one system have the same identity, but may see different files. Only an attempt to connect shows
+    whether a socket can be reached.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

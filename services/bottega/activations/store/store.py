@@ -94,22 +94,25 @@ class ActivationStore:
         self._writer.start()
 
     def close(self) -> None:
-        """Write what waits, and stop. Does nothing if not started."""
+        """Write the pending templates, and stop. Do nothing if the store was not started."""
         self._writer.close()
         self._memory.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Return whether everything before was written within the timeout."""
+        """Return whether all earlier changes were written within the timeout."""
         return self._writer.flush(timeout_s)
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until no section is lent, and return whether that was within so many seconds."""
+        """Wait until no section is lent, at most `seconds`. Return False if one still is."""
         return self._memory.wait_idle(seconds)
 
     # Calls for links.
 
     def answer(self, question: pb.TemplateQuestion, link: Hashable) -> TemplateReply:
-        """Return what is recorded of a template, and if the worker may record it. Raise ValueError if malformed."""
+        """Return the recording of a template, or whether the worker may record it.
+
+        Raises ValueError if the question is malformed.
+        """
         check_question(question)
         times, timer = StoreTimes(), LapTimer()
         template = self._table.find(question.key, question.recording)
@@ -224,7 +227,7 @@ class ActivationStore:
         self._recordings.abandon(header.key, header.recording, link)
 
     def link_ended(self, link: Hashable) -> None:
-        """Forget what the worker was recording."""
+        """Drop the recordings that the worker has not finished."""
         self._recordings.end_link(link)
 
     # Calls for gateways and operators.
@@ -243,7 +246,7 @@ class ActivationStore:
         return [self._describe(template) for template in self._table.newest(limit)]
 
     def drop(self, prefix: str) -> int:
-        """Drop templates whose ids begin with `prefix`, and return how many. Running edits keep what they were given.
+        """Drop templates whose ids begin with `prefix`, and return how many. Running edits keep their activations.
 
         Raise StorageUnavailable if the disk does not answer.
         """

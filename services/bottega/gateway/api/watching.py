@@ -53,7 +53,10 @@ class JobWatch:
         self._seen_version = 0
 
     async def events(self) -> AsyncGenerator[WatchEvent, None]:
-        """Yield the current state and then each change, up to EndedEvent. Raises the reason if the job is detached."""
+        """Yield the current state, then each change, and EndedEvent last.
+
+        Raises the error for callers if the gateway stops following the job.
+        """
         self._job.listeners.add(self._wake.set)
         try:
             if self._announce and self._job.queue_position is not None:

@@ -128,7 +128,7 @@ class Job:
     outcome: JobOutcome | None = None
     """How it ends, once that is decided; published when it is durable."""
     detached: BottegaError | None = None
-    """Why nobody here follows the job any further."""
+    """The error for callers who wait, once this gateway no longer follows the job; None before that."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -263,19 +263,19 @@ _FIELDS = TypeAdapter(_Fields)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePattern:
-    """A parsed key. It matches a whole path, or the end of a path behind a dot."""
+    """A parsed pattern of module paths. It matches a whole path, or the end of a path after a dot."""
 
     pieces: tuple[tuple[int, str], ...]
     """Parts of the name between wildcard characters, each with its offset in the name."""
     length: int
     """Length of the name."""
     whole: bool
-    """Whether it matches whole paths only."""
+    """Whether the pattern matches whole paths only."""
     anywhere: bool
     """Whether any character may be before the name, not only a dot."""
 
     def matches(self, path: str) -> bool:
-        """Return whether the key matches a module's path. Takes no longer than comparing two names."""
+        """Return whether the pattern matches a module's path. This takes no longer than comparing two names."""
         before = len(path) - self.length
         if before < 0 or (before and self.whole):
             return False
@@ -285,7 +285,10 @@ class ModulePattern:
 
 
 def module_pattern(field: str, key: str) -> ModulePattern:
-    """Return the parsed key of a field. Raises BadLora for a key that is not accepted."""
+    """Return the pattern of modules that a key of a field, such as rank_pattern, names.
+
+    Raises BadLora for a key that is not accepted.
+    """
     match = _ACCEPTED.fullmatch(key) if len(key) <= MAX_CHARACTERS else None
     if match is None:
         raise BadLora(

@@ -200,7 +200,7 @@ def _check_cache(cache: FleetMember, served: dict[str, str]) -> Iterator[CheckRe
 
 
 def _how_to_measure(model: str) -> str:
-    """Return the whole command. Only the embedded model has prompts and a scorer of its own."""
+    """Return the advice with the full command. Only the embedded model has built-in prompts and a built-in scorer."""
     if model == EMBEDDED_MODEL:
         return f"bottega cache profile --model {model} measures which similarity is enough."
     return (
@@ -210,7 +210,7 @@ def _how_to_measure(model: str) -> str:
 
 
 async def _ask(cache: FleetMember) -> tuple[CacheStats, frozenset[str]]:
-    """Return a cache's figures, and the hashes of the models that it has a profile of."""
+    """Return a cache's statistics, and the hashes of the models for which it has a profile."""
     async with _CACHES.open(cache) as stub:
         stats = await stub.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=_CHECK_S)
         answer = await stub.ListCacheProfiles(cache_pb2.ListCacheProfilesRequest(), timeout=_CHECK_S)

@@ -325,7 +325,10 @@ class PairDrawer:
         self._model_hash = ""
 
     async def begin(self, prompt: str) -> tuple[str, int]:
-        """Draw a picture, after which the cache records this kind of request. Return the model's hash and its steps."""
+        """Draw a first picture, so that the cache records later requests with these settings.
+
+        Return the model's hash and the number of denoising steps.
+        """
         picture = await self._draw(prompt, seed=0, fidelity="exact", identical_results=False)
         self._model_hash = picture.provenance.model_hash
         return self._model_hash, picture.provenance.parameters.num_inference_steps
@@ -368,7 +371,7 @@ class PairDrawer:
         )
 
     async def _start_from(self, entry: CachedEntry, step: int, prompt: str, seed: int) -> Picture | None:
-        """Draw from a latent. Return None if it has been evicted meanwhile."""
+        """Draw a picture from a cached latent. Return None if the latent has been evicted."""
         pin = format_start(entry.entry, step)
         try:
             picture = await self._draw(prompt, seed=seed, fidelity="balanced", cache_entry=pin)

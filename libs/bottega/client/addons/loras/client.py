@@ -132,12 +132,12 @@ class AsyncLoraMethods(AsyncGatewayClient):
         model: str | None = None,
         on_prompt: Callable[[int], None] = lambda _: None,
     ) -> LoraBoundMeasured:
-        """Measure how late a LoRA may arrive, and have its store keep that.
+        """Measure how late a LoRA may arrive, and have its store keep the result.
 
         Two pictures of each prompt are drawn with the LoRA and without. The bound is the first step after which the
-        cosine of the latents is below .99, in the worst picture. Requests that allow it (by fidelity or
-        bounded_lora_loading) make at most so many steps without the LoRA while it is not at the worker yet; requests
-        of another number of steps, in proportion.
+        cosine of the latents is below .99, in the worst picture. While the LoRA is not at the worker yet, a request may
+        make the steps before the bound without it; the bound scales with the number of steps. The request must allow
+        that, by fidelity or bounded_lora_loading.
 
         Args:
             name: Name of the LoRA.

@@ -18,7 +18,7 @@ _READINESS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBound:
-    """A measured bound on how late a LoRA may arrive in requests of so many steps."""
+    """A measured bound on how late a LoRA may arrive, for requests of one number of steps."""
 
     num_inference_steps: int
     max_step: int

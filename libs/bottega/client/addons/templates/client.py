@@ -58,7 +58,7 @@ class AsyncTemplateMethods(AsyncGatewayClient):
     """
 
     async def templates(self) -> TemplateOverview:
-        """Return the templates of all stores and workers, and how much room these have.
+        """Return the templates of all stores and workers, and the room that each service has for templates.
 
         Services that do not answer are listed as silent. Raises NoWorker or NoActivationStore if none answers.
         """
@@ -67,10 +67,10 @@ class AsyncTemplateMethods(AsyncGatewayClient):
     async def drop_templates(self, id: str = "") -> DroppedTemplates:
         """Delete templates in every store and every worker, except those that an edit uses now.
 
-        All services are asked, even if one fails: then its error is raised, and the others have deleted theirs.
+        Every service is asked. If one fails, its error is raised after the others have deleted their templates.
 
         Args:
-            id: As above; empty for all templates.
+            id: The ID of a template or its first digits; empty for all templates.
 
         Raises:
             NoWorker: No service that could have templates has joined.
@@ -91,7 +91,7 @@ class AsyncTemplateMethods(AsyncGatewayClient):
         )
 
     async def pin_templates(self, id: str, pinned: bool = True) -> int:
-        """Keep templates from being evicted, or allow it again. Return how many templates that were."""
+        """Keep templates from being evicted, or allow it again. Return the number of matching templates."""
         request = build_message(pb.PinTemplateRequest(), id=id, pinned=pinned)
         answers = await self._ask(lambda stub: stub.PinTemplate(request, timeout=STORE_S))
         return sum(answer.templates for answer in answers)
@@ -99,10 +99,10 @@ class AsyncTemplateMethods(AsyncGatewayClient):
     async def warm_templates(self, id: str = "") -> WarmedTemplates:
         """Have stores load templates from disk into memory as far as there is room, without waiting for them.
 
-        A further call returns what is still being loaded.
+        Call it again to learn how many bytes are still being loaded.
 
         Args:
-            id: As above; empty for all templates, the most recently used first.
+            id: The ID of a template or its first digits; empty for all templates, the most recently used first.
         """
         request = build_message(pb.WarmTemplateRequest(), id=id)
         answers = await self._ask(lambda stub: stub.WarmTemplate(request, timeout=STORE_S))

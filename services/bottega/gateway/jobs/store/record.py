@@ -43,12 +43,12 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """The jobs and bytes that the store has of a tenant."""
+    """A tenant's jobs and bytes in the store."""
 
     jobs_today: int = 0
     """Number of jobs since midnight UTC, forgotten ones included."""
     stored_bytes: int = 0
-    """Bytes of the pictures of the jobs that it remembers, and of what is kept of these for edits."""
+    """Bytes of the pictures of remembered jobs, and of the latents that are kept for edits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class JobFilter:
     states: Collection[JobState.ValueType] = ()
     """The states that are listed; empty means all."""
     created_after: float | None = None
-    """Least time of acceptance, in Unix seconds."""
+    """Earliest time of acceptance, in Unix seconds."""
     created_before: float | None = None
     """Time in Unix seconds before which the jobs were accepted."""
 
@@ -71,7 +71,10 @@ ALL_JOBS = JobFilter()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """The record of a job. JobRequest documents the fields that it has as well; times in _wall are in Unix seconds."""
+    """The record of a job. Times whose names end in `_wall` are in Unix seconds.
+
+    Fields that JobRequest has as well are documented there.
+    """
 
     job_id: str
     fingerprint: str
@@ -93,12 +96,12 @@ class JobRecord:
     computed_share: float = 1.0
     size_bytes: int = 0
     deadline_wall: float | None = None
-    """Its deadline on the steady clock."""
+    """The job's deadline. In spite of the name, it is on the steady clock."""
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     started_wall: float | None = None
     ended_wall: float | None = None
     ended_steady: float | None = None
-    """When it ended, on the steady clock; see EndTime."""
+    """Time at which the job ended, on the steady clock; see EndTime."""
     attempt: int = 0
     """Number of the newest attempt, 0 before the first."""
     deaths: int = 0
@@ -111,41 +114,41 @@ class JobRecord:
     error: bytes = b""
     """Serialized JobError; empty if there is none."""
     result_key: str = ""
-    """What a completed job has in common with the requests that its images answer; empty if they answer none."""
+    """Key of the requests that the pictures of a completed job answer; empty if they answer none."""
     steps_done: int = 0
     """Denoising steps that a failed or cancelled job had made."""
     sequence: int = 0
-    """Its place among all jobs, given by the store."""
+    """Number of the job in order of arrival, given by the store."""
 
     @property
     def picture_bytes(self) -> int:
-        """Size of its pictures and of what is kept of them."""
+        """Bytes of the job's pictures, and of the latents that are kept for edits."""
         return sum(image.size_bytes + image.latents_bytes for image in self.images)
 
     @property
     def answer_bytes(self) -> int:
-        """Size of its part of an answer, within some hundred bytes."""
+        """Bytes that the job adds to an answer, within some hundred bytes."""
         return len(self.spec) + len(self.provenance) + len(self.error)
 
     @property
     def live(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the job has not ended."""
         return self.state in LIVE
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Digests of its pictures and of what is kept of them, each once."""
+        """Digests of the job's pictures and of the latents that are kept for edits, each once."""
         return tuple(dict.fromkeys(digest for image in self.images for digest in image.contents))
 
     @property
     def kept_pictures(self) -> frozenset[str]:
-        """Digests of its images of which latents are kept, for edits of them."""
+        """Digests of the job's pictures whose latents are kept for edits."""
         return frozenset(image.digest for image in self.images if image.latents)
 
     def progressed(self, progress: JobProgress) -> JobRecord | None:
         """Return the record with a new status, or None if the job has ended or a later attempt is known.
 
-        The first attempt's start stays.
+        The start of the first attempt is kept.
         """
         if not self.live or progress.attempt < self.attempt:
             return None
@@ -181,7 +184,7 @@ class JobRecord:
         return replace(ended, error=error, steps_done=steps_done) if self.live else None
 
     def cancelled(self, *, error: bytes, end: EndTime, spec: bytes, steps_done: int = 0) -> JobRecord | None:
-        """Return the record of the job as cancelled, or None if it has ended before. spec: What is kept of its spec."""
+        """Return the record of the job as cancelled, with a shortened `spec`, or None if it has ended before."""
         ended = self._ended(image_pb2.JOB_STATE_CANCELLED, end)
         return replace(ended, error=error, spec=spec, steps_done=steps_done) if self.live else None
 
