@@ -53,7 +53,7 @@ class ControlNetCatalogue:
         except StorageUnavailable as error:
             if self._database.path.exists():
                 raise
-            _log.warning("what is added cannot be remembered", extra={"text": error.message})
+            _log.warning("the list of added ControlNets cannot be saved", extra={"text": error.message})
             return
         rows = await self._database.transact(_all_rows)
         self._added = await asyncio.to_thread(self._usable, dict(sound_rows("controlnets", rows)))

@@ -132,10 +132,10 @@ class Gateway:
         self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
 
     async def warm_up(self) -> None:
-        """Start what the gateway needs. Its health is SERVING afterwards, whether or not workers are here.
+        """Start all parts of the gateway. Its health is SERVING afterwards, even if no worker has joined.
 
-        It does not return while the disk is unusable: reads are served as far as possible, and other calls are refused
-        with the reason.
+        This does not return while the disk is unusable. Until then, reads are served as far as possible, and other
+        calls are refused with the reason.
         """
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
@@ -191,7 +191,7 @@ class Gateway:
         except StorageUnavailable as error:
             self._storage.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
-            _log.exception("jobs that may have been stored could not be looked for")
+            _log.exception("the search for jobs that may have been stored failed")
 
 
 def _addons(context: AddOnContext) -> tuple[AddOn, ...]:

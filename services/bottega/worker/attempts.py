@@ -307,7 +307,7 @@ class Attempts:
     def add(self, key: AttemptKey) -> Attempt:
         """Hold a new attempt in place of an earlier one at its job. Raises QueueFull if too many are held."""
         if sum(1 for _ in self.active()) >= self._max_attempts:
-            raise QueueFull("the worker holds as many attempts as it may", retry_after_s=_RETRY_AFTER_S)
+            raise QueueFull("the worker holds the maximum number of attempts", retry_after_s=_RETRY_AFTER_S)
         attempt = self._by_job[key.job_id] = Attempt(key, self._clock)
         return attempt
 
@@ -333,7 +333,7 @@ class Attempts:
             self.forget(attempt)
 
     def active(self) -> Iterator[Attempt]:
-        """Return those that have not ended, oldest first."""
+        """Return the attempts that have not ended, oldest first."""
         return (attempt for attempt in self if not attempt.ended)
 
     def __iter__(self) -> Iterator[Attempt]:

@@ -118,7 +118,7 @@ def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
     type=click.IntRange(0, 36_500),
     default=_WITHIN_DAYS,
     show_default=True,
-    help="Without names: renew those that expire within so many days.",
+    help="Without names: renew the certificates that expire within this number of days.",
 )
 @_days_option(_DAYS)
 @_folder_option

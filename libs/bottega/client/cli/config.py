@@ -23,7 +23,7 @@ def command() -> None:
 
 @command.command("check")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE...")
-@click.option("--service", "kind", help="Kind of service, if the file's name and folder do not tell.")
+@click.option("--service", "kind", help="Kind of service, if it is not clear from the file's name and folder.")
 @click.option(
     "--ports/--no-ports",
     default=True,

@@ -57,7 +57,7 @@ _EDITING = (
         "--padding-mask-crop",
         type=int,
         metavar="PIXELS",
-        help="Draw only the mask with so many pixels around it; the picture keeps IMAGE's own size.",
+        help="Draw only the mask and this many pixels around it; the picture keeps IMAGE's own size.",
     ),
     click.option(
         "--feather",

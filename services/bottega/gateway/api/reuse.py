@@ -122,7 +122,7 @@ class IdenticalResults:
                 outcome = "gone"
         except (StorageUnavailable, DataLoss) as error:
             outcome = "failed"
-            _log.info("a stored result could not be looked for", extra={"text": error.message})
+            _log.info("the search for a stored result failed", extra={"text": error.message})
         finally:
             self._metrics.identical_results.labels(outcome).inc()
         return None
@@ -138,14 +138,14 @@ class IdenticalResults:
 
 
 class ImageSources:
-    """A finder of what the gateway knows of the images that a request draws from."""
+    """A finder of the gateway's data about the input images of a request, such as kept latents."""
 
     def __init__(self, jobs: JobRepository, storage: Storage) -> None:
         self._jobs = jobs
         self._storage = storage
 
     async def describe(self, request: JobRequest, spec: GenerationSpec, model: Model, seen: SeenImages) -> JobRequest:
-        """Return the request with what is known of its images. What its tenant keeps of an image gets a new time.
+        """Return the request with the facts about its images, and renew the time of latents that its tenant keeps.
 
         Args:
             request: The request.
@@ -179,10 +179,10 @@ class ImageSources:
                     continue
                 kept = next(image.latents for image in job.images if image.digest == image_digest and image.latents)
                 if await self._storage.images.renew(kept):
-                    _log.info("an edit uses what is kept of its image", extra={"drawn_by": job.job_id})
+                    _log.info("an edit uses the kept latents of its image", extra={"drawn_by": job.job_id})
                     return kept
         except (StorageUnavailable, DataLoss) as error:
-            _log.info("what is kept of an image could not be looked for", extra={"text": error.message})
+            _log.info("the search for kept latents of an image failed", extra={"text": error.message})
         return ""
 
 
@@ -202,9 +202,9 @@ def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
 
 
 def _template(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
-    """Return the name of what an edit draws from: an image, or what is kept of it, at a size, or a part of it.
+    """Return the name of an edit's source: an image or its kept latents, at a size, or a part of that.
 
-    Two tenants have different names for it. See ActivationsOrder.source.
+    Two tenants have different names for the same source. See ActivationsOrder.source.
     """
     part = [mask.crop_x, mask.crop_y, mask.crop_width, mask.crop_height]
     facts = [tenant, model.model_hash, image_digest, spec.width, spec.height, part]

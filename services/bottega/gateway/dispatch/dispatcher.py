@@ -224,9 +224,9 @@ class Dispatcher:
     async def _run_with_latents(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """Yield the events of an edit that may use what is kept of its image; without that it is a plain edit.
+        """Yield the events of an edit that may use the kept latents of its image; without them it is a plain edit.
 
-        A checkpoint of an attempt that used it is of no use without it: then the picture is drawn from the beginning.
+        A checkpoint of an attempt that used them is useless without them. Then the picture is drawn from the beginning.
         """
         kept = await self._storage.kept_latents(job.request.kept_latents)
         checkpoint, request.checkpoint = request.checkpoint, b""
@@ -301,7 +301,7 @@ class Dispatcher:
             case "decided":
                 event.decided.DiscardUnknownFields()  # it is stored with the job, so it needs a bound
                 if event.decided.ByteSize() > _MAX_DECISIONS_BYTES:
-                    raise InternalError(f"the worker has decided more than {_MAX_DECISIONS_BYTES} bytes")
+                    raise InternalError(f"the worker's decisions are larger than {_MAX_DECISIONS_BYTES} bytes")
                 if job.set_decisions(number, event.decided):
                     self._observer.attempt_decided(job)
             case "image":

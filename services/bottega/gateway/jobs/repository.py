@@ -104,11 +104,11 @@ class JobRepository:
         return await self._found.get()
 
     def allow_reads(self) -> None:
-        """Allow reads of what can be read, because the store cannot be opened now."""
+        """Allow reads although the store cannot be opened now, as far as they work."""
         self._readable.set()
 
     async def close(self) -> None:
-        """Write what waits to be written, as far as the disk takes it."""
+        """Finish pending writes, as far as the disk allows."""
         await self._writes.close()
 
     async def add(self, job: Job, *, replaces: str = "") -> Job:
@@ -125,7 +125,7 @@ class JobRepository:
         new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
         if len(new.spec) > _MAX_SPEC_BYTES:
             metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
-            raise TooLarge("the request is too large, its images aside", metadata=metadata)
+            raise TooLarge("the request without its images is too large", metadata=metadata)
         self._adding[job.job_id] = job
         try:
             record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
@@ -293,10 +293,10 @@ class JobRepository:
         return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
 
     async def resolve_doubtful(self) -> None:
-        """Look for jobs that were written though `add` failed: those with a request_id go on, others are cancelled.
+        """Find the jobs that were written although `add` failed: resume those with a request_id, cancel the others.
 
-        Their callers were refused; with a request_id they retry and find the job. If the disk fails, the next call goes
-        on; what is damaged is left alone.
+        The callers of `add` got an error. With a request_id, they retry and find the job. If the disk fails, the next
+        call continues; damaged jobs are skipped.
         """
         for job_id in list(self._doubtful):
             with contextlib.suppress(DataLoss):
@@ -313,7 +313,7 @@ class JobRepository:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise the reason why the store is not open if a caller reads it in the block before it is."""
+        """Raise the reason why the store is not open yet, if a read in the block fails because of that."""
         try:
             yield
         except StorageUnavailable as error:

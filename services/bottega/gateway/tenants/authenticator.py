@@ -94,7 +94,7 @@ class TenantAuthenticator(TenantTerms):
         return known.weight if known else 1.0
 
     def quotas(self, tenant: str) -> Quotas:
-        """Return what the tenant may have at most. One that is no longer in the file has no quotas and no calls."""
+        """Return the quotas of a tenant. A tenant that is no longer in the file has none, but cannot call either."""
         known = self._known.tenants.get(tenant)
         return known.quotas if known else UNBOUNDED
 
@@ -111,7 +111,10 @@ class TenantAuthenticator(TenantTerms):
             try:
                 self._known = await asyncio.to_thread(_known_of, self._path)
             except ConfigError as error:
-                _log.error("the file of tenants cannot be used; those known before stay", extra={"text": error.message})
+                _log.error(
+                    "the file of tenants cannot be used; the tenants that were read before stay valid",
+                    extra={"text": error.message},
+                )
             else:
                 _log.info("the file of tenants was read again", extra={"keys": len(self._known.keys)})
 

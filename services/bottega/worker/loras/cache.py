@@ -158,7 +158,7 @@ class LoraCache:
         """Ask another store, or fail, because a store refused the LoRA. Called in a thread of the link."""
         if isinstance(error, DataLoss):  # the operator must know, whether or not another store has it undamaged
             facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
-            _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
+            _log.warning("a LoRA is damaged in its store; upload it again", extra=facts)
         with self._changed:
             if download.given_up:
                 return
@@ -173,7 +173,7 @@ class LoraCache:
                 self._ask(download)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
-        """Ask other stores for what a lost store has not sent. Its own link asks again where there is no other one."""
+        """Fetch the pending LoRAs of a lost store from other stores. Without another store, its link asks again."""
         with self._changed:
             for download in link.wanted():
                 if (other := self._next_store(download, but=link.store.address)) is not None:
@@ -181,7 +181,7 @@ class LoraCache:
                     self._link_to(other).fetch(download)
 
     def _give_up(self, download: LoraDownload) -> None:
-        """Forget a download that nobody waits for. The next request starts it from its beginning.
+        """Forget a download that no job waits for. The next request starts it from the beginning.
 
         If it were kept until it is complete, short requests would fill the memory and delay others on the link. Call it
         under the lock.

@@ -169,7 +169,7 @@ class LoraDownload:
         if self._hash.hexdigest() != self.ref.digest:
             self.restart()
             raise DataLoss(
-                f"what the LoRA store sent for {self.ref.name} has another digest than was asked for",
+                f"the LoRA store sent {self.ref.name} with another digest than the requested one",
                 metadata={"loras": self.ref.name},
             )
         self._layers = {**self._layers, **self._read(lora, self._unet, [BACKBONE])}

@@ -52,12 +52,12 @@ class LoraLinkSettings(LinkClientSettings):
 
 
 class StoreLink(LinkClientHandler):
-    """A link to one store. It asks for what `fetch` was called with until it has come. Any thread may call it.
+    """A link to one store. It requests the LoRAs of `fetch` until they have arrived. Any thread may call it.
 
     Args:
         on_progress: Called when more of a LoRA is here.
         on_refused: Called with a LoRA that the store does not send, and the reason.
-        on_lost: Called when the store is lost or cannot be reached. It may give up what is wanted elsewhere.
+        on_lost: Called when the store is lost or cannot be reached. It may move pending downloads to other stores.
     """
 
     def __init__(

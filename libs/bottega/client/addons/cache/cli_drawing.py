@@ -67,7 +67,13 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
     "separates them. The embedded model needs none.",
 )
 @click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="Largest number of pairs.")
-@click.option("--draws", type=_DRAWS, default=2, show_default=True, help="Draws of each pair, each with other seeds.")
+@click.option(
+    "--draws",
+    type=_DRAWS,
+    default=2,
+    show_default=True,
+    help="Number of times that each pair is drawn, with new seeds each time.",
+)
 @click.option(
     "--clip",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

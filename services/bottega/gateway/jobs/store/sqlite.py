@@ -94,7 +94,7 @@ class SqliteJobStore:
         await asyncio.to_thread(self._stop_reading)
 
     async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
-        """Make the file anew with what is left of it, and with the jobs that have not ended."""
+        """Create the file again from its readable rows and from the jobs that have not ended."""
         if not self._lost:
             return
         if not self._begun_anew:
@@ -128,7 +128,7 @@ class SqliteJobStore:
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
-        """Delete an ended job, or find what a deleted one had."""
+        """Delete an ended job and return its digests; return those of an earlier deletion if it is gone already."""
         return await self._write(
             lambda connection: sqlite_statements.delete(connection, job_id, tenant=tenant, steady=steady)
         )
@@ -147,7 +147,7 @@ class SqliteJobStore:
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id, tenant=tenant))
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
-        """Read what is counted of a tenant."""
+        """Read a tenant's jobs and bytes."""
         found = await self._find(lambda connection: sqlite_statements.usage_of(connection, tenant, now_wall=now_wall))
         return found or TenantUsage()
 
@@ -218,7 +218,10 @@ class SqliteJobStore:
             raise sqlite_errors.damaged()  # some may be missing
         for sequence in set(found.damaged) - self._damaged:
             self._damaged.add(sequence)
-            _log.error("a job is damaged; it is left alone", extra={"file": str(self._path), "sequence": sequence})
+            _log.error(
+                "a job is damaged and cannot be read; its row is left unchanged",
+                extra={"file": str(self._path), "sequence": sequence},
+            )
         return found.records
 
     def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
@@ -249,7 +252,7 @@ class SqliteJobStore:
         with self._reading_lock, os_errors.translated():
             self._stop_reading()
             if loss is FileLoss.MOVED and self._place.put_back(connection):
-                _log.warning("the job store's file is put back with all jobs", extra={"file": str(self._path)})
+                _log.warning("the job store's file was restored with all jobs", extra={"file": str(self._path)})
             else:
                 self._lost, self._begun_anew = True, False
         raise _out_of_place()
@@ -294,7 +297,7 @@ class SqliteJobStore:
             )
 
     def _read_as_left(self) -> None:
-        """Read what is there although nothing can be written, until the next check."""
+        """Open the existing file for reads only, until the next check. It cannot be written now."""
         try:
             self._reading = sqlite_files.connect_as_left(self._path)
             made = sqlite_schema.has_tables(self._reading, self._path)
