@@ -56,7 +56,7 @@ class Resolution:
         return None
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raise the error of a request for `model` that cannot have what it names."""
+        """Raise if a request for `model` names things that this model cannot use."""
 
     def complete(self, full: GenerationSpec) -> None:
         """Fill in the add-on's fields of a spec that is complete otherwise."""
@@ -131,7 +131,7 @@ class AddOn:
     # Admission of a request.
 
     decides_model: bool = False
-    """Whether what a request names decides its model if it names no model."""
+    """Whether the things that a request names decide its model, if it names no model."""
     adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
     """Kind of the adapters that it lists; UNSPECIFIED if it lists none."""
 
@@ -154,7 +154,7 @@ class AddOn:
         return iter(())
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Find what a request names. Raises one error for everything that is missing, or Unavailable.
+        """Find the things that a request names. Raises one error for all that are missing, or Unavailable.
 
         Args:
             spec: The request.
@@ -171,9 +171,9 @@ class AddOn:
         """
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Return hashes of what a complete request names without a hash, in the request's order.
+        """Return hashes of the things that a complete request names without a hash, in the request's order.
 
-        Returns None if it is not certain now what the names stand for.
+        Returns None if the hashes of the names are not certain now.
         """
         return ()
 
@@ -197,10 +197,10 @@ class AddOn:
         """
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
-        """Let services load what the first jobs of a queue will need."""
+        """Make services load the things that the first jobs of a queue will need."""
 
     def cost_key(self, job: Job) -> Hashable:
-        """Return a key that jobs of the same costs share; None for a job without costs."""
+        """Return a key that is equal for jobs with equal costs; None for a job without costs."""
         return None
 
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
@@ -208,11 +208,11 @@ class AddOn:
         return NO_COSTS
 
     def expected_savings(self, job: Job) -> ExpectedSavings:
-        """Return what a job without a checkpoint is expected to save, as measured of jobs like it."""
+        """Return the steps and tokens that a job without a checkpoint will probably save, measured on similar jobs."""
         return NO_SAVINGS
 
     def unavailable(self, job: Job) -> BottegaError | None:
-        """Return the error of a job that waits in vain; None for others."""
+        """Return the error of a waiting job that can never run; None for others."""
         return None
 
     # Dispatch of an attempt.
@@ -224,7 +224,7 @@ class AddOn:
         """Fill in `request.addons[kind]`, the order for the add-on of that kind in the worker's engine."""
 
     def end_attempt(self, job: Job) -> None:
-        """Release what the job's attempt used, however it ended."""
+        """Release the things that the job's attempt used, however it ended."""
 
     def back_off(self, job: Job, error: BottegaError) -> bool:
         """Return whether an attempt was returned because of a service of this add-on, and let that service rest."""
@@ -233,7 +233,8 @@ class AddOn:
     def job_completed(self, job: Job, provenance: Provenance) -> None:
         """Complete the provenance of a job that has all its images, and learn from it.
 
-        What timing decided is written into the provenance's parameters: with them, the same image is drawn again.
+        Decisions that depended on timing are written into the provenance's parameters, so that they draw the same
+        image again.
         """
 
     # Life of the gateway and of the services.

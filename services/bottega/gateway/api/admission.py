@@ -65,7 +65,7 @@ class GenerateCommand:
     peer: str = ""
     """Host of the caller."""
     access: Access
-    """The caller's tenant, and what it may name."""
+    """The caller's tenant, and the models, LoRAs and ControlNets that it may name."""
     preview: bool = False
     priority: Priority.ValueType = PRIORITY_NORMAL
     log_id: str = ""
@@ -84,7 +84,7 @@ class Admitted:
 
     job: Job
     new: bool
-    """Whether it is new: a known request_id attaches to its first job."""
+    """Whether the job is new. A request with a known request_id gets the earlier job."""
 
 
 class Admission:
@@ -219,7 +219,7 @@ class Admission:
         return self._job(command, request, full, model, decisions=self._decisions_of(before) if before else None)
 
     def _violations(self, command: GenerateCommand) -> list[Violation]:
-        """Return what is wrong with a request, whatever model draws it."""
+        """Return the violations in a request that do not depend on the model."""
         return [
             *validation.check_request_id(command.request_id),
             *validation.check_deadline(command.deadline_s),
@@ -230,7 +230,7 @@ class Admission:
     async def _inspect(
         self, spec: GenerationSpec, violations: list[Violation], model: Model | None, request: JobRequest
     ) -> SeenImages:
-        """Decode the images of a request, and raise what is wrong with it. Without room no image is decoded."""
+        """Decode the images of a request, and raise all of its violations. If the queue is full, decode nothing."""
         if not violations:
             self._refuse_if_draining()
             self._controller.queue.check_room(request.size_bytes, tenant=request.tenant)

@@ -36,7 +36,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     Args:
         this: Registration of the gateway itself; its address is known once it listens.
-        activity: Returns what the gateway has counted.
+        activity: Returns the gateway's counters.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._pending = PendingJoins()
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        """Serve the stream of a service: it sends its registration and then its load, and gets what it has to know."""
+        """Serve the stream of a service, which sends its registration and then its load, and receives updates."""
         peer = context.peer()
         with self._pending.slot(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)

@@ -300,7 +300,7 @@ def _chunk_bytes() -> int:
 
 
 def _log_id(request_id: str) -> str:
-    """Return what the log calls a request: its request_id, which is not checked yet, or that of the call's metadata."""
+    """Return the ID of a request for the log: its request_id, not validated yet, or that of the call's metadata."""
     if found := logs.request_id_from(request_id):
         logs.bind(request_id=found)
     return logs.bound().get("request_id", "")

@@ -51,19 +51,19 @@ _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
-    """Yield what is wrong with an idempotency key; an empty one is allowed."""
+    """Yield the violations of an idempotency key; an empty one is allowed."""
     if request_id and not _REQUEST_ID.fullmatch(request_id):
         yield _violation("request_id", "must be at most 128 characters of [A-Za-z0-9._:-]", spec=False)
 
 
 def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
-    """Yield what is wrong with a deadline that the caller gave."""
+    """Yield the violations of the caller's deadline."""
     if deadline_s is not None and not 0 < deadline_s < math.inf:
         yield _violation("deadline_s", "must be a number of seconds above 0", spec=False)
 
 
 def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
-    """Yield what is wrong with a priority."""
+    """Yield the violations of a priority."""
     if priority not in Priority.values():
         yield _violation("priority", "must be PRIORITY_LOW, PRIORITY_NORMAL or PRIORITY_HIGH", spec=False)
 
@@ -140,7 +140,7 @@ def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
 
 
 def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Violation]:
-    """Yield what is wrong with the paging and the filter of ListAdapters."""
+    """Yield the violations in the paging and the filter of ListAdapters."""
     if request.kind not in image_pb2.AdapterKind.values():
         yield _violation("kind", "must be ADAPTER_KIND_CONTROLNET or ADAPTER_KIND_LORA, or 0 for both", spec=False)
     if not 0 <= request.page_size <= MAX_PAGE:
@@ -179,11 +179,11 @@ async def check_images(
     share: Share,
     tokens: MaskTokens | None = None,
 ) -> SeenImages:
-    """Decode every input image, and raise what is wrong with them together with `found`.
+    """Decode every input image, and raise their violations together with those in `found`.
 
     Args:
         spec: Spec of the request.
-        found: What is wrong with the request, its images aside.
+        found: Violations in the rest of the request.
         inspector: Decodes the images.
         max_pixels: Upper bound on the pixels of one image.
         model: The model that draws, or None if unknown: then masks are not read at its size.
@@ -246,7 +246,7 @@ def _mask_order(
     model: image_pb2.Model | None,
     tokens: MaskTokens | None,
 ) -> MaskOrder | None:
-    """Return how the mask of a spec is read; None if that is unknown because of what is wrong with the rest."""
+    """Return how to read the mask of a spec; None if other violations leave that open."""
     image_size = inspection.sizes.get("spec.image")
     cropped = spec.HasField("padding_mask_crop")
     if model is None or known & _OF_DRAWN_SIZE or (cropped and image_size is None):

@@ -85,7 +85,7 @@ class DispatchedAttempt:
     images: dict[int, bytearray] = field(default_factory=dict)
     """Bytes of the encoded images that have come, by index."""
     latents: dict[int, bytearray] = field(default_factory=dict)
-    """Bytes that have come of what is kept of the images, by index."""
+    """Received bytes of the latents that are kept for edits, by image."""
     size_bytes: int = 0
     provenance: Provenance | None = None
     trace: Trace = field(default_factory=Trace)
@@ -114,7 +114,7 @@ class DispatchedAttempt:
 
     @property
     def used_until_now_s(self) -> float | None:
-        """Seconds of the device that an attempt which is stopped now has used; None if unknown.
+        """Device seconds that the attempt has used if it stops now; None if unknown.
 
         Encoding is reported with the first step and decoding after the last one. So the time since the last report
         counts as well, up to what the worker measured for both.
@@ -139,17 +139,17 @@ class DispatchedAttempt:
         self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
 
     def append_latents(self, chunk: worker_pb2.AttemptLatentsChunk) -> None:
-        """Append bytes of what is kept of an image. They are dropped if the image is unknown or has too many."""
+        """Append bytes of an image's kept latents. They are dropped if the image is unknown or has too many."""
         if 0 <= chunk.index < self.job.num_images:
             latents = self.latents.setdefault(chunk.index, bytearray())
             if len(latents) <= MAX_KEPT_LATENTS_BYTES:
                 latents.extend(chunk.chunk)
 
     def kept_latents(self, *, max_bytes: int) -> list[bytes]:
-        """Return what is kept of each image; empty for images of which nothing is kept or for which there is no room.
+        """Return the kept latents of each image; empty for an image that has none or for which there is no room.
 
         Args:
-            max_bytes: Upper bound on all of it together.
+            max_bytes: Upper bound on the kept latents of all images together.
         """
         kept = []
         for index in range(self.job.num_images):

@@ -109,7 +109,7 @@ class Member:
         return self.is_worker and not self._served
 
     def hosts(self, kind: str) -> HostedKind:
-        """Return what it hosts of a kind."""
+        """Return the items of a kind that the member hosts."""
         return self.hosted.get(kind, _NOTHING_HOSTED)
 
     def serves(self, model: str) -> bool:
@@ -128,7 +128,7 @@ class Member:
 
 
 def hosted_by_kind(load: fleet_pb2.Load) -> Mapping[str, HostedKind]:
-    """Return what a report says that its service hosts, by kind."""
+    """Return the items that a service reports to host, by kind."""
     switch_s = {time.kind: time.seconds for time in load.switch_times}
     items: dict[str, list[Hosted]] = {kind: [] for kind in switch_s}
     for item in load.hosted:
@@ -208,7 +208,7 @@ class SeenModels:
         return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
 
     def grace_s(self, member: Member) -> float:
-        """Return how long what a member hosted is expected back: as long as its models, or as it takes to start."""
+        """Return how long to wait for items that a member hosted: as long as for its models, or as its start takes."""
         if member.connected:
             return self._grace_s  # it is not starting, and has dropped something
         starts = (start for seen in self._of(member) for start in seen.starts.values())
@@ -231,4 +231,4 @@ class FleetObserver(Protocol):
         """Note that a member reported its load, or has left for now."""
 
     def member_lost(self, member: Member) -> None:
-        """Note that a member will not come back, so that what it ran is lost."""
+        """Note that a member will not come back, so that its attempts are lost."""

@@ -181,7 +181,7 @@ class Fleet:
         return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """Give no work to a service for a moment, because it has refused an attempt."""
+        """Give no work to a service for a moment, because it did not accept its last work."""
         member = self._members.get((kind, name))
         if member is not None:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S

@@ -56,14 +56,19 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 async def inputs_of(job: Job) -> bytes:
-    """Return what a live job needs beside its record: its complete spec if it has input images, else nothing."""
+    """Return the complete spec of a live job with input images, which its record does not have; else nothing."""
     if not job.open or not specs.has_images(job.spec):
         return b""
     return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
 def progress_of(job: Job, *, steady: float) -> JobProgress:
-    """Return what is stored of a job that waits or runs. steady: The time now on the steady clock."""
+    """Return the part of a live job's record that changes until it ends.
+
+    Args:
+        job: The job.
+        steady: The time now on the steady clock.
+    """
     return JobProgress(
         state=job.state,
         deadline_wall=_deadline_steady(job, steady),

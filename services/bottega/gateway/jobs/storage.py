@@ -41,7 +41,7 @@ _SWEEP_JOBS = 100
 _UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
 
 LiveJobs = Callable[[], AsyncIterator[tuple[JobRecord, bytes]]]
-"""Yields jobs that have not ended, each with what it needs beside its record."""
+"""Yields jobs that have not ended, each with its input images."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +108,12 @@ class Storage:
         """Return when both stores are open and `restore` has succeeded.
 
         Args:
-            restore: Reads what is read before anything else.
+            restore: Reads the data that must be read before all other calls.
             on_failure: Called when a store cannot be opened at once; reads may work even then.
-            live: Yields the jobs that have not ended, with their inputs, for a job store whose file is lost later.
+            live: Yields the jobs that have not ended, with their inputs, to restore a job store whose file gets lost.
 
         Raises:
-            ConfigError: If files are not ours, or a folder cannot be used and waiting does not help.
+            ConfigError: If files belong to another program, or a folder is unusable until a person changes something.
         """
         self._live = live or _no_jobs
         while True:
@@ -132,11 +132,11 @@ class Storage:
                 return
 
     def start(self) -> None:
-        """Start to forget what is too old or too much, and to probe a disk that fails."""
+        """Start the upkeep: delete old jobs and those beyond the budget, and probe a disk that fails."""
         self._tasks.start(self._keep_up())
 
     async def close(self) -> None:
-        """Close both stores after what was begun."""
+        """Finish the operations that have begun, and close both stores."""
         await self._tasks.cancel()
         for store in (self.jobs, self.images):
             try:
@@ -145,7 +145,7 @@ class Storage:
                 _log.warning("a store did not close in time", extra={"text": error.message})
 
     def check_writable(self) -> None:
-        """Raise the reason if no job can be accepted now."""
+        """Raise the error of the disk if no job can be accepted now."""
         if self.trouble is not None:
             raise self.trouble.with_traceback(None)
 
@@ -228,7 +228,7 @@ class Storage:
             self._room_bytes += size_bytes
 
     async def kept_latents(self, name: str) -> bytes:
-        """Return what is kept of an image, by its own digest; empty if it has gone or cannot be read."""
+        """Return kept latents by their own digest; empty if they are gone or cannot be read."""
         try:
             return await self.images.get(name) or b""
         except (StorageUnavailable, DataLoss) as error:
@@ -236,14 +236,14 @@ class Storage:
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Renew the time of images and of what is kept of them. Return False if one has gone or is damaged."""
+        """Renew the time of images and their kept latents. Return False if one is gone or damaged."""
         contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
         return all([await self.images.renew(digest) for digest in contents])
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
-        """Keep images and what is kept of them while the block runs, even if another job with them is deleted."""
+        """Protect images and their kept latents from deletion while the block runs, even if another job is deleted."""
         return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:
@@ -266,7 +266,7 @@ class Storage:
         self._note_clock()
 
     def _check_folder(self, error: BottegaError) -> None:
-        """Raise ConfigError if only a person can mend what has failed, so that waiting does not help."""
+        """Raise ConfigError if only a person can repair the failure, so that waiting does not help."""
         cause = error.metadata.get("cause", "")
         if cause in _UNUSABLE:
             why = os.strerror(getattr(errno, cause)).lower()

@@ -22,29 +22,29 @@ class JobRequest:
     request_id: str = ""
     """The caller's idempotency key; empty if it gave none."""
     log_id: str = ""
-    """The ID of its log lines."""
+    """Identifier of the job in log lines."""
     image_digest: str = ""
     """Digest of the input image."""
     mask_digest: str = ""
     """Digest of the mask of an edit."""
     kept_latents: str = ""
-    """Digest of what was kept of the input image when it was drawn, for an edit that may use it."""
+    """Digest of the input image's kept latents; empty if there are none, or the edit may not use them."""
     result_size: tuple[int, int] = (0, 0)
     """Width and height of its pictures in pixels if they are not the spec's; else (0, 0)."""
     template: str = ""
-    """Name of what an edit draws from, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
+    """Name of an edit's source image, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
     computed_share: float = 1.0
-    """Share of its tokens that it computes where these activations are."""
+    """Share of its tokens that an edit computes at a worker that has these activations."""
     size_bytes: int = 0
     """Size of the request."""
     tenant: str = ""
     """The tenant that it belongs to; empty if no keys are configured."""
     peer: str = ""
-    """Whose share it counts for when jobs are forgotten: its tenant's, else its host's; empty if unknown."""
+    """Owner whose share the job counts for when jobs are forgotten: the tenant, else the host; empty if unknown."""
     ends_with_caller: bool = False
     """Whether only its caller can ask for the job, so that a restarted gateway does not resume it."""
     priority: Priority.ValueType = PRIORITY_NORMAL
-    """How urgent it is beside other jobs of its tenant."""
+    """Priority among the jobs of the same tenant."""
 
 
 @dataclass(slots=True, kw_only=True)

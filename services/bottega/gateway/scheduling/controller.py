@@ -151,7 +151,7 @@ class JobController:
             self.abandon(job, "its only caller went with the gateway that had the call")
 
     def start(self) -> None:
-        """Start what runs beside the calls."""
+        """Start the background tasks."""
         self._finding.start(self._submit_found())
         for addon in self._addons:
             addon.start(self._jobs.live)
@@ -288,7 +288,7 @@ class JobController:
             self._finish(job)
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Charge a job's tenant for what an attempt used."""
+        """Charge a job's tenant for the device seconds of an attempt."""
         self.queue.settle(job, device_s)
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:

@@ -36,11 +36,11 @@ class JobSizes(Protocol):
     """The lengths of jobs."""
 
     def resource_request(self, job: Job) -> ResourceRequest:
-        """Return what a job is expected to need. Jobs with equal requests take equally long."""
+        """Return the resources that a job is expected to need. Jobs with equal requests take equally long."""
         ...
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
-        """Return the seconds of such a job on a worker that has nothing else; 0 while nothing was measured."""
+        """Return the seconds that a job takes alone on a worker; 0 while nothing was measured."""
         ...
 
 
@@ -49,7 +49,7 @@ class DuePolicy:
     """The rule for when jobs are due."""
 
     slo_scale: float = 0.0
-    """Multiple of what a job takes alone after which it is due; 0 serves jobs first come, first served."""
+    """A job is due after this multiple of the time that it takes alone; 0 serves jobs first come, first served."""
     head_start_s: float = 0.0
     """Seconds by which a job of high priority counts as due earlier, and one of low priority as due later."""
 
@@ -181,7 +181,7 @@ class Line:
             self._order.idle()
 
     def begin(self, job: Job) -> None:
-        """Remove a job that is served now, and charge its tenant what it is expected to take until `settle`."""
+        """Remove a job that is served now. Charge its tenant the expected seconds, until `settle` corrects them."""
         tenant = job.request.tenant
         least = min((self._order.next_tag(name) for name in self.tenants), default=0.0)
         self._order.served(max(least, self._order.next_tag(tenant) - _MAX_BEHIND_S))
@@ -191,11 +191,11 @@ class Line:
         self.remove(job)
 
     def settle(self, job: Job, device_s: float | None) -> None:
-        """Charge what an attempt took instead of what it was expected to take.
+        """Charge the seconds that an attempt took, in place of the expected seconds.
 
         Args:
             job: A job that began, here or in an earlier life of the gateway.
-            device_s: Seconds of the worker's device; None if unknown, then the expectation stands.
+            device_s: Seconds of the worker's device; None if unknown: then the expected seconds stay charged.
         """
         tenant = job.request.tenant
         charge = self._charged.pop(job.job_id, None) or _Charge(tenant=tenant, weight=self._weigh(tenant), seconds=0.0)

@@ -45,28 +45,28 @@ class PendingJob:
     job_id: str
     request: ResourceRequest
     avoid: str = ""
-    """The worker that must not have it, because it was just lost with it."""
+    """The worker that must not get the job, because it was just lost while it ran the job."""
     exclusive: bool = False
-    """Whether it may only run by itself, because a worker may have died of it."""
+    """Whether the job may only run alone, because a worker may have died of it."""
     within_share: bool = False
-    """Whether its tenant has at most its share of what runs, with this job, while others have jobs too."""
+    """Whether the tenant stays within its share of the running jobs, this job included, while others have jobs."""
     none_runs: bool = False
     """Whether no job of its tenant runs while others have jobs."""
     eligible: frozenset[str] | None = None
-    """The only workers that may have it; None means all."""
+    """The only workers that may get the job; None means all."""
     load_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that it needs at a worker before its first step, by worker; 0 for one that is not named."""
+    """Seconds of loading before the first step, by worker; 0 for workers that are not listed."""
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
-    """What it needs of the workers of which it needs less than `request`; see request_at."""
+    """Resources at the workers where the job needs less than `request`; see request_at."""
     due_s: float = inf
     """Seconds until it is due, see `bottega.gateway.scheduling.line`; infinite for one that is not."""
 
     def request_at(self, worker: str) -> ResourceRequest:
-        """Return what it needs of that worker."""
+        """Return the resources that the job needs at a worker."""
         return self.reduced.get(worker, self.request)
 
     def may_run_on(self, worker: str) -> bool:
-        """Return whether that worker may have it."""
+        """Return whether a worker may get the job."""
         return worker != self.avoid and (self.eligible is None or worker in self.eligible)
 
 
@@ -217,7 +217,7 @@ def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) 
 
 
 class _Option:
-    """A job at one worker, with what it needs there and whether there is a place for it now."""
+    """A choice of a worker for a job: the resources needed there, and whether there is a place now."""
 
     __slots__ = ("_behind", "_load_s", "has_slack", "job", "plan", "request")
 

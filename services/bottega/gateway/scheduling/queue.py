@@ -122,7 +122,7 @@ class JobQueue:
         self._drop_if_idle(job.bare.model)
 
     def begin(self, job: Job) -> None:
-        """Remove a job that is served now, and charge its tenant what it is expected to take until `settle`."""
+        """Remove a job that is served now. Charge its tenant the expected seconds, until `settle` corrects them."""
         self._lines[job.bare.model].begin(job)
         self.remove(job)
 

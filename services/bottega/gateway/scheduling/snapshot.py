@@ -49,7 +49,7 @@ _KEPT_WIDTHS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedState:
-    """The state of a worker, with what it was made of."""
+    """The state of a worker, with the inputs from which it was computed."""
 
     state: WorkerState
     load: fleet_pb2.Load
@@ -184,7 +184,7 @@ class FleetSnapshot:
         return self._request_for(job, self._steps_left(job), self._expected_share(job))
 
     def note_device_s(self, job: Job, provenance: Provenance) -> None:
-        """Learn what a job's add-ons add, from what a finished attempt used of its worker's device."""
+        """Learn the extra time of a job's add-ons from the device seconds of a finished attempt."""
         if job.attempts > 1 or job.steps.repeated or provenance.cached_starts:
             return  # the attempt made other steps than the job has
         request = _request_for(job, job.steps.total, self._expected_share(job), 1.0)
@@ -195,7 +195,7 @@ class FleetSnapshot:
         return _request_for(job, steps_left, share, self._addon_costs.slowdown(job))
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
-        """Return the seconds of such a job on the fastest idle worker of some; 0 while none has measured a step."""
+        """Return the seconds that a job takes alone, on the fastest of some workers; 0 if none has measured a step."""
         workers = self.workers(islice(self._fleet.serving(model), _COMPARED))
         measured = [worker for worker in workers if not worker.unmeasured]
         return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
@@ -210,7 +210,7 @@ class FleetSnapshot:
         return min((addon.expected_savings(job).computed_share for addon in self._addons), default=1.0)
 
     def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
-        """Return what it needs of each worker that computes another share of its tokens than most do."""
+        """Return the job's resources at each worker that computes an unusual share of its tokens."""
         if not shares:
             return {}
         steps_left = self._steps_left(job)
@@ -220,7 +220,7 @@ class FleetSnapshot:
     def _costs(
         self, job: Job, members: Mapping[str, Member], known: dict[tuple[AddOn, Hashable], WorkerCosts]
     ) -> WorkerCosts:
-        """Return what a job costs at workers. known: Costs of jobs before this one, by add-on and key."""
+        """Return a job's costs at workers, by all add-ons; `known` caches the costs by add-on and key."""
         total = NO_COSTS
         for addon in self._addons:
             key = addon.cost_key(job)

@@ -136,16 +136,16 @@ class WorkerState:
 
     @property
     def unmeasured(self) -> bool:
-        """Whether it has measured no step yet."""
+        """Whether the worker has measured no step yet."""
         return next(iter(self.times.entries()), None) is None
 
 
 class WorkerPlan:
-    """The plan of a worker in one round: what it runs, what it was given and what was planned for it.
+    """The plan of a worker in one round of scheduling: its running, assigned and planned jobs.
 
     Attributes:
-        load_s: Seconds that all of this takes, one after the other.
-        closed: Whether it gets nothing more.
+        load_s: Seconds that these jobs take, one after the other.
+        closed: Whether the worker gets no more jobs.
     """
 
     __slots__ = ("_added", "_added_due_s", "_has_unbound", "closed", "load_s", "state")
@@ -191,7 +191,7 @@ class WorkerPlan:
         return known[question]
 
     def completes_s(self, request: ResourceRequest, behind: int) -> float:
-        """Return the seconds until a job would complete here, without what it has to load."""
+        """Return the seconds until a job would complete here, without the time to load its add-ons."""
         width = self._free_width(request, behind)
         question, known = (self._added, request, width), self.state.findings.ends_s
         if question not in known:
@@ -299,8 +299,8 @@ def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: 
 def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], width: int) -> bool:
     """Return whether the worker should have all of `requests` to measure a turn of them anew.
 
-    Requests of different shapes share no turn, and only rows that are computed in full measure anything. Estimates of
-    when each ends still use what was measured last.
+    Requests of different shapes share no turn, and only rows that are computed in full give a measurement. Estimates
+    of when each request ends still use the last measurement.
     """
     if len(requests) > most_on_trial(width) or len({(request.shape, request.share) for request in requests}) > 1:
         return False

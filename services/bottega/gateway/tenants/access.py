@@ -21,9 +21,9 @@ class Access:
     """The access of a caller."""
 
     tenant: str = ""
-    """The caller's tenant; empty for an operator, and for every caller of a gateway without keys: they may name all."""
+    """The caller's tenant; empty for operators and for callers of a gateway without keys, who may name everything."""
     grants: Grants = ALL_GRANTED
-    """What the tenant may name of what is for all."""
+    """The shared models, LoRAs and ControlNets that the tenant may name."""
 
     @classmethod
     def of(cls, caller: Caller) -> Access:

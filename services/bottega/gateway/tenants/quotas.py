@@ -28,7 +28,7 @@ class TenantTerms:
         return 1.0
 
     def quotas(self, tenant: str) -> Quotas:
-        """Return what the tenant may have at most."""
+        """Return the quotas of a tenant."""
         del tenant
         return UNBOUNDED
 
@@ -66,8 +66,8 @@ class QuotaLedger:
     Args:
         terms: The quotas of tenants.
         waiting: Returns the number of a tenant's jobs that wait.
-        usage: Reads what is stored of a tenant.
-        retry_s: Returns about when a job that waits will have begun, in seconds.
+        usage: Reads a tenant's jobs and bytes in the store.
+        retry_s: Returns the estimated seconds until a waiting job begins.
     """
 
     def __init__(

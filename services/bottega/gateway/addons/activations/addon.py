@@ -79,7 +79,7 @@ class ActivationsAddOn(AddOn):
         )
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request asks for what an edit took from a recording."""
+        """Return whether a request asks for the recording that an earlier edit used."""
         return spec.techniques.HasField("recording")
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:

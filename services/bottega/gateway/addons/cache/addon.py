@@ -52,7 +52,7 @@ _MAX_KEYS = 4096
 _NOT_IN_KEY = ("prompt", "seed", "num_images", "format", "quality", "techniques")
 
 RateKey = bytes
-"""Hash of what the requests of one hit rate have in common."""
+"""Hash of the settings that the requests of one hit rate share."""
 
 
 def create(context: AddOnContext) -> CacheAddOn:
@@ -121,10 +121,10 @@ class CacheAddOn(AddOn):
             request.addons[kinds.CACHE] = order.SerializeToString()
 
     def job_completed(self, job: Job, provenance: Provenance) -> None:
-        """Pin what the picture started from, and learn how many steps similar requests skip.
+        """Pin the latent from which the picture started, and learn how many steps similar requests skip.
 
-        There is no pin for several pictures: if some of them started from cached latents, each can be drawn again only
-        by itself. A request with a pin teaches nothing about other requests.
+        Several pictures get no pin: if some of them started from cached latents, each can only be drawn again by
+        itself. Requests with a pin are not counted, because they say nothing about other requests.
         """
         starts = provenance.cached_starts
         if not starts or provenance.parameters.num_images == 1:
@@ -268,7 +268,7 @@ def _has_drawn(job: Job) -> bool:
 
 
 def rate_key(bare: GenerationSpec, tenant: str) -> RateKey:
-    """Return the key of a request's hit rate: a hash of what it has in common with requests that may serve it.
+    """Return the key of a request's hit rate: a hash of the settings that requests must share to share latents.
 
     The key is a little coarser than the store's own: control images are not in it.
 

@@ -191,11 +191,11 @@ class ControlNetAddOn(AddOn):
         return True
 
     def member_changed(self, member: Member) -> None:
-        """Take note of what a server or a worker hosts."""
+        """Update the ControlNets that a server or a worker hosts."""
         self._hosts.update(member)
 
     def member_lost(self, member: Member) -> None:
-        """Forget what a lost member hosts."""
+        """Remove the ControlNets of a lost member."""
         self._hosts.remove(member)
         self._prefetcher.remove(member)
 

@@ -39,7 +39,7 @@ class ControlNetHosts:
         self._expected_until: dict[str, dict[str, float]] = {}  # by name and base
 
     def update(self, member: Member) -> None:
-        """Take note of a member that has reported what it hosts, or has disconnected for now."""
+        """Update the ControlNets of a member that has sent a report, or has disconnected for now."""
         if not member.connected:
             self.remove(member)
         elif member.is_worker or member.kind == kinds.CONTROLNET:
@@ -97,7 +97,7 @@ class ControlNetHosts:
         return name in self._hosts or any(until > now for until in self._expected_until.get(name, {}).values())
 
     def check(self, names: Iterable[str], model: image_pb2.Model, access: Access) -> None:
-        """Raise the error of a job with ControlNets that it cannot have and need not wait for.
+        """Raise if one of a job's ControlNets is not available and will not be soon.
 
         Args:
             names: The ControlNets.
@@ -107,7 +107,7 @@ class ControlNetHosts:
         Raises:
             ControlNetNotFound: There is no such ControlNet.
             ControlNetUnusable: It was made for another base model.
-            NoControlNet: Nobody hosts it now, or did within the grace.
+            NoControlNet: No member hosts it now, or hosted it within the grace period.
         """
         lacking = [name for name in dict.fromkeys(names) if not self._expected_by(access, name, model)]
         if not lacking:

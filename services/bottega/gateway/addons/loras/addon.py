@@ -102,7 +102,7 @@ class LoraAddOn(AddOn):
         return WorkerCosts(load_s=lora_costs(job.lora_set, workers, self._sizes))
 
     def job_arrived(self, job: Job, *, admitted: bool) -> None:
-        """Let the stores load what a worker will fetch soon."""
+        """Make the stores load the LoRAs that a worker will fetch soon."""
         for store in self._resolver.stores() if job.loras and admitted else ():
             self._prefetcher.request(store, job.loras)
 

@@ -45,7 +45,7 @@ class JobStore(Protocol):
         """
 
     async def close(self) -> None:
-        """Close the store after what was begun."""
+        """Finish the operations that have begun, and close the store."""
 
     @property
     def lost(self) -> bool:
@@ -65,7 +65,7 @@ class JobStore(Protocol):
 
         Args:
             record: The job.
-            inputs: What it needs beside its spec while it is live: its complete GenerationSpec if it has input images.
+            inputs: The complete GenerationSpec if the job has input images; needed until the job ends.
             replaces: job_id of the failed job whose request_id this retry takes over, or of a completed one whose
                 images have gone.
         """
@@ -107,7 +107,12 @@ class JobStore(Protocol):
         """Return the newest job of a tenant's idempotency key, or None."""
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
-        """Return what the store has of a tenant. now_wall: The time in Unix seconds, which decides what today is."""
+        """Return a tenant's jobs and bytes in the store.
+
+        Args:
+            tenant: The tenant.
+            now_wall: The time in Unix seconds, from which the start of the day is computed.
+        """
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Return up to `limit` jobs that completed with that key, newest first; none for an empty key."""
@@ -125,7 +130,7 @@ class JobStore(Protocol):
         """Return all jobs that have not ended, oldest first."""
 
     async def contents(self) -> dict[str, set[str]]:
-        """Return the tenants that have each stored picture and each file of what is kept of one, by digest."""
+        """Return the owners of each stored picture and each file of kept latents: tenants by digest."""
 
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None

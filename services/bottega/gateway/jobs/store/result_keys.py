@@ -46,7 +46,7 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
     """Return the key of the requests that a completed job's pictures answer; empty if they answer none.
 
-    An EXACT request is answered only by what is exact.
+    An EXACT request is answered only by exact pictures.
 
     Args:
         bare: The job's complete spec without input images. If it says keep_unmasked, it had a mask.
@@ -80,7 +80,7 @@ def _measures(spec: GenerationSpec) -> bool:
 
 
 def _forget_switch(spec: GenerationSpec) -> None:
-    """Clear the switch for stored results, which is no part of what is drawn."""
+    """Clear the switch for stored results, which does not change the picture."""
     if spec.HasField("techniques"):
         spec.techniques.ClearField("identical_results")
         if not spec.techniques.ListFields():

@@ -65,7 +65,11 @@ class FilePlace:
         self._log = _seen(self._log_path.stat())
 
     def loss(self, *, committed: bool = False) -> FileLoss | None:
-        """Return what has happened to the files, or None. committed: Whether the connection has written to the log."""
+        """Return how the files were lost, or None if they are in place.
+
+        Args:
+            committed: Whether the connection has written to the log.
+        """
         # The file is not opened here: closing it would release this process's locks on it.
         if self._file is None:
             return None
@@ -83,9 +87,9 @@ class FilePlace:
         return FileLoss.CUT if shorter or not self._has_header(log) else None
 
     def put_back(self, connection: sqlite3.Connection) -> bool:
-        """Copy what an open connection reads to the file's name. Return False if not all of it can be read.
+        """Restore the file from the content that an open connection reads. Return False if it cannot read all.
 
-        The file that has the name now is renamed. Raises OSError and sqlite3.Error if nothing can be written.
+        Another file that has the name now is renamed. Raises OSError and sqlite3.Error if nothing can be written.
         """
         copy = self._path.with_name(f"{self._path.name}-copy")
         if not sqlite_files.copy_whole(connection, copy, self._is_whole):

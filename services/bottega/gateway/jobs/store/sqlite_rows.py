@@ -75,7 +75,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
 
 
 def from_row(row: Sequence[Any]) -> JobRecord:
-    """Return the record of a row of `sequence` and COLUMNS. Raises DataLoss if the row is not what was written."""
+    """Return the record of a row of `sequence` and COLUMNS. Raises DataLoss if the row is damaged."""
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)

@@ -35,7 +35,7 @@ class Listing:
 
     records: list[JobRecord]
     damaged: list[int]
-    """Sequences of the jobs that were left out because they are not what was written."""
+    """Sequences of the jobs that were left out because their rows are damaged."""
 
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
@@ -60,7 +60,7 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
 
 
 def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -> None:
-    """Insert a live job with the sequence that it had, and remove what the file has of it."""
+    """Insert a live job with its earlier sequence, in place of the rows that the file has for it."""
     connection.execute("DELETE FROM inputs WHERE sequence = ?", (record.sequence,))
     connection.execute("DELETE FROM jobs WHERE job_id = ? OR sequence = ?", (record.job_id, record.sequence))
     connection.execute(_PUT_BACK, (record.sequence, *to_row(record)))
@@ -105,7 +105,7 @@ def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: 
 
 
 def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -> list[str] | None:
-    """Return the digests of what a deleted job of a tenant had; None if no deletion of it is remembered."""
+    """Return the digests of a deleted job's pictures and kept latents; None if no deletion is remembered."""
     query = "SELECT contents FROM deletions WHERE job_id = ? AND tenant = ?"
     found = connection.execute(query, (job_id, tenant)).fetchone()
     return None if found is None else json.loads(found[0])
@@ -179,7 +179,7 @@ def live(connection: sqlite3.Connection) -> Listing:
 
 
 def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
-    """Return the tenants that have each picture, and each file of what is kept of one, by digest."""
+    """Return the owners of each picture and each file of kept latents: tenants by digest."""
     owners: dict[str, set[str]] = {}
     for digest, tenant in connection.execute("SELECT digest, tenant FROM contents"):
         owners.setdefault(digest, set()).add(tenant)
