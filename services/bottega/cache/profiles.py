@@ -106,7 +106,7 @@ def _check_thresholds(path: str, thresholds: Sequence[CacheThreshold]) -> Iterat
 
 
 def _known_fraction(fraction: float) -> float | None:
-    """Return the fraction after which latents are recorded that this one is meant to be."""
+    """Return the fraction in FRACTIONS that this rounded fraction stands for, or None."""
     return next((known for known in FRACTIONS if abs(fraction - known) < _CLOSE), None)
 
 

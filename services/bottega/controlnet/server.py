@@ -183,7 +183,7 @@ class ControlNetServer:
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:
-        """Return what it hosts, and how busy it is."""
+        """Return the hosted ControlNets, and how busy the server is."""
         beat = self._beat
         activity = fleet_pb2.Activity(
             steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
@@ -283,7 +283,7 @@ class ControlNetServer:
         self._hosted = []
 
     async def _host_all(self) -> None:
-        """Make a new engine host the catalogue, then join the fleet and report what is not hosted."""
+        """Make a new engine host the catalogue, then join the fleet and report the ControlNets that are not hosted."""
         self._refused = {}
         for name, folder in self._catalogue.folders.items():
             if not self._first_hosting.done():
@@ -300,7 +300,7 @@ class ControlNetServer:
         self._join_fleet()
 
     async def _host_without_engine(self) -> None:
-        """Find out what the engine would host, join the fleet and report what is left out."""
+        """Find the ControlNets that an engine could host, join the fleet and report those that are left out."""
         self._on_demand = True
         began = time.monotonic()
         for name, folder in self._catalogue.folders.items():

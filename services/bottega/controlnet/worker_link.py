@@ -108,7 +108,7 @@ class ControlNetWorkerLink(LinkHandler):
         return self._executor.progress
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Process a message. A step is released with its answer, so that its slots bound what is held here."""
+        """Process a message. A step keeps its slot until it is answered, which bounds the memory for steps."""
         parts = connection.wait_all_parts(incoming)
         layout = incoming.layout
         kind = ControlMessageKind(kind_of(layout))

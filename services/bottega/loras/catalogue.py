@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoraCatalogue:
-    """The names of a store's LoRAs, with what is known of each.
+    """The catalogue of a store's LoRAs: a record for each name.
 
     Call `open` first. Every method may raise StorageUnavailable, or DataLoss for a damaged file.
     """

@@ -225,7 +225,7 @@ def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str
 
 
 def _merged(present: CatalogueRecord, restored: CatalogueRecord) -> CatalogueRecord:
-    """Return a LoRA that was uploaded again in the meantime, with what it lacks from the restored one."""
+    """Return the record of a LoRA that was uploaded again, with missing values taken from the restored one."""
     return replace(
         present,
         trigger_words=present.trigger_words or restored.trigger_words,

@@ -204,7 +204,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
     async def list_templates(self) -> ListTemplatesResponse:
-        """Return what is recorded for edits. Raises Unavailable if there is no engine or it does not answer."""
+        """Return the recordings for edits. Raises Unavailable if there is no engine or it does not answer."""
         return (await self._ask_templates(EngineTemplatesRequest())).listed
 
     async def drop_template(self, template_id: str) -> DropTemplateResponse:

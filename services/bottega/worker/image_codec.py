@@ -46,7 +46,7 @@ class DecodedImageInput:
     """How long decoding took."""
 
     async def write_to(self, target: Tensor) -> None:
-        """Write it to a message as uint8 [height, width, 3]."""
+        """Write the image to a message as uint8 [height, width, 3]."""
         await _write(target, self.pixels.data, self.pixels.height, self.pixels.width, 3)
 
 
@@ -63,7 +63,7 @@ class DecodedEditInput:
     """How long decoding took."""
 
     async def write_to(self, image: Tensor, mask: Tensor) -> None:
-        """Write them to messages as uint8 [height, width, 3] and [height, width]."""
+        """Write image and mask to messages, as uint8 [height, width, 3] and [height, width]."""
         pixels = self.decoded.pixels
         await _write(image, pixels.data, pixels.height, pixels.width, 3)
         await _write(mask, self.decoded.mask, pixels.height, pixels.width)

@@ -95,10 +95,10 @@ class LinkPace:
         self._since_s = 0.0
 
     def asked(self, *, idle: bool) -> None:
-        """Note that more is requested.
+        """Note that more bytes are requested.
 
         Args:
-            idle: Whether nothing was on its way before.
+            idle: Whether no request was pending before.
         """
         if idle:
             self._since_s = self._clock()

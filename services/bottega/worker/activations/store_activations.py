@@ -179,10 +179,10 @@ class StoreActivations:
         self.set_stores(())
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Return whether there is room for so many bytes that are used in so many turns.
+        """Make room for `size_bytes` that are used in `turns` turns, and return whether there is enough.
 
-        Recordings that nobody uses are dropped for it. Then parts of recordings in use are dropped that running edits
-        have passed or will use later than that: memory for some of their steps is enough.
+        Unused recordings are dropped first. Then the parts of used recordings are dropped that running edits have
+        passed or will need later than in `turns` turns: recordings need memory for only some of their steps.
         """
         if self._memory.make_room(size_bytes):
             return True
@@ -194,7 +194,7 @@ class StoreActivations:
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
 
     def _let_go(self, lack_bytes: int, turns: float) -> None:
-        """Drop about so many copied bytes of recordings in use that no edit takes in so many turns."""
+        """Drop about `lack_bytes` copied bytes of used recordings that no edit needs within `turns` turns."""
         later = [
             (until, recording, step)
             for recording in self.recordings

@@ -136,7 +136,7 @@ class ActivationStoreLink(LinkClientHandler):
         return False
 
     def cancel(self, step: StoredStep) -> None:
-        """Cancel what was requested for a step and has not come."""
+        """Cancel the pending requests of a step."""
         with self._lock:
             gone = {number: fetch for number, fetch in self._fetches.items() if fetch.step is step}
             for number in gone:
@@ -164,7 +164,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._owner.on_link(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. Parts of a section are compared with what was requested of it."""
+        """Handle a message. Parts of a section must be among the requested ones."""
         layout = incoming.layout
         with incoming:
             match ActivationMessageKind(kind_of(layout)):

@@ -72,7 +72,7 @@ class SectionLink(Protocol):
         ...
 
     def cancel(self, step: StoredStep) -> None:
-        """Cancel what was requested for a step and has not come."""
+        """Cancel the pending requests of a step."""
         ...
 
 
@@ -86,7 +86,7 @@ class LoadRoom(Protocol):
     """Guards filling and reading of steps; notified when tensors have come."""
 
     def make_room(self, size_bytes: int, turns: float) -> bool:
-        """Return whether there is room for so many bytes that are used in so many turns; drop other tensors for it.
+        """Make room for `size_bytes` that are used in `turns` turns, and return whether there is enough.
 
         Called by the engine's thread.
         """
@@ -246,7 +246,7 @@ class StoredStep:
             self._arrived(tuple(self._coming))
 
     def give_up(self, fetch: SectionFetch, *, lost: bool = False) -> None:
-        """Stop waiting for what has not come of a request.
+        """Stop waiting for the pending tensors of a request.
 
         Args:
             lost: Whether the store has lost the section, so that no request will be answered.

@@ -85,7 +85,7 @@ class SectionUpload:
         return self._chunks.done
 
     def send(self, connection: Connection, link: Link, most_bytes: int) -> int:
-        """Send the next part, at most so many bytes of tensors, and return how many were sent.
+        """Send the next part, at most `most_bytes` of tensors, and return the number of bytes sent.
 
         Raises the errors of sending.
         """
@@ -109,7 +109,7 @@ class RecordingUpload:
     """Whether this is the last message of the recording."""
 
     def send(self, connection: Connection, link: Link) -> int:
-        """Send it. Return how many bytes of tensors were sent. Raises the errors of sending."""
+        """Send the message or the part. Return the number of tensor bytes sent. Raises the errors of sending."""
         if self.section is not None:
             return self.section.send(connection, link, self.most_bytes)
         assert self.message is not None, "one of both"
@@ -234,7 +234,7 @@ class Uploads:
             self._sending = None
 
     def next(self) -> RecordingUpload | None:
-        """Return what is sent next, or None. Called by the thread that sends, because it makes the message."""
+        """Return the next message to send, or None. Called by the sending thread, because it builds the message."""
         while True:
             with self._lock:
                 if self._sending is not None:

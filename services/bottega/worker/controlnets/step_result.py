@@ -57,10 +57,10 @@ class StepResult:
         return self._tensors[point][place]
 
     def begin(self, give_back: Callable[[], None]) -> None:
-        """Note that it begins to arrive.
+        """Note that the result begins to arrive.
 
         Args:
-            give_back: Gives its memory back to the server.
+            give_back: Gives the result's memory back to the server.
         """
         self._give_back = give_back
         if self._users == 0:
@@ -74,11 +74,11 @@ class StepResult:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether it lies, or will lie, in memory of the server."""
+        """Whether the result lies, or will lie, in memory of the server."""
         return not (self._given_back or self.refused)
 
     def keep_copy(self) -> None:
-        """Copy all of it, and give the server its memory back. Call it only while nobody reads it."""
+        """Copy the result, and give its memory back to the server. Call this only while nobody reads the result."""
         self._tensors = {point: tensor.clone() for point, tensor in self._tensors.items()}
         self._return()
 
