@@ -123,7 +123,7 @@ class ResolvedSpec:
 
     @property
     def loras_measured(self) -> bool:
-        """Whether to measure what its LoRAs change."""
+        """Whether to measure how much the LoRAs change the latents."""
         return any(lora.measured for lora in self.loras)
 
     @property

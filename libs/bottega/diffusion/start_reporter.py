@@ -34,7 +34,7 @@ class StartReporter:
         self._report()
 
     def advance(self, size_bytes: int = 0) -> None:
-        """Report that so many more bytes of the stage are done."""
+        """Report that another `size_bytes` of the stage are done."""
         self._done_bytes += size_bytes
         if self._clock() - self._sent_s >= _INTERVAL_S:
             self._report()

@@ -39,7 +39,7 @@ class JobRecording:
         return sum(tensor.nbytes for tensor in (self.embedding, self.pixels, *self.latents.values()))
 
     def small_picture(self) -> Tensor:
-        """Return its pixels with at most MAX_PICTURE_SIDE on each side. This takes milliseconds."""
+        """Return the picture, scaled to at most MAX_PICTURE_SIDE pixels a side. This takes milliseconds."""
         height, width, _ = self.pixels.shape
         share = min(1.0, MAX_PICTURE_SIDE / max(height, width))
         if share == 1.0:

@@ -84,8 +84,8 @@ class EngineControlNets(EngineAddOn):
 class JobControlNets(JobAddOn):
     """The sessions of one job.
 
-    `active` is what the job's requests get of them, `begun` their inputs. `_places` are the places of their ControlNets
-    in the spec. A ControlNet that a resumed job no longer needs has no session.
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` are the
+    positions of their ControlNets in the spec. A ControlNet that a resumed job no longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:

@@ -51,7 +51,7 @@ class _ControlNetLoader:
         return self._source(name).size_bytes
 
     def load(self, name: str) -> LoadedControlNet:
-        """Return its weights, on the device. Raises BottegaError."""
+        """Return the ControlNet with its weights on the device. Raises BottegaError if it cannot be loaded."""
         try:
             return self._load(self._source(name), self._device)
         except BottegaError:

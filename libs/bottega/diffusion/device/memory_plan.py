@@ -67,19 +67,19 @@ class MemoryPlan:
         return None if available is None else max(0, available - _HOST_RESERVE_BYTES)
 
     def reserve(self, name: str, size_bytes: int) -> None:
-        """Reserve so many bytes for a name, instead of its earlier reservation. Raise TooLarge if they are not left."""
+        """Reserve bytes for a name, in place of its earlier reservation. Raise TooLarge if too few are left."""
         with self._lock:
             self._set(name, size_bytes)
 
     def reserve_up_to(self, name: str, size_bytes: int, *, share: float) -> int:
-        """Reserve so many bytes, or a share of what is left if that is less, and return how many.
+        """Reserve `size_bytes`, or a share of the remaining bytes if that is less. Return the number of reserved bytes.
 
-        For holders that can do with less, so that an engine also starts on a small device.
+        This is for holders that work with less, too, so that an engine also starts on a small device.
 
         Args:
             name: Name of the holder.
-            size_bytes: Bytes that it would like.
-            share: Largest share of what is left, in [0, 1].
+            size_bytes: Bytes that the holder wants.
+            share: Largest share of the remaining bytes, in [0, 1].
         """
         with self._lock:
             if self.budget_bytes is not None:
@@ -93,7 +93,7 @@ class MemoryPlan:
         return size_bytes
 
     def grow(self, name: str, change_bytes: int) -> None:
-        """Change the reservation of a name by so many bytes. Raise TooLarge as `reserve` does."""
+        """Change the reservation of a name by `change_bytes`. Raise TooLarge as `reserve` does."""
         with self._lock:
             self._set(name, self._reserved.get(name, 0) + change_bytes)
 
@@ -123,7 +123,7 @@ class MemoryPlan:
         self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
 
     def fits_decoding(self, area: int) -> bool:
-        """Return whether so many elements of a latent can be decoded at once, as far as is known."""
+        """Return whether a latent of `area` elements can be decoded at once, by the measurements so far."""
         needed, left = self._decoding_bytes * area, self.left_bytes
         return left is None or needed <= left
 
@@ -157,7 +157,7 @@ class MemoryPlan:
         )
 
     def leaves_room(self, area: int, rows: int, *, decoded_area: int) -> bool:
-        """Return whether reservations leave room for a forward of so many rows, and for decoding one latent.
+        """Return whether reservations leave room for a forward of `rows` rows, and for decoding one latent.
 
         Args:
             area: Elements of a latent's height and width.
@@ -220,7 +220,7 @@ class MemoryPlan:
         return self._left_beside(self.reserved)
 
     def _left_beside(self, others: Mapping[str, int]) -> str:
-        """Return what is left of the budget and who has the rest, as text."""
+        """Return a text with the remaining bytes of the budget and the holders of the rest."""
         holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items() if size)
         left = (self.budget_bytes or 0) - sum(others.values())
         return f"{max(0, left) // _MIB} of {(self.budget_bytes or 0) // _MIB} MiB are left" + (

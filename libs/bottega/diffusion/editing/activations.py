@@ -52,7 +52,7 @@ class KeptProjections(Protocol):
         ...
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        """Return whether `put` would keep so many bytes for a block."""
+        """Return whether `put` would keep `size_bytes` for a block."""
         ...
 
     def put(self, name: str, projections: Projections) -> None:

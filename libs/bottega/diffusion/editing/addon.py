@@ -160,7 +160,7 @@ class EngineEdits(EngineAddOn):
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Set the room for kept projections, and plan what the next steps load."""
+        """Set the room for kept projections, and plan the loads of the next steps."""
         readers = {request: request.activations for request in requests if not request.done}
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
         if reading:

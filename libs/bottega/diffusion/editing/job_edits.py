@@ -140,7 +140,7 @@ class JobEdits(JobAddOn):
         return waited_s
 
     def after_step(self, request: Request) -> None:
-        """Commit what the step recorded, and count what it reused."""
+        """Commit the outputs that the step recorded, and count the blocks that it reused."""
         if self._recorder is not None and self._recorder.request is request:
             self._recorder.made_step()
         reader = self._readers.get(request)

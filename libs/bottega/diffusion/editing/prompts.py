@@ -44,7 +44,7 @@ class PromptCosines:
 
     @property
     def reliable(self) -> bool:
-        """Whether an edit may reuse what was recorded with another prompt."""
+        """Whether an edit may reuse activations that were recorded with another prompt."""
         return self.mean >= LEAST_COSINE
 
 

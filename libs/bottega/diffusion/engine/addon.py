@@ -76,7 +76,7 @@ class JobAddOn:
         """
 
     def update(self, now_s: float) -> None:
-        """Take what has arrived, and release what is no longer needed.
+        """Take in data that has arrived, and release data that is no longer needed.
 
         Raises:
             BottegaError: The job can never go on.
@@ -109,7 +109,7 @@ class JobAddOn:
         return None
 
     def offload(self) -> OffloadedPart | None:
-        """Return what the same add-on of a pair's other worker needs to compute rows of this job; None for nothing."""
+        """Return the data that the pair's other worker needs for this add-on to compute rows of the job, or None."""
         return None
 
     @property
@@ -118,7 +118,7 @@ class JobAddOn:
         return True
 
     def active_in(self, row: Row) -> int:
-        """Return what is active in a row, for `RemoteAddOn.activate`: a number in [0, 2^31)."""
+        """Return a number in [0, 2^31) that tells `RemoteAddOn.activate` which parts are active in a row."""
         return 0
 
     def spans(self) -> Iterable[TracedSpan]:
@@ -144,7 +144,7 @@ class RemoteAddOn(Protocol):
         ...
 
     def activate(self, row: Row, active: int) -> Row:
-        """Return the row with what is active in it. Raise ValueError for an unknown number."""
+        """Return the row with the parts that `active` selects. Raise ValueError for an unknown number."""
         ...
 
     def close(self) -> None:
@@ -169,9 +169,10 @@ class EngineAddOn:
         return None
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return a backbone of the add-on's own to run a group, or None to leave it to others.
+        """Return the add-on's own backbone to run a group, or None to leave the group to others.
 
-        Add-ons are asked in order, and the model's own backbone runs what is left. With fixed rows none is asked.
+        Add-ons are asked in order, and the model's own backbone runs the remaining groups. With fixed rows, none is
+        asked.
         """
         return None
 
@@ -227,7 +228,7 @@ class EngineAddOn:
         """Learn the time of a forward with rows that are partly computed, or recorded."""
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
-        """Measure what is needed before the engine serves.
+        """Take the measurements that the add-on needs, before the engine serves.
 
         Args:
             row: A row of the model's usual size.

@@ -460,7 +460,7 @@ class _Filling:
     rows: int = 0
 
     def takes(self, rows: int, width: int, max_rows: int) -> bool:
-        """Return whether a request of so many rows has room."""
+        """Return whether a request of `rows` rows has room."""
         return self.requests < width and self.rows + rows <= max_rows
 
 

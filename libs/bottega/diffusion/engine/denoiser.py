@@ -214,7 +214,7 @@ def _area(rows: Sequence[Row]) -> int:
 
 
 def _kind(rows: Sequence[Row]) -> tuple[object, ...]:
-    """Return what a compiler tells forwards apart by."""
+    """Return a key that is equal for forwards that share compiled code."""
     masked = any(row.activations is not None for row in rows)
     controlled = any(row.controls for row in rows)
     return rows[0].sample.shape, len(rows), rows[0].embeds.prompt.shape, masked, controlled

@@ -203,7 +203,7 @@ class Forward:
         self._group = [self._group[index] for index in kept]
 
     def _enter(self) -> None:
-        """Apply the rows' LoRAs in what the backbone runs next."""
+        """Apply the rows' LoRAs to the next layers of the backbone."""
         if self._network.row_weights is not None:
             self._network.row_weights.enter([row.loras for row in self._group], self._backbone.spans)
 

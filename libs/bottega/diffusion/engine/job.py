@@ -237,7 +237,7 @@ class EngineJob:
         self.seconds["batch"] += turn_s - denoise_s - waited_s
 
     def note_offload(self, prediction: PairPrediction, worker: str) -> None:
-        """Note what the pair's other worker, with this name, did in a turn of the job."""
+        """Record the job's steps that the pair's other worker, `worker`, computed in a turn."""
         steps = sum(request in prediction.offloaded for request in self.requests)
         taken_back = sum(request in prediction.taken_back for request in self.requests)
         if not steps and not taken_back:
@@ -251,7 +251,7 @@ class EngineJob:
         )
 
     def active_parts(self, row: Row) -> tuple[int, ...]:
-        """Return what is active in a row, for each part of its remote job."""
+        """Return the number of active parts in a row, as `active_in` gives it, for each part of its remote job."""
         parts = self.remote_job.parts if self.remote_job is not None else {}
         return tuple(part.active_in(row) for addon, part in self.addons.items() if addon.kind in parts)
 

@@ -80,7 +80,7 @@ def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[V
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
-    """Raise ValueError if so many rows would not make pictures equal byte for byte."""
+    """Raise ValueError if groups of `fixed_rows` rows would not draw pictures that are equal byte for byte."""
     if fixed_rows == 1:
         raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
     threads = torch.get_num_threads() if device.type == "cpu" else 1

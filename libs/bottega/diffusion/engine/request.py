@@ -169,7 +169,7 @@ class Request:
         return self._sampler.noise_level(step)
 
     def signal_of(self, step: int) -> float:
-        """Return what the picture is multiplied by in its latent before a step; see `Sampler.signal`."""
+        """Return the factor of the picture in its latent before a step; see `Sampler.signal`."""
         return self._sampler.signal(step)
 
     @property
@@ -180,7 +180,7 @@ class Request:
     def use_edit(self, edit: Edit) -> None:
         """Go on with another image latent, noise or trajectory.
 
-        Before the first step, the latent is made again from them. Later they only affect what is put back.
+        Before the first step, the latent is made again from them. Later they only affect the part outside the mask.
         """
         self.edit = edit
         if self.step == self.begin:

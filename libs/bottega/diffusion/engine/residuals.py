@@ -44,8 +44,8 @@ class ResidualProvider(Protocol):
     def is_void(self, row: Row) -> bool:
         """Return whether the sender of a row's residuals has died.
 
-        What was taken for the row in this turn is then void, and another sender, which may have to begin first,
-        provides what is missing. The row must leave the forward, and is asked for again when its sessions are open.
+        Residuals that the row took in this turn are then void. The row must leave the forward, and is asked for again
+        when its sessions are open: another sender, which may have to begin first, computes the missing residuals.
         """
         ...
 

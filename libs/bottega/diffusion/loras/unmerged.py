@@ -60,7 +60,7 @@ class UnmergedLoras:
         self._spans: RowSpans | None = None
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Let row i use sets[i], in place of what was entered before.
+        """Make row i use sets[i], in place of the sets that were entered before.
 
         Args:
             sets: LoRAs of each row. Rows of one set should be neighbours.

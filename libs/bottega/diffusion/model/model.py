@@ -115,7 +115,7 @@ class Model:
         return math.lcm(8, self.latent_scale)
 
     def is_tiled(self, area: int) -> bool:
-        """Return whether a latent of so many elements is decoded in tiles, as far as is known."""
+        """Return whether a latent of `area` elements is decoded in tiles, by the measurements so far."""
         if area <= self.decoder.tile_area:
             return False  # Reading the available memory of a CPU takes time.
         return self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
@@ -213,7 +213,7 @@ def load_model(
 
 
 def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, Any]:
-    """Return what a model's files and its preset set for its scheduler.
+    """Return the scheduler configuration that a model's files and its preset set.
 
     Defaults of the scheduler's class are left out, because they do not apply to other classes that are made from the
     configuration.

@@ -35,7 +35,7 @@ class SamplerChoice:
     karras: bool = False
 
     def __str__(self) -> str:
-        """Return its name for people, such as `dpmpp_2m with Karras' sigmas`."""
+        """Return the name of the choice for messages, such as `dpmpp_2m with Karras' sigmas`."""
         return self.kind.name.lower() + (" with Karras' sigmas" if self.karras else "")
 
 
@@ -85,7 +85,7 @@ class ModelSamplers:
         return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras)
 
     def refusal(self, choice: SamplerChoice, steps: int) -> str:
-        """Return why a choice cannot make so many steps; empty if it can."""
+        """Return the reason why a choice cannot make `steps` steps; empty if it can."""
         key = choice, steps
         if key not in self._refusals:
             self._refusals[key] = next(self._problems(choice, steps), "")

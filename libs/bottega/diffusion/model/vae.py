@@ -74,7 +74,7 @@ class VaeDecoder:
         return int(self.vae.tile_latent_min_size) ** 2
 
     def is_tiled(self, area: int, *, fits: bool = True) -> bool:
-        """Return whether a latent of so many elements is decoded in tiles.
+        """Return whether a latent of `area` elements is decoded in tiles.
 
         Args:
             area: Height times width of the latent.

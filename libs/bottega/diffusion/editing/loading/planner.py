@@ -164,7 +164,7 @@ class LoadPlanner:
         self._numbers = itertools.count()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
-        """Decide for the coming rows, next to `others` rows of other requests, and request what they load.
+        """Choose the loads of the next rows, beside `others` rows of other requests, and request them.
 
         Return for each latent size the last step for which a new load was planned.
         """
@@ -274,7 +274,10 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mappin
 def _decide(
     blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float], numbers: Iterator[int]
 ) -> None:
-    """Store what the rows of a turn load, and request it in the order of use. `patience_s` is by block."""
+    """Store which outputs the rows of a turn load, and request them in the order of use.
+
+    `patience_s` has a value for each block.
+    """
     wanted: list[tuple[RecordedStep, Sequence[str]]] = []
     loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
     for place, block in enumerate(blocks):

@@ -132,7 +132,7 @@ class BlockTimes:
         ]
 
     def step_s(self, size: Size, rows: float) -> float | None:
-        """Return the seconds of a step of so many whole rows, or None before the first turn was measured."""
+        """Return the seconds of a step of `rows` whole rows, or None before the first turn was measured."""
         self.blocks(size)
         full = self._full[size]
         return self.fit.seconds(rows * full.flops, 0.0, rows * full.map_flops)

@@ -47,7 +47,7 @@ class MaskedActivations(Activations):
         return None if tokens.full else tokens
 
     def recorded(self, name: str) -> list[Tensor | None]:
-        """Return what is recorded under a name, by row; None for rows that must be computed in full."""
+        """Return the recorded tensor with a name, by row; None for rows that must be computed in full."""
         return [
             edit.recorded.get(name) if edit and edit.recorded is not None and self.tokens_of(row) else None
             for row, edit in enumerate(self.edits)

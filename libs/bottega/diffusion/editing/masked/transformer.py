@@ -158,7 +158,7 @@ def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) ->
 
 
 def _where(recorded: Sequence[Tensor | None], masked: Sequence[bool]) -> list[Tensor | None]:
-    """Return what is recorded for masked rows, and None for the others."""
+    """Return the recorded tensors of masked rows, and None for the others."""
     return [rest if reads else None for rest, reads in zip(recorded, masked, strict=True)]
 
 

@@ -126,7 +126,7 @@ class ImageReader:
         return EditActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
     def made_step(self) -> StepLoadCounts:
-        """Finish the step: write what it adds to the recording, and return the counts of its loads."""
+        """Finish the step: write its new outputs to the recording, and return the counts of its loads."""
         counts = StepLoadCounts()
         readers, self._readers = self._readers, {}
         sinks, self._sinks = self._sinks, {}
@@ -249,7 +249,7 @@ class ImageReader:
         return True
 
     def _has_room(self, more_bytes: int, more_held_bytes: int) -> bool:
-        """Return whether the recording may grow by so many bytes in all, and in this process's memory."""
+        """Return whether the recording may grow by `more_bytes`, of which `more_held_bytes` are in this process."""
         recording, budget_bytes = self.recording, self.recording.budget_bytes
         if budget_bytes and recording.recorded_bytes + more_bytes > budget_bytes:
             return False

@@ -86,7 +86,7 @@ class Recording:
         self.readers = 0
         """Number of edits that read it now."""
         self.users: set[RecordingUser] = set()
-        """Images of these edits; they know what they still need."""
+        """Images of these edits; each knows which steps it still needs."""
         self.used_s = 0.0
         self.reserved_bytes = 0
         self.budget_bytes = 0

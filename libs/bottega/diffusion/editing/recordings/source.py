@@ -74,7 +74,7 @@ class ActivationSource(Protocol):
         ...
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
-        """Make room for a recording of so many bytes in all, and return whether there is enough."""
+        """Make room for a recording of `size_bytes` in total, and return whether there is enough."""
         ...
 
     def complete(self, recording: Recording) -> None:
