@@ -1,4 +1,4 @@
-"""Whether an edit may reuse recordings, and what its parameters say afterwards."""
+"""Decides whether an edit may reuse recordings, and pins the recording in its parameters afterwards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def taken_from(decision: EditDecision) -> str:
 
 
 def pin_edit(spec: GenerationSpec, recording: str) -> None:
-    """Write into the parameters of an edit what it reused, so that repeating it is exact or refused.
+    """Write the recording that an edit reused into its parameters, so that a repetition is exact or refused.
 
-    An edit that reused nothing is exact; a repetition must not use what was recorded since. A repetition of an edit
-    that reused a recording is refused. A spec whose edit cannot reuse anything stays as it is.
+    An edit that reused nothing is exact, so its repetition must not use later recordings. A repetition of an edit that
+    reused a recording is refused. The spec of an edit that cannot reuse recordings stays unchanged.
 
     Args:
         recording: See `taken_from`.

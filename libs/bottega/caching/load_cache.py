@@ -31,7 +31,7 @@ class Loader(Protocol[LoadedT_co]):
     what: str
 
     def size_bytes(self, name: str) -> int:
-        """Return its size in memory. Raises BottegaError if there is none of that name. Any thread may call it."""
+        """Return a value's size in memory. Raises BottegaError if there is no such value. Any thread may call it."""
         ...
 
     def load(self, name: str) -> LoadedT_co:

@@ -164,7 +164,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _check(image: Image.Image) -> None:
-    """Check what the header says, before the pixels are decoded."""
+    """Check the size and format in the header, before the pixels are decoded."""
     check_pixels(image.width, image.height)
     if max(image.size) > MAX_IMAGE_SIDE:
         raise BadImage(

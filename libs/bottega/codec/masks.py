@@ -79,7 +79,7 @@ def draw(data: bytes, order: MaskOrder) -> DrawnMask:
 
 
 def inspect(data: bytes, order: MaskOrder) -> MaskUse:
-    """Return what a mask redraws, without its digest. Raises BadImage like `draw`."""
+    """Return which part of the image a mask redraws, without the mask's digest. Raises BadImage like `draw`."""
     return draw(data, order).use
 
 
@@ -181,7 +181,7 @@ def _any(tokens: Image.Image) -> Image.Image:
 
 
 def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
-    """Return a span that is wider by so many pixels in all, and inside [0, end] if possible."""
+    """Return a span that is `by` pixels wider, and inside [0, end] if possible."""
     low, high = low - by // 2, high + by - by // 2
     if high >= end:
         low, high = low - (high - end), end

@@ -206,7 +206,7 @@ def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNe
 def _encoding_need(
     share: Share, pixels: Pixels, image_format: ImageFormat.ValueType, overlay_files: Sequence[bytes]
 ) -> CallNeed:
-    """Return what it takes to encode pixels, and to decode the files of an overlay."""
+    """Return the expected cost of encoding pixels and of decoding the files of an overlay."""
     decoding = _decoding_need(share, *overlay_files)
     made = pixels.width * pixels.height
     per_pixel_s = _ENCODED_PIXEL_S.get(image_format, _DECODED_PIXEL_S)

@@ -171,7 +171,7 @@ class DeviceSender(_DeviceEnd):
             self.move(piece)
 
     def prepare(self, piece: DeviceTensor, deadline: Deadline) -> None:
-        """Do what must happen before the receiver is told of the bytes. Raises DeadlineExceeded."""
+        """Prepare the transfer, before the receiver is told of the bytes. Raises DeadlineExceeded."""
 
     def move(self, piece: DeviceTensor) -> None:
         """Send the bytes, or enqueue sending them, after the receiver was told."""

@@ -15,11 +15,11 @@ _BESIDE_THE_PROMPT: Final = ("image", "strength", "prompt_2")
 
 
 LEAST_WORDS: Final = 3
-"""Different words that a prompt needs for its embedding to say what is drawn."""
+"""Number of different words that a prompt needs for its embedding to describe the picture."""
 
 
 def has_enough_words(prompt: str) -> bool:
-    """Return whether the similarity of a prompt's embedding to others means anything: not of empty and very short ones.
+    """Return whether a prompt has enough words for the similarity of its embedding to others to be meaningful.
 
     A word has a letter or a digit, and counts once.
     """
@@ -28,9 +28,10 @@ def has_enough_words(prompt: str) -> bool:
 
 
 def is_cacheable(spec: GenerationSpec) -> bool:
-    """Return whether the embedding of the spec's prompt alone stands for what is drawn.
+    """Return whether the embedding of the spec's prompt describes the picture well enough for the approximate cache.
 
-    In a complete spec whose images were removed, the strength shows that it had one.
+    It does not for several prompts, input images and very short prompts. The strength of a complete spec shows that it
+    had an input image, even if its images were removed.
     """
     alone = not spec.prompts and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
     return alone and has_enough_words(spec.prompt)

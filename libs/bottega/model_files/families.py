@@ -1,4 +1,4 @@
-"""Recognises what a path given as a model is: an SDXL model, another model, or something else."""
+"""Recognises the kind of a path that is given as a model: an SDXL model, another model, or something else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
 
 
 def describe_other(path: Path) -> str:
-    """Return a sentence on what a path without model_index.json is."""
+    """Return a sentence that says what a path without model_index.json contains."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return _file(path)

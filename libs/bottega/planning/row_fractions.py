@@ -79,7 +79,7 @@ def rounded_share(share: float) -> float:
 
 
 def rows_in(times: StepTimes, shape: Shape, seconds: float, *, most: int) -> float | None:
-    """Return how many plain rows, up to `most`, take so many seconds; None if nothing was measured."""
+    """Return how many plain rows, up to `most`, take `seconds`; None if nothing was measured."""
     if times.seconds(shape, most) is None:
         return None
     low, high = 0.0, float(most)

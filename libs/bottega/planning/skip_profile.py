@@ -76,7 +76,7 @@ class SkipProfile:
             raise ValueError("classes must be in ascending order of max_words")
 
     def thresholds(self, words: int) -> Mapping[float, float]:
-        """Return the thresholds for a prompt of so many words; empty if it belongs to no class."""
+        """Return the thresholds for a prompt of `words` words; empty if it belongs to no class."""
         return next((length_class.thresholds for length_class in self.classes if words <= length_class.max_words), {})
 
 

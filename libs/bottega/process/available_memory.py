@@ -12,7 +12,9 @@ _ROOT = Path("/")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return it; None where the system does not say, as outside Linux. Takes about a tenth of a millisecond.
+    """Return the available bytes; None where the system does not report them, as outside Linux.
+
+    This takes about a tenth of a millisecond.
 
     Args:
         root: Where `proc` and `sys` are.
@@ -25,7 +27,7 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    """Yield what is left in each control group of this process that has a limit, of both versions of cgroups."""
+    """Yield the remaining bytes of each control group of this process with a limit, in both versions of cgroups."""
     try:
         lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -40,7 +42,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(mount: Path, path: str, *, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """Yield what is left in a group and in those that it is in.
+    """Yield the remaining bytes of a group and of its parents.
 
     In a container the path may be one of the machine's, of which only the container's own group is mounted.
     """

@@ -115,7 +115,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     @abstractmethod
     def ready(self, event: EventT) -> ReadyT | None:
-        """Return what a ready event says about the engine; None for all other events."""
+        """Return the facts about the engine in a ready event; None for all other events."""
 
     def starting(self, event: EventT) -> StartProgress | None:
         """Return the progress in an event of the engine's start; None for all other events."""

@@ -91,7 +91,7 @@ class FairLanes(Generic[LaneT]):
             raise
 
     def settle(self, need: CallNeed, took_s: float) -> None:
-        """Charge what a call took instead of what it was expected to take; it has ended."""
+        """Charge the seconds that an ended call took, in place of the expected seconds."""
         self._order.charge(need.share.tenant, cost=took_s - need.expected_s, weight=need.share.weight)
         self._unsettled -= 1
         if not self._unsettled and not self._waiting:

@@ -43,7 +43,7 @@ class SerialTask:
     outcome: asyncio.Future[Any] | Future[Any] | None = None
     """Future of the caller; None if nobody waits."""
     size_bytes: int = 0
-    """Approximate size of what it writes."""
+    """Approximate number of bytes that the task writes."""
     result: Any = None
     error: BaseException | None = None
 

@@ -95,7 +95,7 @@ class LinkHandler(ABC):
         return None
 
     def send_idle(self, link: Link) -> None:  # noqa: B027 - a hook
-        """Send what can wait. Called by the sending thread."""
+        """Send low-priority messages. The sending thread calls this when it has nothing else to send."""
 
 
 class Connection:

@@ -20,9 +20,9 @@ class ClientAddOn:
     title: str
     """The title of one service."""
     hosted_title: str
-    """The plural title of what they host."""
+    """The plural title of the items that the services host."""
     check_fleet: Callable[[FleetStatus], Iterator[CheckResult]] | None = None
-    """Yields the doctor's findings about them; None if they are only counted."""
+    """Yields the doctor's findings about the services; None if they are only counted."""
     misfits: Callable[[FleetStatus], Iterator[LeftOutThing]] | None = None
     """Yields hosted items that no served model can use."""
 
@@ -45,7 +45,7 @@ class LeftOutThing:
 
 
 def left_out_of(fleet: FleetStatus) -> list[LeftOutThing]:
-    """Return what the services of a fleet leave out, and what they host that no served model can use."""
+    """Return the items that services left out, and hosted items that no served model can use."""
     things = [
         LeftOutThing(service=member.name, name=item.name, reason=item.reason)
         for member in fleet.members

@@ -200,7 +200,7 @@ class CallGuard:
             self.connection.explained_bytes += size_bytes
 
     def received(self, request: object) -> None:
-        """Keep what the audit log needs from the request."""
+        """Keep the facts of the request that the audit log needs."""
         if self._calls.audit is not None and self._method in AUDITED:
             self._about = about(request)
 

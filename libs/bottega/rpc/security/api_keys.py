@@ -28,7 +28,7 @@ class KeyParts:
 
 
 def new_key() -> tuple[str, KeyParts]:
-    """Return a new key for its owner, and its parts. The key cannot be restored from what is stored."""
+    """Return a new key for its owner, and its parts. The stored parts do not allow anyone to restore the key."""
     parts = KeyParts(key_id=secrets.token_hex(_ID_BYTES), secret=secrets.token_hex(_SECRET_BYTES))
     return f"{_PREFIX}_{parts.key_id}_{parts.secret}", parts
 

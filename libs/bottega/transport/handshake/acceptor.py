@@ -187,7 +187,7 @@ class _PendingConnection:
         self._length = REQUEST_BYTES
 
     def read(self) -> HandshakeRequest | None:
-        """Read what has come; return the request once it is proven.
+        """Read the bytes that have arrived; return the request once it is complete and proven.
 
         Raises BadFrame or OSError if the connection must be dropped.
         """

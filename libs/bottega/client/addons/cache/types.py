@@ -71,9 +71,9 @@ class CachedEntry:
     model_hash: str
     """Hash of the model, hex."""
     key: str
-    """Hash of what a request must have in common with it to start from it."""
+    """Hash of the settings that a request must share with the entry to start from it."""
     steps: tuple[int, ...]
-    """The numbers of steps after which its latents are."""
+    """The steps after which the entry has latents."""
     size_bytes: int
     """Bytes of its latents and its picture."""
     recorded: datetime

@@ -45,7 +45,7 @@ class FleetTemplate:
     model_hash: str
     """Hash of the model, hex."""
     width: int
-    """Width in pixels of what was drawn of the image."""
+    """Width in pixels of the part of the image that was drawn."""
     height: int
     size_bytes: int
     """Bytes of the recording."""
