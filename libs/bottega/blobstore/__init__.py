@@ -6,12 +6,12 @@ A disk that is full or fails makes a store read-only until it can be written aga
 
 - `files`: files in a folder, checked by SHA-256 when they are read
 - `tables`, `records`: the SQLite file, with a checksum in each row
-- `disk`: both of them, and what is to be deleted and changed
+- `disk`: both of them, with the pending deletions and changes
 - `writer`: the thread that writes, and how it recovers from a failed disk
 - `profiles`: measured profiles of models, a checked file each
 - `counts`: counters of a store
 
-The store that uses it supplies the tables, the policy of eviction, and what is kept in memory.
+The store that uses this package supplies the tables and the policy of eviction, and holds its own data in memory.
 """
 
 from bottega.blobstore.counts import StoreCounts

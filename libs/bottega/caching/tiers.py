@@ -88,19 +88,19 @@ class CacheEntry:
     size_bytes: int
     loaded: Future[None] = field(default_factory=Future)
     awaits_fetch: bool
-    """Whether it was loaded for a fetch that is still to come."""
+    """Whether the file was loaded for a fetch that is expected soon."""
     leases: int = 0
     """Number of open leases."""
     load: LoadParts | None = None
     """Durations of its load, if it was read from the disk."""
     group: str = ""
-    """See KnownFile."""
+    """Group of files that are used together."""
     forgotten: bool = False
-    """Whether it is evicted as soon as it is idle."""
+    """Whether the entry is evicted as soon as it is idle."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, and has no lease."""
+        """Whether the entry is loaded and has no lease."""
         return self.loaded.done() and not self.leases
 
     def times(self, asked_s: float) -> StoreTimes:

@@ -31,7 +31,7 @@ class CallNeed:
     expected_s: float = 1.0
     """Seconds that it is expected to take."""
     large: bool = False
-    """Whether it may take a lane for long."""
+    """Whether the call may occupy a lane for long."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -44,9 +44,9 @@ class _Entry:
     time: float
     """When it was last put or renewed, on the store's steady clock."""
     trusted: bool
-    """Whether it was written or checked since the start, and not found damaged."""
+    """Whether the file was written or checked since the start, and not found damaged."""
     damaged: bool = False
-    """Whether it was found damaged."""
+    """Whether the file was found damaged."""
     checked: tuple[int, ...] = ()
     """Version of the file whose hash a reader has checked: inode, size and times in ns."""
 

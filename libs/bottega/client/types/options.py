@@ -57,8 +57,8 @@ class EditOptions(TypedDict, total=False):
         strength: Share of the source that is redrawn, above 0 to 1. The default is .3, with ControlNets .8 and with a
             mask .9999, as in Diffusers.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
-        padding_mask_crop: Draw only the mask with so many pixels of the source around it, at width x height, and put it
-            back, so that the picture has the source's own size. By default the whole source is drawn.
+        padding_mask_crop: Draw only the mask and this many pixels of the source around it, at width x height, and put
+            it back, so that the picture has the source's own size. By default the whole source is drawn.
         keep_unmasked: Whether to restore the source's own pixels outside the mask, which the model changes a little; by
             default yes. False gives the picture of Diffusers.
         mask_feather: Pixels around the mask over which drawn pixels fade into the source's own, 0 to 256; by default 8.

@@ -1,1 +1,1 @@
-"""Approximate caches of a suite: calls to them, and what the doctor says of them."""
+"""Approximate caches of a suite: calls to them, and their checks in `bottega doctor`."""

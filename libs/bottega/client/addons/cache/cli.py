@@ -85,9 +85,9 @@ def clear(*, model: str | None, yes: bool, address: str) -> None:
 
 
 def _hash_of(client: Client, model: str) -> str:
-    """Return the hash of a model that is served, or that the cache has entries of, by its name or its hash's beginning.
+    """Return the hash of a model by its name, or by the first digits of its hash.
 
-    Ends the command if there is none, or more than one.
+    The model must be served or have entries in the cache. Ends the command unless exactly one model matches.
     """
     for served in client.models():
         if served.name == model:
@@ -112,7 +112,7 @@ _HIT = "hit"
 @address_option
 @fleet_option
 def stats(*, address: str) -> None:
-    """Show what the cache has, and how well it serves."""
+    """Show the contents of the cache, and its hits and savings."""
     with connect(address) as client:
         caches = client.cache_stats()
         names = {model.model_hash: model.name for model in client.models()}
@@ -152,7 +152,7 @@ def _stats_facts(stats: CacheStats) -> Iterator[tuple[str, str]]:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    """Return such as "12: 9 hit, 3 miss"."""
+    """Return a text such as "12: 9 hit, 3 miss"."""
     parts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(counts.items()) if count)
     return f"{sum(counts.values())}{f': {parts}' if parts else ''}"
 

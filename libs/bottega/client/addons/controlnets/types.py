@@ -16,7 +16,7 @@ class ControlNetHost:
     name: str
     address: str
     server: bool
-    """Whether it is a ControlNet server; else it is a worker that has the weights itself."""
+    """Whether the host is a ControlNet server; else it is a worker that has the weights itself."""
     readiness: Readiness
     popularity: int
     """Sessions that used the ControlNet, of the newest sessions that the host remembers."""

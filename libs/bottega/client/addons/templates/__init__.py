@@ -1,1 +1,1 @@
-"""Templates of edits, which workers record and activation stores keep: calls about them, and what the doctor says."""
+"""Templates of edits, which workers record and activation stores keep: calls about them, and their checks."""

@@ -60,11 +60,11 @@ class FleetTemplate:
     in_use: bool
     """Whether an edit uses it now."""
     recording: bool
-    """Whether it is still being recorded."""
+    """Whether the template is still being recorded."""
     valid_share: float
     """Share of the image that edits can take from it, 0 to 1."""
     pinned: bool
-    """Whether it is never evicted."""
+    """Whether the template is pinned, and so never evicted."""
     store: str = ""
     """Name of the store that has it; empty if none does."""
     workers: tuple[str, ...] = ()
