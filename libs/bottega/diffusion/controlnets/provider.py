@@ -81,7 +81,7 @@ class ControlRecord:
     stale_steps: int = 0
     """Number of steps that used residuals one step old."""
     pipelined: bool = False
-    """Whether it was meant to use such residuals."""
+    """Whether the session was allowed to use residuals of the step before."""
     servers: tuple[str, ...] = ()
     """Servers that ran it, in order; "" is this process."""
     similarity: float | None = None

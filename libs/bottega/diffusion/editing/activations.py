@@ -94,7 +94,7 @@ class EditActivations:
     computed: Tensor | None = None
     """bool [latent height, latent width], where blocks are computed; None to compute all."""
     share: float = 1.0
-    """Share of the tokens that this is, at the finest level of attention."""
+    """Share of the tokens that are computed, at the finest level of attention."""
     recorded: RecordedActivations | None = None
     """Where the rest is read from; None if all is computed."""
     sink: StepActivations | None = None

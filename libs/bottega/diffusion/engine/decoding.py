@@ -46,7 +46,7 @@ class Decoding:
 
     @property
     def tiled(self) -> bool:
-        """Whether it was decoded in tiles."""
+        """Whether the latent was decoded in tiles."""
         return self.image is not None and self.image.tiled
 
     def wait(self) -> None:

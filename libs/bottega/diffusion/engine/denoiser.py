@@ -115,7 +115,7 @@ class Denoiser:
         return self._heartbeat.covering(self._compile_s)
 
     def measure_memory(self, row: Row, device: Device) -> None:
-        """Measure what forwards of rows like this one need. Call it at start, while nothing else runs."""
+        """Measure the memory of forwards with rows like this one. Call it at start, while nothing else runs."""
         if self._memory.budget_bytes is None:
             return
         for count in _MEASURED_ROWS:

@@ -202,7 +202,7 @@ class EngineRecord:
     exact: bool = True
     """Whether no add-on approximated anything."""
     pair: PairRecord | None = None
-    """What the other worker of a pair did; None if no rows were offloaded."""
+    """The share of the pair's other worker in the job; None if no rows were offloaded."""
     cached_starts: tuple[CachedStart, ...] = ()
     """Cached latents from which its images started."""
     edit: EditRecord | None = None

@@ -85,7 +85,7 @@ class EngineJob:
     order: EngineOrder
     requests: Sequence[Request]
     truncations: dict[str, str]
-    """See `Conditions.truncations`."""
+    """Text that did not fit into the tokenizer, by field name."""
     addons: Parts
     """The job's parts of the engine's add-ons."""
     pinned: Decisions
@@ -104,9 +104,9 @@ class EngineJob:
     charged_encoding: bool = False
     """Whether `device_s` includes encoding."""
     remote_job: RemoteJob | None = None
-    """What the other worker of a pair is told of the job; None if its rows stay here."""
+    """The job as the pair's other worker knows it; None if no rows are offloaded."""
     pair: PairRecord | None = None
-    """See `EngineRecord.pair`."""
+    """The share of the pair's other worker in the job; None if no rows were offloaded."""
     inputs: list[InputCheck] = field(default_factory=list)
     """Checks of prompts and pictures whose result has not been read."""
     vae_dtype: str = ""

@@ -33,7 +33,7 @@ class RequestState:
     image_latent: Tensor | None = None
     """See `Edit.image_latent`; None if the request is no edit."""
     noise: Tensor | None = None
-    """See `Edit.noise`."""
+    """Standard normal noise, in the shape of `image_latent`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

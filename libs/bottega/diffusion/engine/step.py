@@ -53,9 +53,9 @@ class RequestCost(NamedTuple):
     rows: float
     """Its rows, each counted as a fraction of a plain row."""
     waits: bool
-    """Whether it has ControlNets in this step, for which all wait."""
+    """Whether the request has ControlNets in this step, for which the whole group waits."""
     patched: bool
-    """Whether it has LoRAs in this step."""
+    """Whether the request has LoRAs in this step."""
 
 
 def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:

@@ -237,9 +237,9 @@ class JobLoras(JobAddOn):
     in_text: bool = False
     """Whether the prompt was encoded with them."""
     wait_s: float = 0.0
-    """See LoraRecord."""
+    """Seconds for which the job waited for its LoRAs."""
     patch_s: float = 0.0
-    """See LoraRecord."""
+    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
     _requests: Sequence[Request] = ()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()

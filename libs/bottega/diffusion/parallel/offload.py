@@ -60,7 +60,7 @@ class OffloadTarget(Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether it can take rows now: it is linked, has no work of its own, and owes no answer."""
+        """Whether the other worker can take rows now: it is linked and idle, and no answer is pending."""
         ...
 
     def accepts(self, remote_job: RemoteJob) -> bool:

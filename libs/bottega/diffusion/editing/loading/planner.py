@@ -36,7 +36,7 @@ class ComingRow:
     key: StepKey
     step: RecordedStep
     computed: Tensor
-    """See `EditActivations`."""
+    """bool [latent height, latent width]: where blocks are computed."""
     share: float
     loads: dict[StepKey, StepLoads]
     """The reader's decisions, by the key of the row's step; `decide` adds to it."""

@@ -80,7 +80,7 @@ class Recording:
         # The engine's thread changes projections while threads of links ask for their size.
         self._lock = threading.Lock()
         self.complete = False
-        """Whether it may be read."""
+        """Whether the recording may be read."""
         self.uses = 0
         """Number of edits that read it so far."""
         self.readers = 0
@@ -119,7 +119,7 @@ class Recording:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be evicted."""
+        """Whether the recording may be evicted."""
         return self.complete and self.readers == 0
 
     def turns_until(self, key: StepKey) -> float:

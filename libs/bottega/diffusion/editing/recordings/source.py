@@ -23,7 +23,7 @@ class TemplateQuery:
     recording: str = ""
     """Id of the only acceptable recording, 32 hex digits; empty for any."""
     would_record: bool = True
-    """Whether the job would record the template if nobody has."""
+    """Whether the job would record the template if there is no recording."""
     origin: str = ""
     """See `Recording`."""
     width: int = 0
@@ -65,7 +65,7 @@ class ActivationSource(Protocol):
     ) -> Recording | None:
         """Begin a template's recording, which is in use until it is completed or abandoned; see `Recording`.
 
-        Return None if the template has a recording or somebody is making one.
+        Return None if the template has a recording or one is being made.
         """
         ...
 

@@ -27,7 +27,7 @@ class RecordedStep(Protocol):
     """The outputs of one forward by name, float16 on the CPU; see `StepActivations`. Not thread-safe."""
 
     valid: Tensor
-    """See `Recording`."""
+    """bool [height, width] of the latent: elements whose outputs may be reused; see `Recording`."""
     prompt: str
     """Digest of the prompt, see `prompt_of`; empty if parts were computed with different prompts."""
 
