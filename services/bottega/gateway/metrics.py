@@ -146,7 +146,7 @@ class GatewayMetrics:
         self._route_s.observe(route_s)
 
     def activity(self) -> Activity:
-        """Return what the list of the fleet says that the gateway has done."""
+        """Return the gateway's activity, as the list of the fleet shows it."""
         ended = totals(self._jobs_ended)
         routed, waited_s = count_and_sum(self._queue_s)
         return Activity(
@@ -157,7 +157,7 @@ class GatewayMetrics:
         )
 
     def register_members(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """Count members in a gauge. kinds: Returns the kind of each service that is here."""
+        """Count members in a gauge; `kinds` returns the kind of each service in the fleet."""
         self._registry.register(_Members(kinds))
 
     def register_tenants(self, waiting: Callable[[], Mapping[str, int]]) -> None:

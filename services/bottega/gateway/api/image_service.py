@@ -354,7 +354,7 @@ def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
 
 
 def _event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
-    """Return the message of an event of a job. data: The bytes of its images if they are sent along."""
+    """Return the message of a job's event; `data` has the bytes of its images if they are sent along."""
     if isinstance(event, QueuePosition):
         return image_pb2.JobEvent(
             job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)

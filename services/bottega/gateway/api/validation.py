@@ -222,7 +222,7 @@ class _Inspection:
         self.bad: list[Violation] = []
 
     async def look_at(self, path: str, image: bytes, order: MaskOrder | None) -> None:
-        """Decode one image. order: How a mask is read, if known. Raises BottegaError if the codec cannot work."""
+        """Decode one image; `order` says how to read a mask, if known. Raises BottegaError if the codec fails."""
         try:
             if order is None:
                 size = await self._inspector.inspect(image, share=self._share)

@@ -381,7 +381,7 @@ class Dispatcher:
             self._remove(attempt, used_s=attempt.used_s)
 
     def _abandon(self, attempt: DispatchedAttempt, *, used_s: float | None) -> None:
-        """Remove an attempt and end its task. used_s: Seconds of its worker's device to charge; None if unknown."""
+        """Remove an attempt, charge `used_s` device seconds for it, None if unknown, and end its task."""
         self._remove(attempt, used_s=used_s)
         if attempt.task is not None:
             attempt.task.cancel()

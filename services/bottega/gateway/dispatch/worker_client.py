@@ -121,7 +121,7 @@ def _typed_failures() -> Iterator[None]:
 
 
 def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:
-    """Return the error of a failed call. answered: Whether the worker had begun to answer."""
+    """Return the error of a failed call; `answered` says whether the worker had begun to answer."""
     error = from_rpc_error(failure)
     if type(error) is Unavailable:
         # The death of a process shows as a broken connection. Before its first answer it may have been dead already.

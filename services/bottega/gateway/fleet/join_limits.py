@@ -104,7 +104,7 @@ class JoinLimits:
         return self._known.has(key, instance)
 
     def remember(self, key: MemberKey, instance: str, *, stayed_s: float) -> None:
-        """Remember the instance of a member that is lost. stayed_s: How long it was here."""
+        """Remember the instance of a lost member, which stayed for `stayed_s` seconds."""
         self._known.add(key, instance, stayed_s)
 
 

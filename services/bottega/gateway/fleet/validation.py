@@ -47,7 +47,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violation]:
-    """Yield what is wrong with a registration."""
+    """Yield the violations in a registration."""
     if not is_kind(registration.kind):
         yield _violation("kind", "must be 1 to 32 characters of [a-z0-9-], the first a letter")
     uses = registration.uses
@@ -69,7 +69,7 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
 
 
 def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
-    """Yield what is wrong with a report. Numbers that cannot be planned with are not refused but ignored."""
+    """Yield the violations in a report. Numbers that are useless for planning are ignored, not refused."""
     for name in ("running", "step_times"):
         if len(getattr(load, name)) > _MAX_ENTRIES:
             yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")

@@ -26,7 +26,7 @@ _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest))
 
 
 def record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a job that was just accepted. steady: The time now on the steady clock."""
+    """Return the record of a job that was just accepted; `steady` is the time now on the steady clock."""
     return JobRecord(
         **{name: getattr(job.request, name) for name in _OF_REQUEST},
         job_id=job.job_id,
@@ -37,13 +37,13 @@ def record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 def live_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a job that was stored before and has not ended. steady: The time now on the steady clock."""
+    """Return the record of a stored job that has not ended; `steady` is the time now on the steady clock."""
     record = dataclasses.replace(record_of(job, steady=steady), sequence=job.sequence)
     return record.progressed(progress_of(job, steady=steady)) or record
 
 
 def answered_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a new job that an identical one's result completes. steady: When, on the steady clock."""
+    """Return the record of a new job that completes with an identical job's result at the time `steady`."""
     outcome = job.outcome
     assert outcome is not None
     assert outcome.provenance is not None

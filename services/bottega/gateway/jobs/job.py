@@ -74,8 +74,8 @@ _SAME_DEADLINE_S = 0.5
 class Job:
     """A job of the API; the SDK's handle on one has the same name.
 
-    Only its methods change it, and each returns whether it changed anything. It has many fields because it is all that
-    the gateway knows of a job; they are in four groups, by how long they live.
+    Only the methods change a job, and each returns whether it changed anything. The fields are all that the gateway
+    knows of a job. They are in four groups, by how long they live.
     """
 
     # Stored when the job is accepted. They stay the same, but for what goes when the job ends.
@@ -96,9 +96,9 @@ class Job:
     number: int = 0
     """Number of the newest attempt."""
     deadline: float | None = None
-    """When nobody wants it any more, on the monotonic clock; None means no bound."""
+    """Time after which the job is useless, on the monotonic clock; None means no bound."""
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
-    """What its attempts have decided so far, which later attempts keep to."""
+    """The decisions of the attempts so far, which later attempts must keep."""
     started_wall: float | None = None
     ended_wall: float | None = None
     images: tuple[StoredImage, ...] = ()
@@ -114,7 +114,7 @@ class Job:
     """Whether previews are wanted."""
     worker: str = ""
     exclusive: bool = False
-    """Whether nothing else has been at the worker since the current attempt started."""
+    """Whether no other job has been at the worker since the current attempt started."""
     queue_position: QueuePosition | None = None
     steps: JobSteps = field(default_factory=JobSteps)
     losses: JobLosses = field(default_factory=JobLosses)
@@ -126,7 +126,7 @@ class Job:
     servers: tuple[str, ...] = ()
     """Servers that the newest attempt was given for its ControlNets."""
     outcome: JobOutcome | None = None
-    """How it ends, once that is decided; published when it is durable."""
+    """The outcome of the job, once it is decided. It is published when it is durable."""
     detached: BottegaError | None = None
     """The error for callers who wait, once this gateway no longer follows the job; None before that."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
@@ -164,17 +164,17 @@ class Job:
 
     @property
     def live(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the job has not ended."""
         return self.state in LIVE
 
     @property
     def open(self) -> bool:
-        """Whether its end is not decided yet."""
+        """Whether the end of the job is not decided yet."""
         return self.live and self.outcome is None
 
     @property
     def age_s(self) -> float:
-        """Seconds from its acceptance to its end, or until now."""
+        """Seconds from the job's acceptance to its end, or until now."""
         return (self.clock.monotonic() if self.times.ended_at is None else self.times.ended_at) - self.times.created_at
 
     @property
@@ -184,7 +184,7 @@ class Job:
 
     @property
     def quarantined(self) -> bool:
-        """Whether it may only run exclusively: a worker died with it, and it has not got further since."""
+        """Whether the job may only run alone: a worker died while it ran the job, which has made no new steps since."""
         return self.losses.quarantined_until is not None and self.steps.done <= self.losses.quarantined_until
 
     def is_current(self, number: int) -> bool:
@@ -268,7 +268,7 @@ class Job:
         return True
 
     def set_decisions(self, number: int, decisions: AttemptDecisions) -> bool:
-        """Set all that the attempt has decided so far, including what earlier attempts decided."""
+        """Set all decisions of the attempt so far, including those of earlier attempts."""
         if not self.is_current(number) or decisions == self.decisions:
             return False
         self.decisions = decisions
@@ -281,7 +281,7 @@ class Job:
         self.versions, self.servers = versions, servers
 
     def mark_shared(self) -> None:
-        """Note that another job goes to the same worker: if that dies, this job need not be the cause."""
+        """Note that another job goes to the same worker, so that this job need not be the cause if the worker dies."""
         self.exclusive = False
 
     def requeue_lost(self, number: int, *, died: bool = False, exclusive: bool = True) -> bool:

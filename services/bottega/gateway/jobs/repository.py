@@ -388,7 +388,7 @@ class JobRepository:
         return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
 
     def _decided_contents(self) -> set[str]:
-        """Return the digests of what jobs have whose completion is not written yet."""
+        """Return the digests of the contents of jobs whose completion is decided but not written yet."""
         outcomes = [job.outcome for job in self._live.values() if job.outcome is not None]
         return {digest for outcome in outcomes for image in outcome.images for digest in image.contents}
 

@@ -109,7 +109,7 @@ def _add(
 
 
 def _take(trace: Trace, attempt: AttemptTimes, *, since_ns: int) -> None:
-    """Add the worker's spans, which cannot claim to be the gateway's. since_ns: When the worker got the attempt."""
+    """Add the spans of a worker that got the attempt at `since_ns`. They cannot pose as the gateway's spans."""
     reported = attempt.trace
     if reported.ByteSize() > _MAX_ATTEMPT_BYTES:
         trace.dropped += len(reported.spans)

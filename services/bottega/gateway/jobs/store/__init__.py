@@ -1,7 +1,9 @@
 """The job store.
 
-record says what is kept of a job, result_keys by what its results are found, job_store what every store promises; the
-sqlite modules are the store of a single machine.
+- `record`: the record of a job, and how it may change
+- `result_keys`: the keys by which stored results are found
+- `job_store`: the interface, which every store must fulfil
+- the sqlite modules: the store of a single machine
 """
 
 from bottega.gateway.jobs.store.job_store import JobStore

@@ -41,5 +41,5 @@ def typed(error: sqlite3.Error) -> BottegaError | None:
 
 
 def damaged() -> DataLoss:
-    """Return the error for what does not read as it was written."""
+    """Return the error for a store that is damaged."""
     return DataLoss("the job store is damaged; its operator has to look after it")

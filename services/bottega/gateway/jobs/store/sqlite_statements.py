@@ -112,7 +112,7 @@ def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -
 
 
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-    """Return the job of an ID, or None. tenant: The tenant that it must belong to; None means any."""
+    """Return the job with an ID, or None if it does not exist or belongs to another tenant than `tenant`."""
     query = f"SELECT {_ALL} FROM jobs WHERE job_id = ?"
     whose = [] if tenant is None else [tenant]
     found = _records(connection, query + " AND tenant = ?" * len(whose), job_id, *whose)
@@ -231,7 +231,7 @@ def _index_contents(connection: sqlite3.Connection, record: JobRecord, sequence:
 
 
 def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str, str] | None:
-    """Return the ended job that is forgotten first. by: Whether the peer with most "jobs" or most "bytes" loses one."""
+    """Return the ended job that is forgotten first: one of the peer with the most "jobs" or "bytes", as `by` says."""
     most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
     for finished in (False, True):
         while holder := connection.execute(most, (finished,)).fetchone():
