@@ -140,7 +140,7 @@ class Attempt:
 
     @property
     def ended(self) -> bool:
-        """Whether it is completed or failed."""
+        """Whether the attempt is completed or failed."""
         return self.outcome is not None
 
     @property

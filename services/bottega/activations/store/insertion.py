@@ -164,7 +164,7 @@ class TemplateInsertion:
         return gone is not None
 
     def _reason_against(self, incoming: IncomingSection) -> DropReason | None:
-        """Return why a section cannot be used now, or None."""
+        """Return the reason why a section cannot be used now, or None if it can."""
         if incoming.pending is not None and incoming.pending.over:
             return DropReason.ABANDONED
         sections = self._sections(incoming)

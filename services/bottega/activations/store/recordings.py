@@ -31,7 +31,7 @@ class PendingRecording:
     complete: bool = False
     """Whether everything was sent and is being written."""
     over: bool = False
-    """Whether it was given up; further sections are dropped."""
+    """Whether the recording was given up, so that further sections are dropped."""
     sections: dict[SectionKey, SectionRecord] = field(default_factory=dict)
     """Written sections. Used by the writing thread only, as `size_bytes` is."""
     size_bytes: int = 0

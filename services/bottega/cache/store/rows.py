@@ -87,7 +87,7 @@ class PromptRows:
         return True
 
     def note(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> None:
-        """Record that a picture of the prompt is drawn from that noise. See `reserve`."""
+        """Record that a picture of the prompt is drawn from a noise; see `reserve`."""
         if prompt:
             with self._lock:
                 self._note(_name(key, prompt), noise, picture_s)

@@ -27,7 +27,7 @@ class StoreSettings:
     exploration: float = 0.05
     """Share of the hits that are drawn from noise all the same."""
     row_pictures: int = 6
-    """See PromptRows."""
+    """Pictures of a row; see `PromptRows`."""
     plain_for_loras: bool = False
     """Whether questions are also answered with entries of their plain_key."""
     doorkeeper: bool = True

@@ -73,7 +73,7 @@ class ActivationStoreLink(LinkClientHandler):
     ) -> None:
         self.store = store
         self.tried = False
-        """Whether it was open, or could not be opened, at least once."""
+        """Whether the link was opened, or failed to open, at least once."""
         self.uploads = Uploads(budget_bytes=settings.upload_bytes, meter=meter, wake=self._wake_uploads)
         self._owner = owner
         self._meter = meter

@@ -201,7 +201,7 @@ class StoredStep:
         return times
 
     def rest(self) -> None:
-        """Let go of the store's memory while nobody reads it. Copies stay."""
+        """Release the store's memory while no edit reads the step. Copies stay."""
         self.link.cancel(self)
         with self._room.arrivals:
             self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
@@ -224,7 +224,7 @@ class StoredStep:
     def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
         """Take the next bytes: of the tensor at index `place` from `start` on, then of the tensors requested after it.
 
-        Bytes that nobody waits for any more are dropped. Raises ValueError for bytes that are not the next ones.
+        Bytes that are no longer needed are dropped. Raises ValueError for bytes that are not the next ones.
         """
         for tensor, first, part in self._parts(fetch, place, start, data):
             self._take_part(fetch, tensor, first, part)

@@ -40,7 +40,7 @@ class AnsweredSection:
     """Digest of its bytes, hex."""
     layout: SectionLayout
     valid: Tensor
-    """See Recording."""
+    """bool [height, width] of the latent: elements whose outputs may be reused."""
     prompt: str
     in_memory: bool = False
     """Whether the store has it in memory."""

@@ -142,7 +142,7 @@ class ServerLink(LinkClientHandler):
 
     @property
     def wants_link(self) -> bool:
-        """Whether it has not been lost. It is not opened again, because its sessions move to another server."""
+        """Whether the link has not been lost. A lost link stays closed, because its sessions move to another server."""
         return self._lost is None
 
     @property

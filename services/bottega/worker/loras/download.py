@@ -77,7 +77,7 @@ class LoraDownload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is complete and nobody uses it."""
+        """Whether the download is complete and unused."""
         return self.ready and not self.users
 
     def layers(self, component: str) -> Layers:

@@ -110,7 +110,7 @@ class StoreLink(LinkClientHandler):
         self._client.wake()
 
     def give_up(self, download: LoraDownload) -> None:
-        """Drop a download that is fetched elsewhere or needed by nobody. Late parts of it are ignored."""
+        """Drop a download that another store sends or that no job needs. Late parts of it are ignored."""
         with self._lock:
             for number in [number for number, wanted in self._wanted.items() if wanted is download]:
                 del self._wanted[number]
