@@ -13,12 +13,14 @@ _BEGIN, _END = "<!-- roles begin -->\n", "<!-- roles end -->"
 
 
 def table() -> str:
-    """Return a table with a row for each method and a column for each role."""
-    roles = [role for role in Role if role is not Role.LOCAL]
-    lines = [f"| method | {' | '.join(roles)} |", f"|---|{'---|' * len(roles)}"]
-    for method, allowed in METHOD_ROLES.items():
-        cells = " | ".join("yes" if role in allowed else "" for role in roles)
-        lines.append(f"| {method.rpartition('.')[2]} | {cells} |")
+    """Return a table of all methods; methods of a service that the same roles may call are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for path, allowed in METHOD_ROLES.items():
+        service, _, method = path.rpartition(".")[2].partition("/")
+        roles = ", ".join(role for role in Role if role in allowed and role is not Role.LOCAL)
+        rows.setdefault((service, roles), []).append(method)
+    lines = ["| service | methods | roles |", "|---|---|---|"]
+    lines += [f"| {service} | {', '.join(methods)} | {roles} |" for (service, roles), methods in rows.items()]
     return "\n".join(lines) + "\n"
 
 

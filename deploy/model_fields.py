@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bottega.model_files.configuration_rules import INDEX_RULES, TOKENIZER_RULES
-from bottega.model_files.field_rules import FieldRule, shown
+from bottega.model_files.field_rules import ANY, FieldRule, shown
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
@@ -25,13 +25,38 @@ TABLES: Mapping[str, Sequence[FieldRule]] = {
     "tokenizer": TOKENIZER_RULES,
 }
 """Tables of the page about parts with one class, by the name in their marks."""
+_EVERY_VALUE = frozenset(
+    (
+        "anything",
+        "true, false or null",
+        "false, true or null",
+        "false or true",
+        "a text or null",
+        "a number",
+        "a number above 0",
+        "a number other than 0",
+        "a number from 0",
+        "a number from 0 to 1",
+        "a number from 0 to 1 or null",
+        "a whole number from 0",
+        "a whole number from 0 or null",
+        "a whole number from 1",
+        "a whole number from 1 or null",
+        "null or a whole number from 0",
+        "null or a list of numbers",
+    )
+)
+"""Descriptions of values that limit no field: every value with which Diffusers or transformers works is among them."""
 
 
 def table(rules: Sequence[FieldRule]) -> str:
-    """Return a table with a row for each rule."""
-    head = ("| field | default | served | why |", "|---|---|---|---|")
-    rows = (f"| `{rule.name}` | {_short(rule.default)} | {rule.values.text} | {rule.why} |" for rule in rules)
-    return "".join(f"{line}\n" for line in (*head, *rows))
+    """Return a table of the rules that limit a field; fields with equal values and the same reason are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for rule in filter(_limits, rules):
+        rows.setdefault((rule.values.text, rule.why), []).append(f"`{rule.name}` ({_short(rule.default)})")
+    cells = [("fields (default)", "served", "why"), ("---",) * 3]
+    cells += [(", ".join(fields), values, why) for (values, why), fields in rows.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def scheduler_table() -> str:
@@ -49,10 +74,13 @@ def scheduler_table() -> str:
 
 
 def class_table() -> str:
-    """Return a table with a row for each scheduler class of Diffusers."""
-    served = [(f"`{name}`", f"as `{sampler}`") for sampler, name in SAMPLER_CLASSES.items()]
-    unserved = [(f"`{name}`", f"refused: {why or 'not yet'}") for name, why in UNSERVED_CLASSES.items()]
-    rows = [("class", "served"), ("---", "---"), *served, *unserved]
+    """Return a table of Diffusers' scheduler classes; classes that are refused for the same reason are one row."""
+    rows = [("classes", "served"), ("---", "---")]
+    rows += [(f"`{name}`", f"as `{sampler}`") for sampler, name in SAMPLER_CLASSES.items()]
+    refused: dict[str, list[str]] = {}
+    for name, why in UNSERVED_CLASSES.items():
+        refused.setdefault(why or "not yet", []).append(f"`{name}`")
+    rows += [(", ".join(names), f"refused: {why}") for why, names in refused.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -70,6 +98,11 @@ def main() -> None:
     """Write the page."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     path.write_text(page(path.read_text()))
+
+
+def _limits(rule: FieldRule) -> bool:
+    required = not rule.values.accepts(rule.default)
+    return rule.values is not ANY and (required or bool(rule.why) or rule.values.text not in _EVERY_VALUE)
 
 
 def _short(value: object) -> str:
