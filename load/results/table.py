@@ -15,6 +15,8 @@ FOLDER = Path(__file__).resolve().parent
 README = FOLDER.parent / "README.md"
 _BEGIN = "<!-- begin: results, written by python -m load.results.table -->\n"
 _END = "<!-- end: results -->\n"
+# The name that a figure has in its bench's JSON object, as in "a request (ratio)".
+_KEY = re.compile(r" \(\w+\)$")
 _NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 
 
@@ -25,7 +27,9 @@ def table(folder: Path = FOLDER) -> str:
         run = json.loads(path.read_text())
         with_bars = [row for row in run["rows"] if row["wanted"]]
         lines.append(f"| **{run['bench']}** | {run['date']}, {run['machine']}; {run['conditions']} | | |\n")
-        lines += [f"| | {row['what']} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]]
+        lines += [
+            f"| | {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]
+        ]
     return "".join(lines)
 
 
