@@ -18,7 +18,8 @@ def test_a_run_is_kept_with_its_machine_and_conditions(tmp_path: Path) -> None:
     assert run["values"] == {"ratio": 1.07}
     assert run["machine"] == report.machine()
     shown = table.table(tmp_path)
-    assert f"{run['date']}, {run['machine']}; 15 requests" in shown
+    assert f"{run['date']}, {run['machine'].partition(',')[0]}" in shown
+    assert "; 15 requests" in shown
     assert "| a request | **1.07, missed** | at most 1.05 |" in shown
     assert "routing" not in shown  # it has no bar, and another figure has one
 
