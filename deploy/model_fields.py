@@ -60,16 +60,18 @@ def table(rules: Sequence[FieldRule]) -> str:
 
 
 def scheduler_table() -> str:
-    """Return a table with a row for each rule of the schedulers; equal rules of several samplers are one row."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    """Return a table of the schedulers' rules; fields of the same samplers with equal values are one row."""
+    samplers: dict[tuple[str, str, str, str], list[str]] = {}
     for sampler, name in SAMPLER_CLASSES.items():
         for rule in SCHEDULER_RULES[name]:
-            row = f"`{rule.name}`", _short(rule.default), rule.values.text, rule.why
-            rows.setdefault(row, []).append(sampler)
-    cells = [("field", "samplers", "default", "served", "why"), ("---",) * 5]
-    for (field, default, values, why), samplers in sorted(rows.items()):
-        of = "all" if len(samplers) == len(SAMPLER_CLASSES) else ", ".join(samplers)
-        cells.append((field, of, default, values, why))
+            key = f"`{rule.name}`", _short(rule.default), rule.values.text, rule.why
+            samplers.setdefault(key, []).append(sampler)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for (field, default, values, why), names in sorted(samplers.items()):
+        of = "all" if len(names) == len(SAMPLER_CLASSES) else ", ".join(names)
+        rows.setdefault((of, values, why), []).append(f"{field} ({default})")
+    cells = [("fields (default)", "samplers", "served", "why"), ("---",) * 4]
+    cells += [(", ".join(fields), *row) for row, fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
