@@ -53,7 +53,7 @@ def table(rules: Sequence[FieldRule]) -> str:
     """Return a table of the rules that limit a field; fields with equal values and the same reason are one row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for rule in filter(_limits, rules):
-        rows.setdefault((rule.values.text, rule.why), []).append(f"`{rule.name}` ({_short(rule.default)})")
+        rows.setdefault((rule.values.text, rule.why), []).append(f"`{rule.name}`{_default(rule)}")
     cells = [("fields (default)", "served", "why"), ("---",) * 3]
     cells += [(", ".join(fields), values, why) for (values, why), fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
@@ -64,12 +64,12 @@ def scheduler_table() -> str:
     samplers: dict[tuple[str, str, str, str], list[str]] = {}
     for sampler, name in SAMPLER_CLASSES.items():
         for rule in SCHEDULER_RULES[name]:
-            key = f"`{rule.name}`", _short(rule.default), rule.values.text, rule.why
+            key = f"`{rule.name}`", _default(rule), rule.values.text, rule.why
             samplers.setdefault(key, []).append(sampler)
     rows: dict[tuple[str, str, str], list[str]] = {}
     for (field, default, values, why), names in sorted(samplers.items()):
         of = "all" if len(names) == len(SAMPLER_CLASSES) else ", ".join(names)
-        rows.setdefault((of, values, why), []).append(f"{field} ({default})")
+        rows.setdefault((of, values, why), []).append(f"{field}{default}")
     cells = [("fields (default)", "samplers", "served", "why"), ("---",) * 4]
     cells += [(", ".join(fields), *row) for row, fields in rows.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
@@ -107,8 +107,8 @@ def _limits(rule: FieldRule) -> bool:
     return rule.values is not ANY and (required or bool(rule.why) or rule.values.text not in _EVERY_VALUE)
 
 
-def _short(value: object) -> str:
-    return "a list" if isinstance(value, list) else shown(value)
+def _default(rule: FieldRule) -> str:
+    return "" if isinstance(rule.default, list) else f" ({shown(rule.default)})"
 
 
 if __name__ == "__main__":
