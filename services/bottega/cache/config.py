@@ -57,8 +57,8 @@ class CacheConfig:
     plain_for_loras: bool = False
     """Let pictures with LoRAs start from latents that were recorded without LoRAs.
 
-    They start at most at the step at which the LoRAs must be loaded. Set it only if lora_accuracy_drop_points of
-    load/README.md is small enough for you.
+    They start at most at the step at which the LoRAs must be loaded. Set it only if the loss that
+    `make bench-cache-quality` measures with LoRAs (lora_accuracy_drop_points) is small enough for you.
     """
     predictor: bool = True
     """Skip searches that are predicted to find nothing, as long as measurements show that skipping pays."""
