@@ -49,3 +49,10 @@ def test_the_command_runs_without_the_services() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert "manifest" not in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_draws_loads_nothing_that_only_a_suite_needs() -> None:
+    script = "import sys, bottega.client.cli.generate; print({'yaml', 'pydantic', 'rich', 'PIL'} & sys.modules.keys())"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set()\n", done.stderr

@@ -11,8 +11,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from bottega.client.instance import StateFolder
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.client.types.models import EMBEDDED_MODEL
@@ -120,6 +118,8 @@ def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: S
 
 
 def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: Path) -> ProcessPlan:
+    import yaml  # every command that draws imports this module, for its error
+
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(dict(service.configure(settings, name)), sort_keys=False), encoding="utf-8")
     return ProcessPlan(
