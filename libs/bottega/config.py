@@ -152,7 +152,8 @@ def _rule(kind: type[object], item: Any) -> str:
             return f"is called {renamed} now"
         return f"unknown key; known {_known(kind, sections)}"
     if item["type"] == "dataclass_type":
-        return f"is a section: its keys stand below it, each in a line of its own (got {_clipped(item['input'])})"
+        known = f"known {_known(kind, item['loc'])} (got {_clipped(item['input'])})"
+        return f"is a section: its keys stand below it, each in a line of its own; {known}"
     shown = masked(tuple(str(part) for part in item["loc"]), item["input"])
     return f"{item['msg']} (got {_clipped(shown)})"
 

@@ -54,6 +54,8 @@ def test_an_unknown_key_is_answered_with_those_of_its_section(worker: Path) -> N
     done = run("config", "check", worker)
     assert "server.lisen: unknown key; known in server: listen, " in done.output
     assert "engine: is a section" in done.output
+    worker.write_text("engine:\n  peer: 10.0.0.2:8470\n")
+    assert "known in engine.peer: address, " in run("config", "check", worker).output
 
 
 @pytest.mark.parametrize(
