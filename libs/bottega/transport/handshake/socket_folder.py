@@ -22,7 +22,7 @@ _ROOT = 0
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _ELSEWHERE = (
-    "or give links a socket in another folder (links_socket in the configuration; of a LoRA store links.socket)"
+    "or give links a socket in another folder (links.socket in the configuration; of a ControlNet server links_socket)"
 )
 
 
