@@ -208,6 +208,7 @@ class Server(GrpcListener):
         if tls is not None:
             self._metrics.registry.register(CertificateMetrics(tls))
         self._beside: list[GrpcListener] = []
+        self._draining = False
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -253,7 +254,8 @@ class Server(GrpcListener):
         self._systemd.extend_start(status, within_s=within_s)
 
     async def set_serving(self, serving: bool) -> None:
-        """Set whether grpc.health.v1 says SERVING, on all listeners."""
+        """Set whether grpc.health.v1 says SERVING, on all listeners. Once a drain has begun it says NOT_SERVING."""
+        serving = serving and not self._draining
         for listener in self._beside:
             await listener.set_serving(serving)
         await super().set_serving(serving)
@@ -264,6 +266,7 @@ class Server(GrpcListener):
         Args:
             finish: The service's own part. It must end streams that would otherwise go on for ever.
         """
+        self._draining = True
         await self.set_serving(False)
         await asyncio.sleep(_DRAIN_PAUSE_S)
         try:

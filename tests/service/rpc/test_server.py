@@ -158,6 +158,20 @@ async def test_drain_lets_a_running_call_end_and_is_not_held_up_by_health_watche
     watch.cancel()
 
 
+async def test_a_server_that_drains_never_says_again_that_it_serves(served: Served) -> None:
+    server, _, channel = served
+    await server.set_serving(True)
+    seen = []
+
+    async def finish() -> None:
+        await server.set_serving(True)  # as a task does that keeps health as the disk is
+        health = health_pb2_grpc.HealthStub(channel)
+        seen.append((await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status)  # type: ignore[attr-defined]
+
+    await server.drain(finish)
+    assert seen == [health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
 async def test_a_second_instance_on_the_same_port_refuses_to_start(served: Served) -> None:
     second = Server("second", ServerConfig(listen=served[0].address))
     with pytest.raises(errors.Unavailable, match="another instance"):
