@@ -151,7 +151,7 @@ class ConnectionGuard:
 
     def _crowding(self) -> float:
         """Return the open files and sockets relative to a host's share. Up to 1, no host can have more than that."""
-        return sum(1 for _ in _OPEN_FILES.iterdir()) / (self._share * self._most)
+        return open_file_count() / (self._share * self._most)
 
     def _is_working(self) -> bool:
         """Return whether the process has used much of a core since the last round, for whatever reason."""
@@ -287,6 +287,11 @@ def _idle_bytes(connection: InboundConnection) -> float:
         return 0.0
     acknowledged, received = struct.unpack_from("=QQ", info, _ACKNOWLEDGED_AT)
     return float(received - _TALK_PER_SENT_BYTE * acknowledged)
+
+
+def open_file_count() -> int:
+    """Return the number of files and sockets that this process has open."""
+    return _OPEN_FILES.stat().st_size or sum(1 for _ in _OPEN_FILES.iterdir())  # before Linux 6.2 the size is 0
 
 
 def connections(port: int) -> list[InboundConnection]:
