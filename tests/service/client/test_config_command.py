@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_served_is_named(worker: Path, tmp_path: Path) ->
             "server: {{tls: {{certificate: {folder}/a.pem, key: {folder}/a.key, authority: {folder}/b.pem}}}}",
             "server.tls: {folder}/a.pem is not there",
         ),
-        ("loras", "bases: {{sdxl: {folder}}}", "bases.sdxl: {folder} is no model in Diffusers' layout"),
+        ("loras", "bases: {{sdxl: {folder}}}", "bases.sdxl: {folder} is not a model in Diffusers' layout"),
         ("cache", "profiles: [{folder}/profile.json]", "profiles: {folder}/profile.json cannot be read"),
         ("loras", "loras: {{ink: {{path: a, base: b}}}}", "loras.ink.base: b is none of the bases"),
     ],

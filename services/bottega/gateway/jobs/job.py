@@ -74,8 +74,8 @@ _SAME_DEADLINE_S = 0.5
 class Job:
     """A job of the API; the SDK's handle on one has the same name.
 
-    Only the methods change a job, and each returns whether it changed anything. The fields are all that the gateway
-    knows of a job. They are in four groups, by how long they live.
+    Only the methods change a job, and each returns whether it changed anything. It has many fields, because they are
+    all that the gateway knows of a job. They are in four groups, by how long they live.
     """
 
     # Stored when the job is accepted. They stay the same, but for what goes when the job ends.
