@@ -83,7 +83,8 @@ class ProfileFolder(Generic[ProfileT]):
 
     def all(self) -> list[ProfileT]:
         """Return all profiles, sorted by key."""
-        return [self._profiles[key] for key in sorted(self._profiles)]
+        profiles = self._profiles  # `set` may replace them meanwhile
+        return [profiles[key] for key in sorted(profiles)]
 
     def get(self, key: Any) -> ProfileT | None:
         """Return the profile with this key, or None."""
