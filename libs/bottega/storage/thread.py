@@ -212,7 +212,9 @@ class SerialThread:
 
     def _serve_all(self) -> None:
         if self._niceness and sys.platform == "linux":  # elsewhere, threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+            thread = threading.get_native_id()
+            # Added, because only root may lower a nice value that the process has already.
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness)
         self._tick_due_s = time.monotonic() + self._tick_s
         while (first := self._next()) is not None:
             group, ended = self._group(first)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from functools import partial
@@ -168,3 +170,24 @@ def test_an_end_without_what_waits_runs_none_of_it() -> None:
     go_on.set()
     assert thread.end()
     assert not done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_niceness_is_added_to_what_the_process_has() -> None:
+    """Only root may lower a nice value, as of a service that was started by `nice`."""
+    found: list[int] = []
+
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def start() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice() + 7)
+        thread = SerialThread("test", niceness=5)
+        found.extend([nice(), thread.call(nice)])
+        assert thread.end()
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join()
+    before, after = found
+    assert after == min(before + 5, 19)
