@@ -70,8 +70,7 @@ class CudaDevice:
     Attributes:
         torch_device: The device, with its index.
         pageable: Whether copies bypass pinned memory, so that the calling thread waits for each. The self-check
-            compares
-            both ways.
+            compares both ways.
     """
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -67,8 +67,7 @@ class JobAddOn:
 
         Args:
             conditions: Conditions of its first image. Only a job of several prompts has others, and add-ons that depend
-                on the
-                prompt do not serve such jobs (rules.check_prompts).
+                on the prompt do not serve such jobs (rules.check_prompts).
             now_s: Monotonic seconds.
 
         Raises:

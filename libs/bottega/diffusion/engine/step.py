@@ -65,11 +65,9 @@ def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s:
         costs: Cost of each request.
         turn_s: Seconds of the turn.
         waited_s: Part of the turn in which the device waited for ControlNets or computed them. Requests with
-            ControlNets
-            are charged for it.
+            ControlNets are charged for it.
         patch_s: Seconds before the turn in which LoRAs were patched into the weights. Requests with LoRAs are charged
-            for
-            them.
+            for them.
     """
     computed_s = turn_s - waited_s
     parts = (
