@@ -46,6 +46,11 @@ class Factors:
         """Rank of the product."""
         return int(self.up.shape[1])
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of both factors."""
+        return self.down.nbytes + self.up.nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class LoraSet:

@@ -8,7 +8,7 @@ instead, with the operations of PEFT in its order, so that half precision rounds
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -22,10 +22,11 @@ from bottega.diffusion.model.backbone import RowSpans
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
-"""Bytes of plans that are kept for groups that take turns. A plan holds a stacked copy of the factors."""
+"""Bytes of plans that are kept for groups that take turns. A plan holds the factors, or a stacked copy of them."""
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
+_Bounds = Callable[[], tuple[int, int]]
 _Arrangement = tuple[SetKey | None, ...]
 
 
@@ -49,11 +50,9 @@ class UnmergedLoras:
         row_by_row: bool = False,
         stacked_bytes: int = STACKED_BYTES,
     ) -> None:
-        self._network = network
         self._modules = dict(network.named_modules())
         self._component = component
         self._row_by_row = row_by_row
-        self._as_peft = False
         self._stacked_bytes = stacked_bytes
         self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -68,15 +67,13 @@ class UnmergedLoras:
         """
         self.leave()
         self._spans = spans
-        used = [row_set for row_set in sets if row_set is not None]
-        self._round_as_peft(any(_has_terms(row_set.of(self._component)) for row_set in used))
-        if used:
+        if any(row_set is not None for row_set in sets):
             self._hook(self._plan(sets).hooks)
 
     def enter_all(self, loras: LoraSet) -> None:
         """Let every row of every call use `loras`, whose factors have terms."""
         self.leave()
-        self._hook({path: _as_peft([(factors, None)]) for path, factors in loras.of(self._component).items()})
+        self._hook((path, _as_peft([(factors, None)])) for path, factors in loras.of(self._component).items())
 
     def leave(self) -> None:
         """Return to the plain forward pass."""
@@ -85,18 +82,8 @@ class UnmergedLoras:
         self._handles.clear()
         self._spans = None
 
-    def _round_as_peft(self, as_peft: bool) -> None:
-        """Let the network's own weights require no gradients beside LoRAs, as PEFT does.
-
-        torch chooses by that how a linear layer multiplies input that is not contiguous, as that of `proj_in`, and half
-        precision rounds differently.
-        """
-        if as_peft != self._as_peft:
-            self._as_peft = as_peft
-            self._network.requires_grad_(not as_peft)
-
-    def _hook(self, hooks: Mapping[str, _Hook]) -> None:
-        self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks.items()]
+    def _hook(self, hooks: Iterable[tuple[str, _Hook]]) -> None:
+        self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks]
 
     def _offsets(self) -> tuple[int, ...] | None:
         """Return the row offsets of the current call."""
@@ -113,13 +100,21 @@ class UnmergedLoras:
     def _made(self, sets: Sequence[LoraSet | None]) -> _Plan:
         runs = _runs(sets, self._component, row_by_row=self._row_by_row)
         paths = dict.fromkeys(path for run in runs for path in run.factors)
-        hooks: dict[str, _Hook] = {}
+        hooks: list[tuple[str, _Hook]] = []
         size_bytes = 0
+        frozen = [partial(run.bounds, self._offsets) for run in runs if _has_terms(run.factors)]
+        if frozen:
+            hooks += [
+                (path, _as_frozen(frozen)) for path, module in self._modules.items() if _mixes_layouts(path, module)
+            ]
         for path in paths:
             module = self._modules[path]
             touching = [run for run in runs if path in run.factors]
             if _has_terms(touching[0].factors):
-                hooks[path] = _as_peft([(run.factors[path], partial(run.bounds, self._offsets)) for run in touching])
+                uses = [(run.factors[path], partial(run.bounds, self._offsets)) for run in touching]
+                hooks.append((path, _as_peft(uses)))
+                # Not copied, but kept alive by the plan when no request uses them any more.
+                size_bytes += sum(run.factors[path].size_bytes for run in touching)
                 continue
             stacks = [
                 _conv_stack(path, alike) if isinstance(module, nn.Conv2d) else _linear_stack(path, alike)
@@ -127,7 +122,7 @@ class UnmergedLoras:
             ]
             size_bytes += sum(stack.size_bytes for stack in stacks)
             hook = _convolved if isinstance(module, nn.Conv2d) else _projected
-            hooks[path] = hook(stacks, self._offsets)
+            hooks.append((path, hook(stacks, self._offsets)))
         return _Plan(hooks=hooks, size_bytes=size_bytes)
 
 
@@ -135,7 +130,8 @@ class UnmergedLoras:
 class _Plan:
     """The hooks of all changed modules, for one arrangement of sets."""
 
-    hooks: Mapping[str, _Hook]
+    hooks: Sequence[tuple[str, _Hook]]
+    """By path of the module, in the order in which they run."""
     size_bytes: int
 
 
@@ -259,7 +255,40 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
-def _as_peft(uses: Sequence[tuple[Factors, Callable[[], tuple[int, int]] | None]]) -> _Hook:
+def _mixes_layouts(path: str, module: nn.Module) -> bool:
+    """Return whether a linear layer's input is not contiguous: `proj_in` gets feature maps as tokens."""
+    return isinstance(module, nn.Linear) and path.rpartition(".")[2] == "proj_in"
+
+
+def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:
+    """Return a hook that computes a linear layer again for rows with LoRAs, as PEFT does.
+
+    PEFT's base weights require no gradients. torch chooses by that how it multiplies input that is not contiguous, and
+    half precision rounds differently. Rows without LoRAs keep the product of weights that require gradients.
+
+    Args:
+        rows: Bounds of the rows with LoRAs in dimension 0.
+    """
+
+    def multiply(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, nn.Linear), "the hook is a linear layer's"
+        x = inputs[0]
+        if x.is_contiguous():
+            return output
+        weight, bias = module.weight.detach(), _detached(module.bias)
+        for bounds in rows:
+            first, last = bounds()
+            output[first:last] = functional.linear(x[first:last], weight, bias)
+        return output
+
+    return multiply
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
     """Return a hook that adds LoRA by LoRA what PEFT's layers add, with every intermediate result rounded as there.
 
     Args:

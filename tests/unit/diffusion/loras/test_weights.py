@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,6 +85,11 @@ def set_of(net: nn.Module, *uses: LoraAtScale) -> LoraSet:
     return make_set(uses, {UNET: net}, [UNET])
 
 
+def separate_set(net: nn.Module, *uses: LoraAtScale) -> LoraSet:
+    """A set whose LoRAs are computed one by one, as PEFT does."""
+    return make_set(uses, {UNET: net}, [UNET], as_peft=True)
+
+
 def merged(net: nn.Module, uses: Sequence[LoraAtScale]) -> Net:
     """A copy of the network with the LoRAs in it, by the definition, in double precision."""
     copy = Net().double().eval()
@@ -156,6 +162,85 @@ def test_of_what_groups_have_stacked_as_much_is_kept_as_there_is_room_for(net: N
         assert torch.equal(*outs)
         assert len(narrow._plans) == 1, "the one that was in use, which the next turn of the group needs"
     assert len(wide._plans) == 4
+
+
+@torch.inference_mode()
+def test_loras_that_no_request_uses_are_freed_though_their_group_may_come_back(net: Net) -> None:
+    side_path = UnmergedLoras(net, stacked_bytes=1)
+    gone = separate_set(net, use(net, 1))
+    down = weakref.ref(next(iter(gone.of(UNET).values())).down)
+    side_path.enter([gone])
+    side_path.leave()
+    del gone
+    side_path.enter([separate_set(net, use(net, 2))])
+    assert down() is None
+
+
+class Tokens(nn.Module):
+    """The beginning of a transformer, whose first linear layer gets feature maps as tokens.
+
+    In half precision, the product that torch chooses for such input differs by whether weights require gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj_in = nn.Linear(1280, 1280)
+        self.proj_out = nn.Linear(1280, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj_out(self.proj_in(as_tokens(x)))
+        return out
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Tokens().half()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("touched", ["proj_in", "proj_out"])
+def test_row_by_row_no_bit_of_half_precision_depends_on_the_neighbours(tokens: Tokens, touched: str) -> None:
+    a, b = (separate_set(tokens, use(tokens, seed, targets=(touched,))) for seed in (1, 2))
+    x = torch.randn(4, 1280, 8, 8, generator=torch.Generator().manual_seed(3)).half()
+    side_path = UnmergedLoras(tokens, row_by_row=True)
+    plain = tokens(x)
+    outs = []
+    for sets in ([None, a, a, b], [None, None, a, a], [None, b, a, None]):
+        side_path.enter(sets)
+        outs.append(tokens(x))
+        side_path.leave()
+    assert all(torch.equal(out[0], plain[0]) for out in outs)
+    assert all(torch.equal(out[2], outs[0][2]) for out in outs)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("touched", ["proj_in", "proj_out"])
+def test_half_precision_rounds_as_with_peft_whose_base_weights_require_no_gradients(
+    tokens: Tokens, touched: str
+) -> None:
+    lora = separate_set(tokens, use(tokens, 1, targets=(touched,)))
+    x = torch.randn(2, 1280, 8, 8, generator=torch.Generator().manual_seed(3)).half()
+    side_path = UnmergedLoras(tokens)
+    side_path.enter([lora, lora])
+    ours = tokens(x)
+    side_path.leave()
+    tokens.requires_grad_(False)
+    factors = lora.of(UNET)[touched]
+
+    def changed(layer: nn.Linear, tensor: Tensor) -> Tensor:
+        low = nn.functional.linear(tensor.flatten(0, 1), factors.down)
+        added = nn.functional.linear(low, factors.up) * factors.terms[0].scale
+        out: Tensor = layer(tensor)
+        return out + added.view_as(out)
+
+    inside = changed(tokens.proj_in, as_tokens(x)) if touched == "proj_in" else tokens.proj_in(as_tokens(x))
+    assert torch.equal(ours, tokens.proj_out(inside) if touched == "proj_in" else changed(tokens.proj_out, inside))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
