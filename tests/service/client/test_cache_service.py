@@ -133,7 +133,7 @@ async def test_the_command_lists_profiles(gateway: RunningGateway, cache: Runnin
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("inspect", "0f" * 15), "give 32 hex digits"),
+        (("inspect", "0f" * 15), "which has 32 hex digits"),
         (("inspect", "0f" * 16, "-o", "entry.jpg"), "the picture is PNG: name the file entry.png"),
     ],
 )

@@ -245,7 +245,7 @@ def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
     result = run("generate", "a star", "-o", "star.gif", address=address)
-    assert "star.gif: pictures are .png, .jpg, .jpeg, .webp; name it star.gif.png, for example." in result.stderr
+    assert "star.gif: its name must end in .png, .jpg, .jpeg, .webp; try star.gif.png, for example." in result.stderr
     assert not list(own_folder.glob("star*"))
     gateway.scripts = [[completed()]]
     assert run("generate", "a star", "-o", "star", address=address).exit_code == 0
