@@ -47,11 +47,12 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
 def relayed(throttle: Throttle) -> Mapping[str, object]:
     """Settings of a server's engine that workers reach through the relay alone."""
     throttle.target = free_ports(1)[0]
-    return {
-        "links_socket": None,
-        "links_listen": f"127.0.0.1:{throttle.target}",
-        "links_advertised": f"127.0.0.1:{throttle.port}",
+    links = {
+        "socket": None,
+        "listen": f"127.0.0.1:{throttle.target}",
+        "advertised": f"127.0.0.1:{throttle.port}",
     }
+    return {"links": links}
 
 
 @contextmanager

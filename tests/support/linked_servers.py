@@ -19,6 +19,7 @@ from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.errors import Unavailable
+from bottega.rpc.links_config import DeviceLinksConfig
 from bottega.transport import Offer, ServiceOffer
 from tests.support.offers import OffersAtOnce
 
@@ -41,7 +42,9 @@ class LinkedServer:
     ) -> None:
         self.server = ControlServer(name=name, address=name)
         socket = str(folder / f"{name}.sock") if memfd else None
-        config = ControlNetEngineConfig(budget_bytes=budget_bytes, max_rows=max_rows, links_socket=socket)
+        config = ControlNetEngineConfig(
+            budget_bytes=budget_bytes, max_rows=max_rows, links=DeviceLinksConfig(socket=socket)
+        )
         self.beats = 0
         self.block_s = 0.0
         self.registry = ModelRegistry(

@@ -19,7 +19,7 @@ from bottega.cache.server import CacheServer
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.rpc.channel import open_channel
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.transport import Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
@@ -95,7 +95,7 @@ def config(**overrides: object) -> CacheConfig:
     settings = CacheConfig(
         gateway="",
         server=server,
-        links=StoreLinksConfig(socket=None),
+        links=LinksConfig(socket=None),
         exploration=0.0,
         min_free_bytes=0,
     )

@@ -1,9 +1,9 @@
-"""The configuration of links from workers to a store."""
+"""The configuration of links from workers to a service."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -14,8 +14,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLinksConfig:
-    """Addresses on which workers open links to a store."""
+class LinksConfig:
+    """Addresses on which workers open links to a service."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -34,7 +34,26 @@ class StoreLinksConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitedLinksConfig(StoreLinksConfig):
+class DeviceLinksConfig(LinksConfig):
+    """Addresses on which workers open links to a service that computes on a device, and links between GPUs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    seal: bool = True
+    """Encrypt data to and from workers of other hosts.
+
+    Set false only in a trusted network; links between devices of two hosts need false.
+    """
+    devices: Literal["auto", "off", "gloo"] = "auto"
+    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+
+    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
+    nor authenticated; for tests.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitedLinksConfig(LinksConfig):
     """Addresses on which workers open links to a store, and the limit of each link."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from bottega.errors import NoSharedMemory, TooLarge
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.transport import (
     Connection,
     Link,
@@ -70,7 +70,7 @@ class StoreLinks(LinkServer[HandlerT]):
         what: Names the service in texts, such as "the activation store".
     """
 
-    def __init__(self, config: StoreLinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
+    def __init__(self, config: LinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
         socket: str | Path | None = default_socket_path(kind) if config.socket == "" else config.socket
         super().__init__(
             link_endpoints(config.listen, socket, seal=config.seal),

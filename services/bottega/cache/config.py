@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.rpc.address import OptionalAddress
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
@@ -30,7 +30,7 @@ class CacheConfig:
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    links: StoreLinksConfig = field(default_factory=StoreLinksConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
     folder: str = ""
     """Folder of records, latents and pictures. Empty: cache/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30

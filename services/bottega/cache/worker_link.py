@@ -15,7 +15,7 @@ from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage, CacheMessageKind
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
 from bottega.transport import (
     Connection,
@@ -88,7 +88,7 @@ class CacheWorkerLink(StoreLinkHandler):
 class CacheLinks(StoreLinks[CacheWorkerLink]):
     """The server of workers' links. Raises ConfigError if an address cannot be bound."""
 
-    def __init__(self, config: StoreLinksConfig, *, store: LatentStore) -> None:
+    def __init__(self, config: LinksConfig, *, store: LatentStore) -> None:
         self._store = store
         super().__init__(
             config, kind=kinds.CACHE, what="the approximate cache", settings=LinkServerSettings(limits=_LIMITS)

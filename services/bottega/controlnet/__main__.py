@@ -73,9 +73,9 @@ async def _lifespan(
 
 def _with_socket(engine: ControlNetEngineConfig) -> ControlNetEngineConfig:
     """Return the configuration with a unix socket path if none is set, the same for every engine of this process."""
-    if engine.links_socket != "":
+    if engine.links.socket != "":
         return engine
-    return replace(engine, links_socket=str(default_socket_path("controlnet")))
+    return replace(engine, links=replace(engine.links, socket=str(default_socket_path("controlnet"))))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.device_names import DeviceName
 from bottega.rpc.address import OptionalAddress
+from bottega.rpc.links_config import DeviceLinksConfig
 from bottega.rpc.server_config import ServerConfig
 from bottega.strict import STRICT
 
@@ -23,6 +24,13 @@ class ControlNetEngineConfig:
     """Settings of a ControlNet server's engine process."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "links_listen": "links.listen",
+        "links_advertised": "links.advertised",
+        "links_socket": "links.socket",
+        "links_seal": "links.seal",
+        "device_links": "links.devices",
+    }
 
     device: DeviceName = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -52,27 +60,7 @@ class ControlNetEngineConfig:
 
     Images are then equal byte for byte whatever runs beside them. 0: off.
     """
-    links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
-    links_advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
-    """Address that workers are told instead of links_listen, host:port, behind a relay or an address translation."""
-    links_socket: str | None = ""
-    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
-
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
-    """
-    links_seal: bool = True
-    """Encrypt data to and from workers of other hosts.
-
-    Set false only in a trusted network; links between devices of two hosts need false.
-    """
-    device_links: Literal["auto", "off", "gloo"] = "auto"
-    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
-
-    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
-    nor authenticated; for tests.
-    """
+    links: DeviceLinksConfig = field(default_factory=DeviceLinksConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

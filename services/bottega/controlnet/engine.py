@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 
+from bottega.config import parse
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.diffusion.lean_imports import lean_imports
 from bottega.process import FramedPipe
@@ -29,7 +30,8 @@ def main() -> int:
     trim_at_rest()
     with lean_imports():
         from bottega.controlnet.engine_loop import run
-    return run(FramedPipe.from_fd(arguments.fd), ControlNetEngineConfig(**arguments.config_json))
+    config = parse(ControlNetEngineConfig, arguments.config_json, source="the configuration of the engine")
+    return run(FramedPipe.from_fd(arguments.fd), config)
 
 
 if __name__ == "__main__":

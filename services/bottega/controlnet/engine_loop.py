@@ -79,7 +79,7 @@ class ControlNetEngineLoop:
             config,
             registry=self._registry,
             executor=self._executor,
-            devices=device_links(config.device_links, device, budget=memory),
+            devices=device_links(config.links.devices, device, budget=memory),
         )
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)

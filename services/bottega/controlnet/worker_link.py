@@ -234,10 +234,10 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         self._registry = registry
         self._executor = executor
         super().__init__(
-            link_endpoints(config.links_listen, config.links_socket, seal=config.links_seal),
+            link_endpoints(config.links.listen, config.links.socket, seal=config.links.seal),
             service="the ControlNet server",
             settings=LinkServerSettings(limits=_LIMITS, devices=devices),
-            advertised=tcp_endpoint(config.links_advertised),
+            advertised=tcp_endpoint(config.links.advertised),
         )
 
     def new_handler(self, connection: Connection) -> ControlNetWorkerLink:

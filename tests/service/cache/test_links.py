@@ -12,7 +12,7 @@ import pytest
 from bottega.errors import Draining, LinkError
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.transport import DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
 from bottega.v1 import cache_pb2 as pb
 from tests.support.other_user import needs_root, run_as_another
@@ -214,7 +214,7 @@ except BottegaError as error:
 @needs_root
 async def test_another_user_shares_no_memory_with_it(tmp_path: Path, public_folder: Path) -> None:
     path = public_folder / "links.sock"
-    async with running(tmp_path / "cache", config(links=StoreLinksConfig(socket=str(path)))) as cache:
+    async with running(tmp_path / "cache", config(links=LinksConfig(socket=str(path)))) as cache:
         path.chmod(0o666)  # as if the first hurdle were not there
         told = await asyncio.to_thread(run_as_another, _CONNECT, cache.server.address, imports=_IMPORTS)
     assert told.startswith(("PeerDead", "AuthFailed")), told

@@ -81,8 +81,12 @@ def cast(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         house = House(services, folder, folders)
         near = pool.submit(house.server, "near")
         throttle.target = free_ports(1)[0]
-        links = {"links_listen": f"127.0.0.1:{throttle.target}", "links_advertised": f"127.0.0.1:{throttle.port}"}
-        engine = {**links, "links_socket": None, "budget_bytes": int(2.5 * one_bytes)}
+        links = {
+            "listen": f"127.0.0.1:{throttle.target}",
+            "advertised": f"127.0.0.1:{throttle.port}",
+            "socket": None,
+        }
+        engine = {"links": links, "budget_bytes": int(2.5 * one_bytes)}
         far = pool.submit(house.server, "far", engine=engine, root=str(folders["edges"].parent))
         bare = pool.submit(house.worker, "bare")
         yield Cast(near=near.result(), far=far.result(), throttle=throttle, bare=bare.result())

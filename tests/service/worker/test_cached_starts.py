@@ -21,7 +21,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
 from bottega.latents import format_start
-from bottega.rpc.links_config import StoreLinksConfig
+from bottega.rpc.links_config import LinksConfig
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -92,7 +92,7 @@ def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
     store.start()
     any_length = [CacheLengthClass(max_words=0, thresholds=[CacheThreshold(fraction=0.4, similarity=0.999)])]
     store.set_profile(CacheProfile(model_hash=model.digest, balanced=any_length, fast=any_length))
-    links = CacheLinks(StoreLinksConfig(socket=str(tmp_path / "links.sock")), store=store)
+    links = CacheLinks(LinksConfig(socket=str(tmp_path / "links.sock")), store=store)
     stores = LatentStores(
         model_name="m",
         offers=_Offers(links),

@@ -10,6 +10,7 @@ import torch
 from bottega.controlnet import engine_loop
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.process import FramedPipe
+from bottega.rpc.links_config import DeviceLinksConfig
 from tests.support.memory_device import MemoryDevice
 
 MIB = 1 << 20
@@ -37,7 +38,7 @@ def test_controlnets_leave_a_part_of_a_small_device_to_forwards(
     device = MemoryDevice((512 + 100) * MIB)  # of which the device's libraries have the first
     monkeypatch.setattr(engine_loop, "use_device", lambda _: device)
     ours, theirs = socket.socketpair()
-    config = ControlNetEngineConfig(device="cpu", links_listen="", links_socket=None)
+    config = ControlNetEngineConfig(device="cpu", links=DeviceLinksConfig(listen="", socket=None))
     with theirs:
         loop = engine_loop.ControlNetEngineLoop(FramedPipe(ours), config, device.torch_device)
         # Its process would end with them.

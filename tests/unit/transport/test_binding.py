@@ -60,7 +60,7 @@ def test_else_it_is_in_a_folder_of_this_user_alone_and_no_two_services_share_one
 def test_a_folder_that_another_user_made_first_is_refused_with_what_to_do(own_folder: Path) -> None:
     own_folder.mkdir(mode=0o700)
     os.chown(own_folder, USER, USER)
-    with pytest.raises(ConfigError, match=rf"{re.escape(str(own_folder))} belongs to user {USER}.*root.*links_socket"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(own_folder))} belongs to user {USER}.*root.*links\.socket"):
         default_socket_path("worker")
     with pytest.raises(ConfigError, match=f"belongs to user {USER}"):  # also where it was chosen before that
         bind_unix(own_folder / "worker-1.sock")

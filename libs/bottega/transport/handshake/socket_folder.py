@@ -21,9 +21,7 @@ _USER_VARIABLE = "XDG_RUNTIME_DIR"
 _ROOT = 0
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_ELSEWHERE = (
-    "or give links a socket in another folder (links.socket in the configuration; of a ControlNet server links_socket)"
-)
+_ELSEWHERE = "or give links a socket in another folder (links.socket in its configuration)"
 
 
 def default_socket_path(service: str) -> Path:
