@@ -244,7 +244,7 @@ class LoraStore(StoreServer):
             try:
                 self._lock.acquire()
             except HeldElsewhere as held:
-                raise Unavailable(f"{held} (configuration key folder)") from None
+                raise Unavailable(f"{held} (key folder)") from None
 
     def statistics(self) -> StoreStatistics:
         """Return the store's present figures. Any thread may call it."""

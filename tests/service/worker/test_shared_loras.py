@@ -190,7 +190,7 @@ def test_a_whole_lora_that_is_none_is_data_loss(scripted: _Scripted, content: by
     handle, link = scripted.ask("0" * 64)
     with link, sealed_file(content) as file:
         _say_whole(link, file)
-        with pytest.raises(DataLoss, match="no LoRA"):
+        with pytest.raises(DataLoss, match="the LoRA store sent a damaged LoRA"):
             _settled(scripted, handle)
 
 
