@@ -230,10 +230,10 @@ class Gateway(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[fleet_pb2.JoinRequest], context: object
     ) -> AsyncIterator[fleet_pb2.JoinResponse]:
         self.members += 1
-        yield fleet_pb2.JoinResponse(
-            backlog=3, services=[fleet_pb2.ServiceAddress(kind="loras", name="shelf", address="host:1")]
-        )
-        try:
+        try:  # a worker may leave before it has read the answer
+            yield fleet_pb2.JoinResponse(
+                backlog=3, services=[fleet_pb2.ServiceAddress(kind="loras", name="shelf", address="host:1")]
+            )
             async for message in request_iterator:
                 if message.HasField("registration"):
                     self.registrations.append(message.registration)

@@ -94,7 +94,7 @@ async def test_a_damaged_file_is_kept_aside_and_after_eight_of_them_the_disk_is_
     assert [aside.read_bytes() for aside in file.parent.glob("controlnets.damaged-*.db")] == [damaged] * 8
     assert "bottega controlnets add" in caplog.text
     file.write_bytes(damaged)
-    with pytest.raises(DataLoss, match="8 others"):
+    with pytest.raises(DataLoss, match="already 8 damaged files"):
         await catalogue(root, tmp_path).open()
 
 
