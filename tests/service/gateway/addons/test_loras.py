@@ -182,9 +182,15 @@ async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weig
     await eventually(lambda: _are_hosted(house, 8))
     for scale, taker in ((0.5, "patched"), (1.0, "untouched")):
         for _ in range(3):
+            await eventually(lambda: _are_idle(house))  # a worker that seems busy is not preferred
             completed = await house.gateway.draw(loras=[Lora(name="ink", scale=scale)])
             assert completed.provenance.worker == taker
     assert bare.requests == []
+
+
+async def _are_idle(house: House) -> bool:
+    listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
+    return not any(member.load.running for member in listed.members)
 
 
 async def _are_hosted(house: House, count: int) -> bool:
