@@ -11,158 +11,19 @@
 AsyncClient is the same for asyncio. Errors are classes of bottega.errors.
 """
 
-from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache
-from bottega.client.addons.cache.samples import PromptPair
-from bottega.client.addons.cache.types import CachedEntry, CachedModel, CacheProfile, CacheStats
-from bottega.client.addons.controlnets.types import (
-    AddedControlNet,
-    ControlNetHost,
-    MeasuredProfile,
-    ProfileCase,
-    ServedControlNet,
-)
-from bottega.client.addons.loras.types import (
-    LoraBound,
-    LoraBoundMeasured,
-    LoraInQuarantine,
-    RestoreResult,
-    StoredLora,
-    StoreQuarantine,
-)
-from bottega.client.addons.templates.types import (
-    BlockProfile,
-    DroppedTemplates,
-    FleetTemplate,
-    MeasuredBlocks,
-    ProfiledBlock,
-    SilentService,
-    TemplateHolder,
-    TemplateOverview,
-    WarmedTemplates,
-)
-from bottega.client.sdk.aio_job import AsyncJob
-from bottega.client.sdk.clients import AsyncClient, Client
-from bottega.client.sdk.sync import Job
-from bottega.client.transport.credentials import Tls
-from bottega.client.transport.retry import RetryPolicy
-from bottega.client.types.control import ControlNet
-from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.types.fleet import (
-    AccelerationTrial,
-    AttemptProgress,
-    FleetMember,
-    FleetStatus,
-    HostedItem,
-    LeftOutItem,
-    Readiness,
-    ResidualProfile,
-    ServiceActivity,
-    ServiceLoad,
-    ServiceStart,
-    StepTiming,
-)
-from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
-from bottega.client.types.lora import Lora, LoraLike
-from bottega.client.types.mask import Box, Ellipse
-from bottega.client.types.models import Adapter, ServedModel, ServedSampler
-from bottega.client.types.options import EditOptions, GenerationOptions
-from bottega.client.types.picture import Picture
-from bottega.client.types.png_parameters import parameters_of
-from bottega.client.types.provenance import (
-    CacheUse,
-    ControlNetUse,
-    LoraUse,
-    MaskUse,
-    PairUse,
-    Parameters,
-    Provenance,
-    SourceUse,
-    StageTime,
-    Truncation,
-)
-from bottega.client.types.trace import JobTrace, TraceSpan
-from bottega.planning import LengthClass, SkipProfile
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AccelerationTrial",
-    "Adapter",
-    "AddedControlNet",
-    "AsyncClient",
-    "AsyncJob",
-    "AttemptProgress",
-    "BlockProfile",
-    "Box",
-    "CacheMeasurement",
-    "CacheProfile",
-    "CacheStats",
-    "CacheUse",
-    "CachedEntry",
-    "CachedModel",
-    "Client",
-    "Completed",
-    "ControlNet",
-    "ControlNetHost",
-    "ControlNetUse",
-    "DroppedTemplates",
-    "EditOptions",
-    "Ellipse",
-    "Event",
-    "FleetMember",
-    "FleetStatus",
-    "FleetTemplate",
-    "GenerationOptions",
-    "HostedItem",
-    "Interrupted",
-    "Job",
-    "JobPage",
-    "JobState",
-    "JobStatus",
-    "JobTrace",
-    "LeftOutItem",
-    "LengthClass",
-    "Lora",
-    "LoraBound",
-    "LoraBoundMeasured",
-    "LoraInQuarantine",
-    "LoraLike",
-    "LoraUse",
-    "MaskUse",
-    "MeasuredBlocks",
-    "MeasuredCache",
-    "MeasuredProfile",
-    "PairUse",
-    "Parameters",
-    "Picture",
-    "Preview",
-    "Priority",
-    "ProfileCase",
-    "ProfiledBlock",
-    "Progress",
-    "PromptPair",
-    "Provenance",
-    "Queued",
-    "Readiness",
-    "ResidualProfile",
-    "RestoreResult",
-    "RetryPolicy",
-    "ServedControlNet",
-    "ServedModel",
-    "ServedSampler",
-    "ServiceActivity",
-    "ServiceLoad",
-    "ServiceStart",
-    "SilentService",
-    "SkipProfile",
-    "SourceUse",
-    "StageTime",
-    "StepTiming",
-    "StoreQuarantine",
-    "StoredLora",
-    "TemplateHolder",
-    "TemplateOverview",
-    "Tls",
-    "TraceSpan",
-    "Truncation",
-    "WarmedTemplates",
-    "parameters_of",
-]
+if TYPE_CHECKING:
+    from bottega.client import exports
+    from bottega.client.exports import *  # noqa: F403
+
+    __all__: list[str] = []
+    __all__ += exports.__all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the SDK when one of its names is first used, because commands that do not use it start faster."""
+        if name == "exports" or (name.startswith("__") and name != "__all__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("bottega.client.exports"), name)

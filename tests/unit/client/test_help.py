@@ -32,3 +32,14 @@ def test_the_help_of_a_command_fits_the_terminal_and_cuts_no_summary(path: tuple
     assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
     without_help = [line for line in lines if line.startswith("  -") and not line.split("  ")[-1].strip()]
     assert without_help == []
+
+
+def test_the_list_of_commands_says_what_each_command_says_itself() -> None:
+    assert isinstance(main, click.Group)
+    context = click.Context(main)
+    listed = CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1]
+    said = dict(line.split(maxsplit=1) for line in listed.strip().splitlines())
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None
+        assert said[name] == command.get_short_help_str(limit=110)

@@ -37,6 +37,28 @@ _COMMANDS = (
     "doctor",
 )
 
+# What --help says of them. Importing all their modules takes longer than everything else that --help does.
+_SHORT_HELP = {
+    "up": "Run the whole suite on this machine.",
+    "stop": "Stop the suite that runs here.",
+    "generate": "Draw a picture of PROMPT.",
+    "edit": "Redraw a part of IMAGE so that the whole shows PROMPT.",
+    "jobs": "List, follow, fetch, cancel and delete jobs.",
+    "models": "List the models that are served.",
+    "cache": "Inspect, fill, measure and clear the approximate cache.",
+    "controlnets": "List, add and measure ControlNets.",
+    "loras": "List, add, measure and remove LoRAs.",
+    "templates": "List, pin, load, drop and measure templates of edits.",
+    "fleet": "Show the services and their load, live.",
+    "top": "Show what the services do now, live.",
+    "trace": "Show where the time of a job went, in all services.",
+    "logs": "Show the last log lines of SERVICE, or of all services.",
+    "config": "Check configurations, and show the values that services use.",
+    "tenants": "Manage the tenants of a gateway and their API keys.",
+    "certs": "Make certificates for services, tenants and operators.",
+    "doctor": "Look for problems that keep the suite from running.",
+}
+
 
 class _Commands(click.Group):
     """A group of subcommands whose modules are imported on demand."""
@@ -50,6 +72,15 @@ class _Commands(click.Group):
         module = f"bottega.client.addons.{cmd_name}.cli" if cmd_name in add_on_names() else f"{__name__}.{cmd_name}"
         command: click.Command = importlib.import_module(module).command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._short_help(ctx, name)) for name in _COMMANDS])
+
+    def _short_help(self, ctx: click.Context, name: str) -> str:
+        if name not in _SHORT_HELP and (command := self.get_command(ctx, name)) is not None:
+            return command.get_short_help_str()
+        return _SHORT_HELP[name]
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

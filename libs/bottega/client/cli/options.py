@@ -7,15 +7,14 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bottega.client.instance import StateFolder
-from bottega.client.sdk.clients import Client
-from bottega.client.transport.address import default_address
-from bottega.client.transport.retry import RetryPolicy
 from bottega.state_folder import state_folder
+
+if TYPE_CHECKING:  # these import gRPC, which --help does without
+    from bottega.client.sdk.clients import Client
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -84,6 +83,9 @@ def timeout_option(command: CommandT) -> CommandT:
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """Return a client that waits for the gateway as long as a person would."""
+    from bottega.client.sdk.clients import Client
+    from bottega.client.transport.retry import RetryPolicy
+
     fleet_address = gateway_choice(click.get_current_context()).fleet_address
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
@@ -98,6 +100,8 @@ def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | Non
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
+    from bottega.client.transport.address import default_address
+
     address = value or default_address()
     gateway_choice(ctx).address = address
     return address
@@ -116,6 +120,8 @@ def state_option(command: CommandT) -> CommandT:
 
 
 def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
+    from bottega.client.instance import StateFolder
+
     return StateFolder(value or state_folder())
 
 
