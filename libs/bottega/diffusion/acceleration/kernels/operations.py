@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,33 +41,52 @@ _ROWS = 2
 _KNOWN_CORNERS = 1024
 
 
-class MaskedMoves:
+class _KernelOperation:
+    """Lets a model compute one of its operations by kernels.
+
+    Args:
+        slot: Field of Operations that holds the operation.
+        modules: Modules of bottega.kernels that the operation uses.
+        operation: The operation.
+    """
+
+    excludes: Sequence[str] = ()
+
+    def __init__(self, slot: str, modules: Sequence[str], operation: object) -> None:
+        self._slot = slot
+        self._modules = modules
+        self._operation = operation
+        self._operations: Operations | None = None
+
+    def unsupported(self, model: Model) -> str:
+        return unavailable(model)
+
+    def enable(self, model: Model) -> None:
+        for module in self._modules:  # a failure must show here, and not in the first turn
+            import_module(f"bottega.kernels.{module}")
+        self._operations = model.operations
+        setattr(model.operations, self._slot, self._operation)
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            setattr(self._operations, self._slot, None)
+        self._operations = None
+
+
+class MaskedMoves(_KernelOperation):
     """Moves tokens and tiles by kernels."""
 
     name = "kernels.masked_moves"
     probe = "masked"
     tolerance = 0.0
     """Values are moved; recorded ones are rounded as in plain torch."""
-    excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
-        self._operations: Operations | None = None
+        super().__init__("moves", ("tile_moves", "token_moves"), KernelMoves())
 
     def unsupported(self, model: Model) -> str:
         why = cannot_mask(model.backbone.unet)
-        return unavailable(model) or (f"edits are computed in full: {why}" if why else "")
-
-    def enable(self, model: Model) -> None:
-        # Raises here what it would otherwise raise in the first turn.
-        from bottega.kernels import tile_moves, token_moves  # noqa: F401
-
-        self._operations = model.operations
-        model.operations.moves = KernelMoves()
-
-    def disable(self) -> None:
-        if self._operations is not None:
-            self._operations.moves = None
-        self._operations = None
+        return super().unsupported(model) or (f"edits are computed in full: {why}" if why else "")
 
 
 class KernelMoves:
@@ -123,31 +143,16 @@ def _corners(rows: tuple[int, ...], corners: tuple[tuple[int, int], ...], device
     return corners_of([(row, top, left) for row, (top, left) in zip(rows, corners, strict=True)], device)
 
 
-class GuidedEulerStep:
+class GuidedEulerStep(_KernelOperation):
     """Computes guidance and Euler's step by a kernel."""
 
     name = "kernels.guided_euler"
     probe = "step"
     tolerance = 0.02
     """In half precision, the plain path rounds the terms of guidance, and the scale multiplies that error."""
-    excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
-        self._operations: Operations | None = None
-
-    def unsupported(self, model: Model) -> str:
-        return unavailable(model)
-
-    def enable(self, model: Model) -> None:
-        import bottega.kernels.guided_euler  # noqa: F401 - raises here what it would raise in the first turn
-
-        self._operations = model.operations
-        model.operations.guided_euler = _step
-
-    def disable(self) -> None:
-        if self._operations is not None:
-            self._operations.guided_euler = None
-        self._operations = None
+        super().__init__("guided_euler", ("guided_euler",), _step)
 
 
 def _step(
@@ -166,31 +171,16 @@ def _step(
     )
 
 
-class LoraPatch:
+class LoraPatch(_KernelOperation):
     """Patches LoRAs by a kernel."""
 
     name = "kernels.lora_patch"
     probe = "patch"
     tolerance = 0.01
     """Both ways round once, but sum in another order."""
-    excludes: Sequence[str] = ()
 
     def __init__(self) -> None:
-        self._operations: Operations | None = None
-
-    def unsupported(self, model: Model) -> str:
-        return unavailable(model)
-
-    def enable(self, model: Model) -> None:
-        import bottega.kernels.lora_patch  # noqa: F401 - raises here what it would raise in the first turn
-
-        self._operations = model.operations
-        model.operations.write_sums = _write_sums
-
-    def disable(self) -> None:
-        if self._operations is not None:
-            self._operations.write_sums = None
-        self._operations = None
+        super().__init__("write_sums", ("lora_patch",), _write_sums)
 
 
 def _write_sums(sums: Iterable[WeightSum]) -> None:
