@@ -80,17 +80,13 @@ clean: ## Remove everything that the commands made
 	rm -f protos/bottega/v1/*_pb2.py protos/bottega/v1/*_pb2.pyi protos/bottega/v1/*_pb2_grpc.py protos/bottega/v1/*_pb2_grpc.pyi
 	find protos libs services kernels tests load -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: constraints.txt requirements-dev.txt protos/pyproject.toml protos/setup.py libs/pyproject.toml libs/weights/pyproject.toml services/pyproject.toml kernels/pyproject.toml
+.venv/.ready: constraints.txt requirements-dev.txt deploy/set_up.py protos/pyproject.toml protos/setup.py libs/pyproject.toml libs/weights/pyproject.toml services/pyproject.toml kernels/pyproject.toml
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then \
 		echo "Bottega needs Python 3.11, 3.12 or 3.13; say where it is: make PYTHON=/path/to/python3.11"; exit 2; fi
 	@echo "Setting up .venv. torch is a large download (on Linux, the CUDA build with its libraries: several GB);"
 	@echo "the CPU build is far smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	# What is imported is compiled then: of all files of torch and transformers, which take a minute, few ever are.
-	# What the distributions are built with comes first: pip would else install it once more for each of them.
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -r requirements-dev.txt
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-build-isolation -c constraints.txt \
-		-e protos -e libs/weights -e 'libs[client,diffusion,otel]' -e 'services[activations,cache,controlnet,gateway,loras,worker]' -e kernels
+	$(BIN)/python deploy/set_up.py
 	@touch $@
 
 .venv/.stubs: .venv/.ready protos/generate.py $(wildcard protos/bottega/v1/*.proto)

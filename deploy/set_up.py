@@ -1,0 +1,64 @@
+"""Install the distributions of a checkout, and what they and their tests need, into this interpreter's environment.
+
+uv does it in a fifth of the processor time that pip takes, which is a tenth of `make test` in a fresh clone. It does
+not read pip's configuration, which says where packages are; so this passes that on.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = (
+    "protos",
+    "libs/weights",
+    "libs[client,diffusion,otel]",
+    "services[activations,cache,controlnet,gateway,loras,worker]",
+    "kernels",
+)
+# By the name of a setting of pip: the variable of uv, and what separates its values.
+_VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "no-index": ("UV_NO_INDEX", " "),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+    "proxy": ("ALL_PROXY", " "),
+    "default-timeout": ("UV_HTTP_TIMEOUT", " "),
+}
+
+
+def uv_environment(listed: str) -> Mapping[str, str]:
+    """Return the variables with which uv installs from where pip would.
+
+    Args:
+        listed: What `pip config list` writes; settings of the environment are marked `:env:`.
+    """
+    settings = [line.partition("=") for line in listed.splitlines()]
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # the newest version of all indexes, as pip has it
+    for key, _, value in sorted(settings, key=lambda setting: setting[0].startswith(":env:")):
+        variable = _VARIABLES.get(key.rpartition(".")[2])
+        if variable is not None:
+            found[variable[0]] = variable[1].join(value.strip("'").replace("\\n", " ").split())
+    return found
+
+
+def main() -> int:
+    """Return uv's exit status."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    subprocess.run([*pip, "install", "--quiet", "-c", "constraints.txt", "uv"], cwd=ROOT, check=True)
+    listed = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True).stdout
+    install = ("-m", "uv", "pip", "install", "--python", sys.executable, "-c", "constraints.txt")
+    wanted = ["-r", "requirements-dev.txt", *(word for path in DISTRIBUTIONS for word in ("-e", path))]
+    environment = {**uv_environment(listed), **os.environ}
+    return subprocess.run([sys.executable, *install, *wanted], cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
