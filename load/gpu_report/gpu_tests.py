@@ -21,7 +21,6 @@ def measure(rig: Rig) -> Sequence[Figure]:
     if not rig.on_gpu:
         raise LeftOutError("they need a CUDA device")
     need("pytest", "pytest")
-    need("xdist", "pytest-xdist")
     need("pytest_asyncio", "pytest-asyncio")
     report = rig.folder / "tests.xml"
     report.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
+import importlib
 import json
 import os
 import runpy
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ def warm_engines(environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
         engines = {**warm, "TRANSFORMERS_VERBOSITY": "error", **engine_environment(exclusive_cores=False)}
         with subprocess.Popen(command, stdin=subprocess.PIPE, env=engines, start_new_session=True) as server:
             try:
-                if not _are_compiled():
-                    _wait_until_warm(server, socket_path)
                 yield {**warm, SERVER: socket_path}
             finally:
                 assert server.stdin is not None
@@ -73,28 +70,6 @@ class _Fork:
     stands_for_it: int
     """Process id of the other one."""
     stopped: bool = False
-
-
-def _are_compiled() -> bool:
-    """Return whether somebody has imported torch here before.
-
-    If not, all processes of the tests would compile the same modules of it at once.
-    """
-    torch = importlib.util.find_spec("torch")
-    return torch is None or torch.origin is None or Path(importlib.util.cache_from_source(torch.origin)).exists()
-
-
-def _wait_until_warm(server: subprocess.Popen[bytes], socket_path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        while server.poll() is None:
-            try:
-                link.connect(socket_path)
-            except OSError:
-                time.sleep(_LOOK_S)
-            else:
-                link.shutdown(socket.SHUT_WR)
-                link.recv(1)  # it closes the link when it has imported all
-                return
 
 
 class Server:
