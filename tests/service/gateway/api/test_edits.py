@@ -189,10 +189,13 @@ async def test_an_edit_with_its_seed_is_answered_by_the_result_of_an_identical_o
 
 
 async def test_an_edit_never_has_to_do_with_the_cache(house: Running, worker: ScriptedWorker) -> None:
+    long_enough = {"prompt": "a big red star"}  # the cache is asked about such a prompt alone
+    await house.draw(**long_enough, fidelity=BALANCED)
     for fidelity in (BALANCED, generation_pb2.FIDELITY_FAST):
-        await house.draw(**edit(fidelity=fidelity))
-        await house.draw(**edit(fidelity=fidelity, techniques=Techniques(approximate_cache=True, masked_blocks=True)))
-    assert [kinds.CACHE in request.addons for request in worker.requests] == [False] * 4
+        both = Techniques(approximate_cache=True, masked_blocks=True)
+        await house.draw(**edit(**long_enough, fidelity=fidelity))
+        await house.draw(**edit(**long_enough, fidelity=fidelity, techniques=both))
+    assert [kinds.CACHE in request.addons for request in worker.requests] == [True] + [False] * 4
 
 
 # What is kept of pictures.
