@@ -70,13 +70,6 @@ def test_series_have_a_value_or_none_at_all_times_and_are_named_as_grafana_names
     ]
 
 
-def test_rates_are_over_the_interval_and_of_the_time_that_was_asked_for(server: Any, prometheus: Prometheus) -> None:
-    assert prometheus.panel(_panel(x="rate(a[$__rate_interval])"))["series"] == []
-    (asked,) = server.asked
-    assert asked["query"] == "rate(a[30s])"
-    assert (float(asked["start"]), float(asked["end"])) == (1e9 - 120, 1e9)
-
-
 def test_the_page_has_all_that_it_draws_in_itself(prometheus: Prometheus, tmp_path: Path) -> None:
     (tmp_path / "uPlot.min.css").write_text(".u-wrap {}")
     (tmp_path / "uPlot.iife.min.js").write_text("var uPlot;")

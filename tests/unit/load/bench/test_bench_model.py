@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
-from safetensors.torch import load_file
 
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.model.samplers import SamplerKind
@@ -62,15 +60,6 @@ def test_the_engine_loads_it(folder: Path) -> None:
     ]
 
 
-def test_stock_diffusers_draws_a_picture_of_grey_levels_with_it(pipeline: Any) -> None:
-    picture = pipeline("a red star", num_inference_steps=4, generator=_seeded(), output_type="np").images[0]
-
-    assert picture.shape == (32, 32, 3)
-    assert np.isfinite(picture).all()
-    assert picture.std() > 0.05
-    assert ((picture == 0) | (picture == 1)).mean() < 0.2, "most values are inside the range"
-
-
 @pytest.mark.parametrize("sampler", list(SamplerKind), ids=lambda kind: kind.name)
 def test_latents_stay_small_through_fifty_steps(pipeline: Any, sampler: SamplerKind) -> None:
     pipeline.scheduler = getattr(diffusers, sampler.value.__name__).from_config(pipeline.scheduler.config)
@@ -80,15 +69,6 @@ def test_latents_stay_small_through_fifty_steps(pipeline: Any, sampler: SamplerK
     assert latent.isfinite().all()
     assert 0.3 < latent.std() < 4
     assert latent.abs().max() < 15
-
-
-def test_the_prompt_changes_the_latent(pipeline: Any) -> None:
-    red, blue = (
-        pipeline(prompt, num_inference_steps=4, generator=_seeded(), output_type="latent").images
-        for prompt in ("a red star", "a blue ring")
-    )
-
-    assert (red - blue).abs().max() > 0.01, "far beyond the tolerance of the same image"
 
 
 def test_a_seed_repeats_every_byte_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
@@ -102,30 +82,6 @@ def test_a_seed_repeats_every_byte_and_another_seed_does_not(folder: Path, tmp_p
     assert _contents(tmp_path / "same") == _contents(folder)
     unet = "unet/diffusion_pytorch_model.safetensors"
     assert _contents(tmp_path / "other")[unet] != _contents(folder)[unet]
-
-
-def test_weights_are_safetensors_of_the_dtype(folder: Path, tmp_path: Path) -> None:
-    write_bench_model(tmp_path / "exact", dataclasses.replace(SMALL, dtype="float32"))
-
-    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".safetensors"}
-    assert _dtypes(folder) == {torch.float16}
-    assert _dtypes(tmp_path / "exact") == {torch.float32}
-
-
-def test_every_level_has_the_transformers_asked_for(tmp_path: Path) -> None:
-    shape = dataclasses.replace(SMALL, block_out_channels=(16, 32, 32), transformer_layers=(1, 3), latent_scale=8)
-    write_bench_model(tmp_path / "bench", shape)
-
-    model = load_model(tmp_path / "bench", name="b", device=torch.device("cpu"), dtype=torch.float32)
-    assert (model.latent_scale, model.defaults.width) == (8, 64)
-    kinds = [
-        (name.split(".attentions")[0], int(name.split("transformer_blocks.")[1]))
-        for name, module in model.backbone.unet.named_modules()
-        if type(module).__name__ == "BasicTransformerBlock"
-    ]
-
-    deepest = {name: max(depth for block, depth in kinds if block == name) + 1 for name, _ in kinds}
-    assert deepest == {"down_blocks.1": 1, "down_blocks.2": 3, "mid_block": 3, "up_blocks.0": 3, "up_blocks.1": 1}
 
 
 @pytest.mark.parametrize(
@@ -168,17 +124,6 @@ def test_only_an_empty_folder_is_filled_and_nothing_is_left_beside_it(tmp_path: 
     assert _contents(tmp_path / "bench") == before
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*args: object, **kwargs: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(StableDiffusionXLPipeline, "save_pretrained", no_space)
-    with pytest.raises(OSError, match="no space left"):
-        write_bench_model(tmp_path / "bench", SMALL)
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_command_takes_every_field_and_names_the_one_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,10 +152,6 @@ def _seeded() -> torch.Generator:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def _dtypes(folder: Path) -> set[torch.dtype]:
-    return {tensor.dtype for path in folder.rglob("*.safetensors") for tensor in load_file(path).values()}
 
 
 def _written(value: object) -> str:

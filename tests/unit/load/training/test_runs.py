@@ -65,27 +65,6 @@ def test_a_stage_that_others_trained_on_is_left_alone_or_refused(training: Train
         train("unet", replace(training, steps=3))
 
 
-@pytest.mark.slow
-def test_a_stage_that_others_trained_on_is_left_alone_or_refused_until_its_checkpoint_is_removed(
-    training: Training,
-) -> None:
-    train("text", training)
-    train("unet", training)
-    train("decoder", training)  # shares no network with them: they go on in any order
-    before = _weights(training.folder / "model")
-
-    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
-    with pytest.raises(ConfigError, match=r"unet trained on what it left.*\n.*training/text\.pt"):
-        train("text", replace(training, steps=2))
-    assert _weights(training.folder / "model") == before
-    assert train("unet", replace(training, steps=2)) == Outcome(stage="unet", steps=2)
-
-    (training.folder / "text.pt").unlink()
-    assert train("text", replace(training, steps=2)).steps == 2
-    with pytest.raises(ConfigError, match="text trained on what it left"):
-        train("unet", replace(training, steps=3))
-
-
 def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(training: Training) -> None:
     train("vision", training)
 
