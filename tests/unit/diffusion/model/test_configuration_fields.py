@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Network, stack
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.engine.reporting import LatentPreview
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import VaeSettings, make_decoder
@@ -450,8 +452,14 @@ def assert_tensors_are_known(part: str, config: Mapping[str, Any], network: nn.M
     assert dict(expected) == built_shapes
 
 
+def engine_of(model: Model) -> ManualEngine:
+    """Return an engine without a fitted preview, which would take longer than the picture and is not asked for."""
+    with patch.object(LatentPreview, "fit", lambda _: LatentPreview(torch.zeros(1, 3))):
+        return ManualEngine(make_engine(model, EngineLimits()))
+
+
 def assert_draws_as_stock(stock: Any, model: Model) -> None:
-    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=SPEC))
+    drawing = engine_of(model).draw(EngineOrder(key="it", spec=SPEC))
     assert_close(drawing.latents[0], latent_of(stock, SPEC, width=SPEC.width, height=SPEC.height))
 
 
@@ -472,7 +480,7 @@ def assert_predicts_as_stock(unet: UNet2DConditionModel) -> None:
 def assert_redraws_as_stock(stock: Any, model: Model) -> None:
     spec = replace(SPEC, strength=0.5)
     order = EngineOrder(key="it", spec=spec, image=torch.from_numpy(np.array(IMAGE)))
-    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(order)
+    drawing = engine_of(model).draw(order)
     pipeline = variant(stock, StableDiffusionXLImg2ImgPipeline)
     generator = torch.Generator().manual_seed(spec.seed)
     theirs = pipeline(**said(spec), image=IMAGE, strength=spec.strength, generator=generator)
@@ -482,7 +490,7 @@ def assert_redraws_as_stock(stock: Any, model: Model) -> None:
 def assert_edits_as_stock(stock: Any, model: Model) -> None:
     """An edit ends as the inpainting pipeline does; a VAE with statistics of its latents is refused for edits."""
     spec = replace(SPEC, strength=0.5)
-    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(edit_order(spec, IMAGE, MASK))
+    drawing = engine_of(model).draw(edit_order(spec, IMAGE, MASK))
     if model.vae.config.latents_mean is not None and model.vae.config.latents_std is not None:
         assert isinstance(drawing.error, FieldNotServed)
         assert "its VAE has latents_mean and latents_std" in drawing.error.message
@@ -604,7 +612,7 @@ def test_every_activation_of_a_text_encoder_is_one_of_transformers() -> None:
     ],
 )
 def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
-    tmp_path: Path, file: str, name: str, value: Any
+    tmp_path: Path, pair: Pair, file: str, name: str, value: Any
 ) -> None:
     folder = changed(tmp_path / "model", file, name, value)
     problems = check_model_folder(folder).problems
@@ -613,8 +621,9 @@ def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
         with pytest.raises(ConfigError, match=re.escape(problems[0])):
             load(folder)
         return
-    # Parts that only IP-Adapters use are not written here.
-    stock, model = load_stock(folder, image_encoder=None, feature_extractor=None), load(folder)
+    # Only IP-Adapters use the first two, which are not written here, and prompts need no UNet and no VAE.
+    absent = {"image_encoder": None, "feature_extractor": None}
+    stock, model = load_stock(folder, **absent, unet=pair.stock.unet, vae=pair.stock.vae), load(folder)
     for negative in (None, "", "a circle"):
         assert_encodes_as_stock(stock, model, negative)
 
