@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bottega.errors import ConfigError, NotFinite
+from bottega.errors import ConfigError
 from bottega.v1 import generation_pb2
 from load.replay.__main__ import run
 from load.replay.command_line import parse
@@ -89,30 +89,6 @@ async def test_the_requests_of_the_plan_arrive_as_planned_with_what_the_fleet_ha
     assert "TotalCount" in histogram.read_text()
 
 
-async def test_what_the_suite_does_not_answer_in_time_is_late_and_no_fault_of_the_run(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker.script.hold_at = 3
-    status, said, text = await replayed(house, capsys, "--deadline-s", "1", "--loras", "", "--controlnets", "")
-    worker.script.release.set()
-
-    assert (status, said["void"]) == (0, None), text
-    assert (said["answered"], said["failed"], said["unsent"]) == (0, 0, 0), text
-    assert said["late"] + said["refused"] == 18
-    assert said["late"] > 0
-    assert said["p50_s"] == pytest.approx(1.0, rel=0.01), "they took that at least"
-    assert "  ControlNets, the most popular first: none\n" in text
-
-
-async def test_what_the_worker_cannot_do_is_counted_by_its_error(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker.script.failure = NotFinite("the picture is not finite")
-    status, said, text = await replayed(house, capsys, "--minutes", "0.005")
-    assert (status, said["failed"], said["answered"]) == (0, 4, 0), text
-    assert "  4 failed: NotFinite\n" in text
-
-
 async def test_a_run_that_cannot_keep_its_rate_is_void_and_says_so(
     house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,13 +134,3 @@ async def test_what_cannot_begin_says_why(
     with pytest.raises(ConfigError, match=says):
         await replayed(house, capsys, *arguments)
     assert not worker.requests
-
-
-async def test_a_fleet_that_does_not_say_what_it_has_is_named(
-    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    elsewhere = ("--fleet-address", house.gateway.address)
-    with pytest.raises(ConfigError, match="give --fleet-address, or --controlnets and --loras, with '' for none"):
-        await replayed(house, capsys, *elsewhere)
-    status, _, _ = await replayed(house, capsys, *elsewhere, "--controlnets", "", "--loras", "")
-    assert status == 0

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-import numpy as np
 import PIL.Image
 import PIL.ImageFilter
 import pytest
 import torch
-from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes, random_layout, render
 from load.miniature.quality import (
     Clip,
-    clip_scores,
     frechet_distance,
-    load_clip,
     load_miniature,
     measure,
     perceptual_distances,
@@ -47,13 +41,6 @@ def test_ssim_of_two_greys_is_the_papers_luminance_term() -> None:
     assert ssim(_grey(100), _grey(150)) == pytest.approx((2 * 100 * 150 + c1) / (100**2 + 150**2 + c1))
 
 
-def test_ssim_of_a_checkerboard_and_its_opposite_is_negative() -> None:
-    board = np.indices((32, 32)).sum(axis=0) % 2 * 255
-    one, other = (PIL.Image.fromarray(values.astype(np.uint8)) for values in (board, 255 - board))
-
-    assert ssim(one, other) < -0.9
-
-
 def test_ssim_within_a_region_takes_the_windows_whose_centres_lie_there() -> None:
     """One half is lighter: windows that reach over the border see both."""
     one, other = _grey(100), _grey(100)
@@ -76,23 +63,10 @@ def test_ssim_within_refuses_a_region_without_windows_and_one_of_another_size() 
         ssim_within(_grey(1), _grey(2), corner[:16])
 
 
-def test_ssim_refuses_pictures_of_two_sizes() -> None:
-    with pytest.raises(ValueError, match="one size"):
-        ssim(_grey(1), _grey(1).resize((16, 16)))
-
-
 def test_frechet_distance_of_a_shifted_set_is_the_squared_shift() -> None:
     features = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
     assert frechet_distance(features, features + 0.5) == pytest.approx(8 * 0.5**2, rel=1e-4)
-
-
-def test_frechet_distance_of_a_scaled_set_is_known_too() -> None:
-    features = torch.randn(400, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    features -= features.mean(dim=0)
-
-    # Covariances S and 9 S: trace(S + 9 S - 2 * 3 S) = 4 trace(S).
-    assert frechet_distance(features, 3 * features) == pytest.approx(4 * float(torch.cov(features.T).trace()), rel=1e-6)
 
 
 def test_perceptual_distance_orders_pictures_as_eyes_do(clip: Clip) -> None:
@@ -108,17 +82,6 @@ def test_perceptual_distance_orders_pictures_as_eyes_do(clip: Clip) -> None:
     assert same < soft < other
 
 
-def test_clip_score_prefers_the_right_caption(clip: Clip) -> None:
-    scenes = held_out_scenes(60, things=1)
-    pictures, captions = _pictures(scenes), [caption(scene) for scene in scenes]
-
-    right = clip_scores(clip, pictures, captions)
-    wrong = clip_scores(clip, pictures, captions[1:] + captions[:1])
-
-    assert float((right > wrong).float().mean()) >= 0.95
-    assert 0 <= float(wrong.min()) <= float(right.max()) <= 100
-
-
 def test_measure_gives_all_figures_at_once(clip: Clip) -> None:
     scenes = held_out_scenes(80, things=1)
     pictures, captions = _pictures(scenes), [caption(scene) for scene in scenes]
@@ -131,27 +94,3 @@ def test_measure_gives_all_figures_at_once(clip: Clip) -> None:
     assert compared.ssim == pytest.approx(1.0)
     assert compared.frechet == pytest.approx(0.0, abs=1e-4)
     assert compared.perceptual == pytest.approx(0.0, abs=1e-6)
-
-
-def test_a_clip_of_transformers_is_taken_by_path(tmp_path: Path) -> None:
-    """Random weights: only that files, sizes and normalisation are read is looked at."""
-    torch.manual_seed(0)
-    text = CLIPTextConfig(
-        vocab_size=663, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=24, bos_token_id=661, eos_token_id=662, pad_token_id=662,
-    )  # fmt: skip
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
-    )
-    config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)
-    CLIPModel(config).save_pretrained(tmp_path, safe_serialization=True)
-    AutoTokenizer.from_pretrained(WEIGHTS / "tokenizer").save_pretrained(tmp_path)
-    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(tmp_path)
-
-    found = load_clip(tmp_path)
-    scenes = held_out_scenes(3, things=1)
-
-    assert found.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
-    assert found.embed_pictures(_pictures(scenes)).shape == (3, 16)
-    assert found.embed_texts([caption(scene) for scene in scenes]).shape == (3, 16)
-    assert clip_scores(found, _pictures(scenes), [caption(scene) for scene in scenes]).shape == (3,)

@@ -622,8 +622,9 @@ def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
             load(folder)
         return
     # Only IP-Adapters use the first two, which are not written here, and prompts need no UNet and no VAE.
-    absent = {"image_encoder": None, "feature_extractor": None}
-    stock, model = load_stock(folder, **absent, unet=pair.stock.unet, vae=pair.stock.vae), load(folder)
+    parts: dict[str, Any] = {"image_encoder": None, "feature_extractor": None}
+    parts |= {"unet": pair.stock.unet, "vae": pair.stock.vae}
+    stock, model = load_stock(folder, **parts), load(folder)
     for negative in (None, "", "a circle"):
         assert_encodes_as_stock(stock, model, negative)
 

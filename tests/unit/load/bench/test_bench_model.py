@@ -111,19 +111,6 @@ def test_a_shape_that_cannot_be_built_is_refused_by_its_field(field: str, value:
         dataclasses.replace(SMALL, **{field: value})  # type: ignore[arg-type]
 
 
-def test_only_an_empty_folder_is_filled_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "bench").mkdir()
-
-    write_bench_model(tmp_path / "bench", SMALL)
-
-    assert [path.name for path in tmp_path.iterdir()] == ["bench"]
-    before = _contents(tmp_path / "bench")
-    for taken in ("bench", "bench/model_index.json"):
-        with pytest.raises(FileExistsError, match=r"is there and not an empty folder"):
-            write_bench_model(tmp_path / taken, SMALL)
-    assert _contents(tmp_path / "bench") == before
-
-
 def test_the_command_takes_every_field_and_names_the_one_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

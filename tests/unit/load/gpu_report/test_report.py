@@ -11,17 +11,11 @@ import PIL.Image
 import pytest
 
 from load.gpu_report.__main__ import BARS, main
-from load.gpu_report.bars import draw_bars
 from load.gpu_report.figures import Figure
-from load.gpu_report.gpu_tests import figures_of as figures_of_tests
-from load.gpu_report.kernels import figures_of as figures_of_kernels
 from load.gpu_report.parts import PARTS, Part
 from load.gpu_report.results import Outcome
-from load.gpu_report.rig import Rig
-from load.gpu_report.size import FULL
 from load.gpu_report.table import json_of, table_of
 
-PART = Part(name="picture", question="How long?", measure="")
 GOOD = Figure(name="ratio", label="times as fast", value=1.5, unit="x", group="g", at_least=1.24)
 BAD = Figure(name="added_ms", label="added", value=31.0, unit="ms", group="g", at_most=20.0)
 NONE = Figure(name="psnr", label="off", value=math.nan, unit="dB", group="g", at_least=40.0)
@@ -51,38 +45,6 @@ def test_what_misses_what_was_wanted_is_said_in_table_and_json() -> None:
     assert said["left_out"] == {"loras": "PEFT is not installed"}
     assert said["failed"] == {"suite": "KeyError: 'x'"}
     assert said["not_run"] == ["edits"]
-
-
-def test_bars_are_as_long_as_their_figures_say() -> None:
-    half = Figure(name="b", label="b", value=0.75, unit="x", group="g")
-    image = draw_bars("title", "machine", [GOOD, half, NONE])
-    colours = [image.getpixel((x, y)) for y in range(image.height) for x in range(image.width)]
-    met, plain = (sum(colour == wanted for colour in colours) for wanted in ((58, 157, 93), (74, 144, 217)))
-    assert met / plain == pytest.approx(2.0, rel=0.05)
-
-
-def test_failed_tests_are_counted_from_pytests_report(capsys: pytest.CaptureFixture[str]) -> None:
-    report = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1">
-        <testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/></testcase>
-        </testsuite></testsuites>"""
-    figures = {each.name: each for each in figures_of_tests(Rig(size=FULL, device="cuda:0", folder=Path()), report)}
-    assert [figures[f"gpu_tests_{name}"].value for name in ("passed", "skipped", "failed")] == [2, 1, 2]
-    assert not figures["gpu_tests_failed"].met
-    assert capsys.readouterr().out == "FAILED a::bad\n"
-
-
-def test_a_kernel_far_from_float64_misses() -> None:
-    said = {
-        "name": "geglu 8 x 2560",
-        "kernel_us": 10.0,
-        "reference_us": 25.0,
-        "moved_bytes": 1_000_000,
-        "kernel_difference": 0.02,
-        "tolerance": 0.01,
-    }
-    speedup, off = figures_of_kernels(Rig(size=FULL, device="cuda:0", folder=Path()), [said])
-    assert (speedup.name, speedup.value, off.value, off.met) == ("kernel_geglu_8_x_2560", 2.5, 2.0, False)
-    assert "100 GB/s" in speedup.label
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from load.gpu_report.figures import Figure
 from load.gpu_report.part_process import run_part
-from load.gpu_report.parts import PARTS, Part
+from load.gpu_report.parts import Part
 from load.gpu_report.results import Outcome, Results
 from load.gpu_report.rig import LeftOutError, Rig
 from load.gpu_report.runner import PartProcesses, run_parts
@@ -46,20 +46,6 @@ def test_what_was_measured_before_is_not_measured_again_and_what_failed_is(tmp_p
     assert math.isnan(kept.figures[0].value)
 
 
-def test_figures_of_other_code_or_another_machine_do_not_count(tmp_path: Path) -> None:
-    Results(tmp_path, SETTING).put(outcome(FAST))
-    assert Results(tmp_path, SETTING).get("fast") is not None
-    assert Results(tmp_path, {**SETTING, "code": "2"}).get("fast") is None
-
-
-def test_a_file_that_was_cut_off_is_no_outcome(tmp_path: Path) -> None:
-    results = Results(tmp_path, SETTING)
-    results.put(outcome(FAST))
-    path = tmp_path / "fast.json"
-    path.write_text(path.read_text()[:40])
-    assert results.get("fast") is None
-
-
 def test_no_part_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
     said = list[str]()
     run_parts((FAST,), Results(tmp_path, SETTING), outcome, until_s=time.monotonic(), told=said.append)
@@ -84,11 +70,6 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_go_on(tm
     assert ended is not None
     assert (ended.status, ended.why) == ("failed", "its process ended with 3 and said nothing")
     wait_until(lambda: not psutil.pid_exists(int(pids.read_text())), "the child to end")
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_every_part_is_there(part: Part) -> None:
-    assert callable(part.load())
 
 
 def test_an_error_of_a_part_is_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from load.replay.driver import replay
-from load.replay.results import Answer, Outcome, Result, concluded, new_histogram, percentile_s, record_s
+from load.replay.results import Answer, Outcome, Result, concluded
 
 DEADLINE_S = 5.0
 
@@ -63,19 +63,6 @@ async def test_latencies_count_from_the_intended_time_where_the_driver_itself_wa
     assert run.achieved_rate == run.offered_rate / 2
     with pytest.raises(RuntimeError, match="void: 1 of 2"):
         run.took_s()
-
-
-async def test_a_request_goes_out_at_its_time_and_not_before() -> None:
-    sent_s: list[float] = []
-    began_s = asyncio.get_running_loop().time()
-
-    async def send(_: Request) -> Result:
-        sent_s.append(asyncio.get_running_loop().time() - began_s)
-        return Result()
-
-    await replay([Request(at_s=0.0), Request(at_s=0.05), Request(at_s=0.05)], send, deadline_s=DEADLINE_S)
-
-    assert sent_s[0] < 0.05 <= sent_s[1] <= sent_s[2]
 
 
 async def test_what_has_no_room_is_counted_and_makes_the_run_void() -> None:
@@ -177,24 +164,6 @@ def test_a_run_below_99_percent_of_the_offered_rate_is_void(unsent: int, void: b
     run = concluded(answers, deadline_s=DEADLINE_S, length_s=50.0)
     assert (run.void is not None) is void
     assert (run.offered_rate, run.achieved_rate) == pytest.approx((2.0, (100 - unsent) / 50))
-
-
-@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.FAILED, Outcome.LATE])
-def test_what_a_service_does_badly_voids_no_run(outcome: Outcome) -> None:
-    run = concluded([answer(number, outcome) for number in range(10)], deadline_s=DEADLINE_S, length_s=10.0)
-    assert run.void is None
-
-
-def test_a_histogram_is_exact_to_three_digits_up_to_an_hour() -> None:
-    histogram = new_histogram()
-    for seconds in (0.001, 0.0123, 1.5, 59.9, 3600.0):
-        record_s(histogram, seconds)
-    assert [percentile_s(histogram, share) for share in (20, 40, 60, 80, 100)] == pytest.approx(
-        [0.001, 0.0123, 1.5, 59.9, 3600.0], rel=1e-3
-    )
-    with pytest.raises(ValueError, match="more than the histogram's 3600 s"):
-        record_s(histogram, 1e5)
-    assert math.isnan(percentile_s(new_histogram(), 50))
 
 
 @pytest.mark.parametrize(

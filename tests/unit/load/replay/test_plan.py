@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,9 @@ import pytest
 
 from bottega.errors import ConfigError
 from load.replay.arrivals import ArrivalShape
-from load.replay.mask_ratios import PRODUCTION, TRY_ON
-from load.replay.mix import MIXES, AdapterShape, DrawShape, EditShape, Mix, load_mix
+from load.replay.mask_ratios import PRODUCTION
+from load.replay.mix import MIXES, AdapterShape, DrawShape, Mix, load_mix
 from load.replay.plan import plan
-from load.replay.prompt_stream import StreamShape
 from load.replay.requests import PlannedRequest
 from load.replay.trace_shape import CONTROLNETS_B, LORAS_A
 
@@ -44,11 +43,6 @@ def test_when_requests_come_changes_nothing_else_of_them() -> None:
     assert without_times(LONG) == without_times(fast) == without_times(bursty)
 
 
-def test_adapters_change_nothing_else_of_requests() -> None:
-    with_nets = plan(replace(LONG, controlnets=AdapterShape(names=NETS)), 1)
-    assert [replace(request, controlnets=()) for request in with_nets] == plan(LONG, 1)
-
-
 def test_seven_in_ten_are_edits_of_popular_templates_with_masks_as_large_as_in_production() -> None:
     requests = plan(LONG, 1)
     edits = of_kind(requests, "edit")
@@ -60,28 +54,6 @@ def test_seven_in_ten_are_edits_of_popular_templates_with_masks_as_large_as_in_p
     assert sum(templates[rank] for rank in range(10)) / len(edits) == pytest.approx(0.39, abs=0.04)
     drawn = of_kind(requests, "draw")
     assert {(request.template, request.mask_ratio) for request in drawn} == {(None, None)}
-
-
-def test_masks_come_from_the_data_sets_by_their_weights() -> None:
-    mix = replace(LONG, edits=EditShape(masks={"production": 1.0, "try-on": 3.0}))
-    ratios = [request.mask_ratio or 0.0 for request in of_kind(plan(mix, 1), "edit")]
-    assert sum(ratios) / len(ratios) == pytest.approx((PRODUCTION.mean + 3 * TRY_ON.mean) / 4, rel=0.05)
-
-
-def test_a_session_is_of_one_kind_and_edits_one_template() -> None:
-    sessions: dict[int, list[PlannedRequest]] = defaultdict(list)
-    for request in plan(LONG, 1):
-        sessions[request.session].append(request)
-    assert all(len({(each.kind, each.template) for each in session}) == 1 for session in sessions.values())
-    assert len(sessions) == pytest.approx(6000 / 3, rel=0.1), "three prompts each, on average"
-
-
-def test_steps_are_drawn_by_their_weights() -> None:
-    mix = replace(LONG, draws=DrawShape(steps={20: 3.0, 50: 1.0}, identical=0.0), edits=EditShape(steps={8: 1.0}))
-    requests = plan(mix, 1)
-    drawn = Counter(request.steps for request in of_kind(requests, "draw"))
-    assert drawn[20] / drawn.total() == pytest.approx(0.75, abs=0.04)
-    assert {request.steps for request in of_kind(requests, "edit")} == {8}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
@@ -107,24 +79,6 @@ def test_draws_use_controlnets_and_loras_as_the_trace_does_and_edits_none() -> N
     assert calls["net7"] < 0.5 * calls["net0"], "of the trace, 22 and 7 % of the calls"
     assert all(len(set(request.controlnets)) == len(request.controlnets) for request in drawn)
     assert {(request.controlnets, request.loras) for request in of_kind(requests, "edit")} == {((), ())}
-
-
-def test_of_edits_too_a_share_may_use_them() -> None:
-    some = AdapterShape(names=NETS, of_draws=0.0, of_edits=0.5)
-    requests = plan(replace(LONG, controlnets=some), 1)
-    assert not any(request.controlnets for request in of_kind(requests, "draw"))
-    edits = of_kind(requests, "edit")
-    wanted = 0.5 * (1 - CONTROLNETS_B.per_request[0])
-    assert sum(bool(request.controlnets) for request in edits) / len(edits) == pytest.approx(wanted, abs=0.03)
-
-
-def test_the_day_is_what_its_comments_say() -> None:
-    day = load_mix("day")
-    requests = plan(day, 1)
-    assert len(requests) == 2400
-    assert len(of_kind(requests, "edit")) / 2400 == pytest.approx(0.7, abs=0.03)
-    assert CONTROLNETS_B.top_share(len(day.controlnets.names)) == pytest.approx(0.94, abs=0.01)
-    assert len(day.arrivals.curve) == 24
 
 
 @pytest.mark.parametrize("path", sorted(MIXES.glob("*.toml")), ids=lambda path: path.stem)
@@ -153,18 +107,6 @@ def test_a_mix_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, says
         load_mix(str(path))
 
 
-def test_a_mix_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"there is no mix night: give one of .*day.*, or the path of a .toml file"):
-        load_mix("night")
-
-
-def test_a_trace_lies_beside_the_mix_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('rate_per_s = 1.0\n[arrivals]\ntrace = "mine.csv"\n', encoding="utf-8")
-    (tmp_path / "mine.csv").write_text("at_s\n0\n1\n3\n", encoding="utf-8")
-    requests = plan(load_mix(str(tmp_path / "mine.toml")), 1)
-    assert [request.at_s for request in requests] == pytest.approx([0.0, 2 / 3, 2.0])
-
-
 @pytest.mark.parametrize(
     ("mix", "says"),
     [
@@ -176,8 +118,3 @@ def test_a_trace_lies_beside_the_mix_that_names_it(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_made_is_refused(mix: Mix, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(mix, 1)
-
-
-def test_streams_of_prompts_are_those_of_the_mix() -> None:
-    alone = replace(LONG, prompts=StreamShape(topics=1, session=1.0, drift=0.0))
-    assert len({request.prompt for request in plan(alone, 1)}) == 2, "one topic for each kind"

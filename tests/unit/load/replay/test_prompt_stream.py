@@ -36,26 +36,6 @@ def test_topics_are_as_popular_as_their_ranks_say() -> None:
     assert [count / 20_000 for count in seen[:3]] == pytest.approx([1 / whole, 1 / 2 / whole, 1 / 3 / whole], rel=0.1)
 
 
-def test_popularity_drifts() -> None:
-    """Of the topics of the beginning few are left when as many new ones came, and none is as popular as it was."""
-    shape = StreamShape(users=1, session=1.0, topics=50, drift=0.05)
-    drawn = prompts(8000, shape, seed=4)
-    early, late = Counter(drawn[:1000]), Counter(drawn[-1000:])
-    assert sum(late[topic] for topic in early) < 400
-    ((favourite, _),) = early.most_common(1)
-    assert Counter(drawn[1000:2000])[favourite] > 50, "a popular topic sinks; it does not vanish"
-    steady = prompts(8000, one_user(session=1.0, topics=50), seed=4)
-    assert set(steady[-1000:]) <= set(steady)
-    assert sum(Counter(steady[-1000:])[topic] for topic in set(steady[:1000])) > 900
-
-
-def test_sessions_are_as_long_as_said_and_go_on_from_the_prompt_before() -> None:
-    shape = one_user(session=20.0, again=1.0, rephrased=0.0)
-    drawn = prompts(20_000, shape, seed=5)
-    changes = sum(before != after for before, after in pairwise(drawn))
-    assert changes / 20_000 == pytest.approx(1 / 20, rel=0.15)
-
-
 def test_a_refined_prompt_differs_in_one_part_and_a_rephrased_one_in_none() -> None:
     def most_changed(again: float, rephrased: float) -> list[int]:
         shape = one_user(session=1e9, again=again, rephrased=rephrased)
@@ -68,12 +48,3 @@ def test_a_refined_prompt_differs_in_one_part_and_a_rephrased_one_in_none() -> N
     refined = most_changed(0.0, 0.0)
     assert 1 in refined
     assert max(refined) <= 3, "two prompts that leave something out may lie between two that do not"
-
-
-def test_users_send_their_prompts_in_between_each_others() -> None:
-    def repeats(users: int) -> float:
-        drawn = prompts(3000, StreamShape(users=users, again=1.0, rephrased=0.0, session=50.0, drift=0.0), seed=7)
-        return sum(before == after for before, after in pairwise(drawn)) / 3000
-
-    assert repeats(1) > 0.9
-    assert repeats(50) < 0.2

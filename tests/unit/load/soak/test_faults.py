@@ -69,15 +69,6 @@ def test_each_is_told_played_and_counted_and_who_was_ended_is_started_again() ->
     assert told == list(islice(planned(Suite(), 0), len(told)))
 
 
-def test_from_a_time_on_they_are_those_of_the_beginning_again() -> None:
-    suite = Suite()
-    told: list[Fault] = []
-    with Faults(suite, seed=0, told=told.append, every_s=0.001, again_after_s=0.5):
-        suite.enough.wait(20.0)
-    first = list(islice(planned(Suite(), 0), len(told)))
-    assert any(told == [*first[:again], *first[: len(told) - again]] for again in range(1, len(told)))
-
-
 def test_a_service_that_does_not_come_back_ends_the_faults_and_is_said() -> None:
     suite = Suite(broken="all")
     with Faults(suite, seed=0, told=lambda fault: None, every_s=0.001) as faults:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -38,20 +37,6 @@ def test_the_level_is_that_after_the_first_tenth_and_is_compared_with_the_end() 
     assert found["memory_bytes"] == (10e6, 10.5e6)
     assert growth(found["memory_bytes"]) == pytest.approx(0.05)
     assert growth(found["descriptors"]) == growth(found["shared_bytes"]) == 0.0
-
-
-def test_services_that_were_just_started_again_hide_no_growth_and_make_none() -> None:
-    chance = random.Random(0)
-    dips = [10e6 if chance.random() > 0.2 else 4e6 for _ in range(100)]
-    assert growth(levels(samples(dips), LENGTH_S)["memory_bytes"]) == 0.0
-    leaking = [(1.0 + 0.0005 * place) * memory for place, memory in enumerate(dips)]
-    assert growth(levels(samples(leaking), LENGTH_S)["memory_bytes"]) > 0.02
-
-
-def test_what_was_nothing_has_grown_without_end() -> None:
-    assert growth((0.0, 0.0)) == 0.0
-    assert growth((0.0, 1.0)) == float("inf")
-    assert growth((4.0, 3.0)) == pytest.approx(-0.25)
 
 
 def test_a_run_that_was_too_short_says_nothing() -> None:

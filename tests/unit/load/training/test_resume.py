@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.miniature import WEIGHTS
 from load.miniature.training import loop
 from load.miniature.training.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
-from load.miniature.training.corpus import Corpus
-from load.miniature.training.loop import Budget, run
-from load.miniature.training.parts import load_parts
-from load.miniature.training.stages import build_stage
 from load.miniature.training.train import Training, train
 from tests.unit.load.training.conftest import every_stage
 
@@ -56,19 +51,6 @@ def test_a_stage_that_was_stopped_and_killed_goes_on_to_the_same_bits(
     assert left
     assert kept
     assert (left.step, _tensors(left.state)) == (kept.step, _tensors(kept.state))
-
-
-def test_the_vision_stage_leaves_text_encoders_that_were_trained_on_since(corpus: Corpus, tmp_path: Path) -> None:
-    run(build_stage("vision", load_parts(WEIGHTS), corpus, tmp_path, rows=2), Budget(steps=1), tmp_path)
-    parts = load_parts(WEIGHTS)
-    stage = build_stage("vision", parts, corpus, tmp_path, rows=2)
-    with torch.no_grad():
-        for parameter in parts["text_encoder"].parameters():
-            parameter.fill_(0.5)
-
-    run(stage, Budget(steps=2), tmp_path)
-
-    assert all(bool((parameter == 0.5).all()) for parameter in parts["text_encoder"].parameters())
 
 
 def _save_and_die(checkpoint: Checkpoint, name: str, folder: Path) -> None:

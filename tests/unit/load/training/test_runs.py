@@ -18,7 +18,7 @@ from load.miniature.training.lora import LORAS
 from load.miniature.training.model_folder import begin_model, replace_model
 from load.miniature.training.parts import NETWORKS, load_parts
 from load.miniature.training.stages import RECIPE
-from load.miniature.training.train import Outcome, Training, export, train, train_all
+from load.miniature.training.train import Outcome, Training, train, train_all
 
 
 def _weights(model: Path) -> dict[str, str]:
@@ -76,34 +76,6 @@ def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(tr
         train("decoder", replace(training, fresh=True))
 
 
-def test_random_weights_are_of_the_stages_network_or_of_all(training: Training, tmp_path: Path) -> None:
-    fresh = replace(training, fresh=True, minutes=0.0)
-    embedded = _weights(WEIGHTS)
-
-    train("vision", fresh)
-    assert _changed(embedded, _weights(training.folder / "model")) == {"clip_vision"}
-
-    everything = replace(fresh, folder=tmp_path / "other")
-    next(train_all(everything))
-    begun = _weights(everything.folder / "model")
-    assert _changed(embedded, begun) == set(NETWORKS)
-
-    next(train_all(replace(everything, fresh=False)))
-    assert _weights(everything.folder / "model")["unet"] == begun["unet"]
-
-
-def test_a_running_stage_can_be_exported_and_its_folder_stays_as_it_is(training: Training, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vision\.pt is not there"):
-        export("vision", training.folder, tmp_path / "out")
-    train("vision", replace(training, steps=2))
-    before = {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()}
-
-    assert export("vision", training.folder, tmp_path / "out") == 2
-
-    assert _weights(tmp_path / "out") == _weights(training.folder / "model")
-    assert {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()} == before
-
-
 def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "training"
     begin_model(folder, WEIGHTS, ("clip_vision",))
@@ -124,7 +96,3 @@ def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypat
     begin_model(folder, WEIGHTS)
 
     assert _weights(folder / "model") == before
-
-
-def _changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    return {name for name in before if before[name] != after[name]}

@@ -17,9 +17,7 @@ from load.miniature.training.attention import PlainAttention
 from load.miniature.training.controlnet import fresh_controlnet
 from load.miniature.training.corpus import Corpus, draw_corpus, encode
 from load.miniature.training.device import half_precision, pick_device
-from load.miniature.training.loop import Budget, run
-from load.miniature.training.noise import ErrorWeights, error_weight
-from load.miniature.training.parts import Parts, load_parts, save_parts
+from load.miniature.training.parts import Parts, load_parts
 from load.miniature.training.stages import CHANGED, FRESH, build_stage
 from load.miniature.training.train import Training, train
 from tests.unit.load.training.conftest import every_stage
@@ -59,24 +57,6 @@ def test_a_stage_learns_and_changes_nothing_else(name: str, corpus: Corpus, tmp_
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     learns = ("vae.decoder", "vae.post_quant_conv") if name == "decoder" else CHANGED[name]
     assert not [key for key in changed if not key.startswith(learns)]
-
-
-@pytest.mark.slow
-def test_the_whole_vae_leaves_latents_of_deviation_one(corpus: Corpus, tmp_path: Path) -> None:
-    parts = _worn("vae")
-    vae = parts["vae"]
-    stage = build_stage("vae", parts, corpus, tmp_path, rows=2)
-
-    run(stage, Budget(steps=STEPS), tmp_path)
-    stage.finish()
-
-    with torch.no_grad():
-        latent = vae.encode(corpus.pictures(torch.arange(len(corpus)))).latent_dist.mode()
-    assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
-    save_parts(parts, tmp_path / "model")
-    kept = load_parts(tmp_path / "model")["vae"]
-    assert "_name_or_path" not in (tmp_path / "model" / "vae" / "config.json").read_text()
-    assert kept.config.scaling_factor == vae.config.scaling_factor != load_parts(WEIGHTS)["vae"].config.scaling_factor
 
 
 def _plain_descent(parameters: Iterable[Any], **_: object) -> torch.optim.Optimizer:
@@ -129,13 +109,6 @@ def test_a_fresh_controlnet_is_the_unets_encoder_and_changes_nothing(told: dict[
     torch.manual_seed(0)
     stock = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 24, 32)).state_dict()
     assert all(torch.equal(stock[name], tensor) for name, tensor in net.state_dict().items())
-
-
-def test_noisy_steps_count_most_and_clean_ones_least() -> None:
-    weights = error_weight(torch.tensor([0.01, 0.3, 0.9, 0.999]), ErrorWeights())
-
-    assert weights.tolist() == sorted(weights.tolist(), reverse=True)
-    assert float(weights[0]) == ErrorWeights().loud_cap
 
 
 @pytest.mark.parametrize("half", [False, True])
