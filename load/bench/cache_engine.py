@@ -17,17 +17,17 @@ import PIL.Image
 import torch
 
 from bottega import kinds
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine.addon import EngineCachedStarts
+from bottega.addons.cache.engine.recorder import latents_in_order
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.cache.latent import RecordedLatent
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
-from bottega.diffusion.cached_starts.addon import EngineCachedStarts
-from bottega.diffusion.cached_starts.recorder import latents_in_order
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import CachedStart, ImageDrawn, JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES

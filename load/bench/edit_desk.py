@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bottega.diffusion.editing.addon import EngineEdits
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.masked import tokens
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.codec import edits
 from bottega.codec.pixels import MaskOrder, Overlay
-from bottega.diffusion.editing.addon import EngineEdits
-from bottega.diffusion.editing.masked import tokens
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder

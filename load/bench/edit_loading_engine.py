@@ -107,8 +107,8 @@ class EditLoading:
     def __init__(self, model: Path, store: str) -> None:
         import torch
 
-        from bottega.diffusion.editing.addon import EngineEdits
-        from bottega.diffusion.editing.recordings.memory import MemoryActivations
+        from bottega.addons.edits.engine.addon import EngineEdits
+        from bottega.addons.edits.engine.recordings.memory import MemoryActivations
         from bottega.diffusion.engine.engine import Engine
         from bottega.diffusion.engine.limits import EngineLimits
         from bottega.diffusion.model.model import load_model

@@ -72,7 +72,7 @@ class LoadedNetwork:
         return {"seconds": self._forward_s(ForwardAsk(**question))}
 
     def _forward_s(self, ask: ForwardAsk) -> float:
-        from bottega.diffusion.editing.activations import EditActivations
+        from bottega.addons.edits.engine.activations import EditActivations
         from bottega.diffusion.engine.denoiser import Denoiser
         from bottega.diffusion.engine.forward import Network
 
@@ -86,11 +86,11 @@ class LoadedNetwork:
         return denoiser.predict(rows).seconds
 
     def _recordings(self, ask: ForwardAsk) -> tuple[Denoiser, list[InMemory]]:
-        from bottega.diffusion.editing.activations import EditActivations
-        from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-        from bottega.diffusion.editing.masked.feature_maps import FullMaps
-        from bottega.diffusion.editing.masked.transformer import Caching
-        from bottega.diffusion.editing.sparse import SparseMaps
+        from bottega.addons.edits.engine.activations import EditActivations
+        from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+        from bottega.addons.edits.engine.masked.feature_maps import FullMaps
+        from bottega.addons.edits.engine.masked.transformer import Caching
+        from bottega.addons.edits.engine.sparse import SparseMaps
         from bottega.diffusion.engine.denoiser import Denoiser
         from bottega.diffusion.engine.forward import Network
 
@@ -165,7 +165,7 @@ def _computed(share: float) -> Tensor:
     """The map of latent elements that an edit with this mask computes."""
     import torch
 
-    from bottega.diffusion.editing.masked.tokens import dilate
+    from bottega.addons.edits.engine.masked.tokens import dilate
 
     pixels = SIZE // EDIT_SHAPE.sample_size
     mask = torch.from_numpy(square_mask(share) > 0)[::pixels, ::pixels]

@@ -71,8 +71,8 @@ def suite_side(model: Path) -> Draw:
     """All at once. Templates have been edited before: the first request for a set of shares does that, not timed."""
     import torch
 
-    from bottega.diffusion.editing.addon import EngineEdits
-    from bottega.diffusion.editing.recordings.memory import MemoryActivations
+    from bottega.addons.edits.engine.addon import EngineEdits
+    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
     from bottega.diffusion.engine.engine import Engine
     from bottega.diffusion.engine.events import JobFailed, JobFinished
     from bottega.diffusion.engine.job import EngineOrder

@@ -118,8 +118,8 @@ def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
     import torch
     from safetensors.torch import save_file
 
-    from bottega.diffusion.editing.addon import EngineEdits
-    from bottega.diffusion.editing.recordings.memory import MemoryActivations
+    from bottega.addons.edits.engine.addon import EngineEdits
+    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
     from bottega.diffusion.engine.engine import Engine
     from bottega.diffusion.engine.events import EditRecord, JobFailed, JobFinished, JobStarted
     from bottega.diffusion.engine.job import EngineOrder

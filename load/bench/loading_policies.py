@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bottega.diffusion.editing.loading.planner import EditReader, LoadPlanner, LoadPolicy, PlannedStep
-from bottega.diffusion.editing.loading.times import BlockTimes
-from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.addons.edits.engine.loading.planner import EditReader, LoadPlanner, LoadPolicy, PlannedStep
+from bottega.addons.edits.engine.loading.times import BlockTimes
+from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.planning import BlockCost, StepPlan
 from bottega.planning.block_loading import follow
 from load.bench.greedy_loading import decide_one_by_one

@@ -14,7 +14,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from bottega.diffusion.loras import UNET, Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.addons.loras.engine import UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.errors import DataLoss, LoraNotFound
 from bottega.lora import canonical
 from bottega.lora.canonical import CanonicalLora

@@ -81,10 +81,10 @@ def suite_side(model: Path) -> Answers:
     """Fetch, patch, restore; and pictures all at once, by an engine that gets its LoRAs from files."""
     import torch
 
+    from bottega.addons.loras.engine import LoraAtScale, LoraRef, LoraWeights
     from bottega.diffusion.engine.events import JobFailed
     from bottega.diffusion.engine.job import EngineOrder
     from bottega.diffusion.engine.limits import EngineLimits
-    from bottega.diffusion.loras import LoraAtScale, LoraRef, LoraWeights
     from bottega.diffusion.model.model import load_model
     from bottega.diffusion.spec import LoraSpec, ResolvedSpec
     from load.bench.local_loras import LocalLoras

@@ -24,9 +24,9 @@ import grpc
 import torch
 
 from bottega import kinds
-from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.step import MemoryStep
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.diffusion.rows import Half
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest, ListStoredTemplatesResponse
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub

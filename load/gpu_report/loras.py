@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
-from bottega.diffusion.loras import LoraAtScale, LoraRef
+from bottega.addons.loras.engine import LoraAtScale, LoraRef
 from load.bench.local_loras import LocalLoras
 from load.bench.lora_files import LoraFiles, random_lora
 from load.gpu_report.figures import Figure

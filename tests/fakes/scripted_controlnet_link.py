@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from google.protobuf import json_format
 
-from bottega.diffusion.controlnets.messages import (
+from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
     Refusal,
@@ -23,7 +23,7 @@ from bottega.diffusion.controlnets.messages import (
     refused_message,
     residuals_layout,
 )
-from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.diffusion.tensor_messages import tensor_at
 from bottega.errors import BottegaError, LinkError, PeerDead
 from bottega.rpc.status import to_job_error

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
-from bottega.diffusion.cached_starts.addon import EngineCachedStarts
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.step import LoadTime, MemoryStep, RecordedStep
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.step import LoadTime, MemoryStep, RecordedStep
 
 
 class StepElsewhere:

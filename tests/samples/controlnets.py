@@ -14,7 +14,7 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, UNet2DConditionModel
 from torch import Tensor
 
-from bottega.diffusion.controlnets import (
+from bottega.addons.controlnets.engine import (
     ControlLayout,
     ControlNetCache,
     ControlNetSource,

@@ -13,8 +13,8 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from torch import Tensor, nn
 
+from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.loras import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, Unavailable
 from bottega.miniature import WEIGHTS

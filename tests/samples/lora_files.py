@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bottega.diffusion.loras import LoraLayer
+from bottega.addons.loras.engine import LoraLayer
 from bottega.lora import canonical
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes

@@ -8,8 +8,8 @@ from typing import Any
 import PIL.Image
 from torch import Tensor
 
-from bottega.diffusion.editing.addon import EngineEdits
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.events import EditRecord

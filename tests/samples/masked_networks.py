@@ -10,11 +10,11 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from bottega.diffusion.editing.activations import EditActivations, KeptProjections
-from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.loras.engine.lora import UNET
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.forward import Network, stack
-from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.rows import Embeds, Factors, Half, LoraSet, Row
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets import LocalControlNets
-from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.addons.controlnets.engine import LocalControlNets
+from bottega.addons.controlnets.engine.provider import ControlHosts
 from bottega.diffusion.engine.events import JobAdvanced
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from bottega.diffusion.controlnets.addon import EngineControlNets
-from bottega.diffusion.controlnets.provider import ControlNetProvider
+from bottega.addons.controlnets.engine.addon import EngineControlNets
+from bottega.addons.controlnets.engine.provider import ControlNetProvider
+from bottega.addons.loras.engine import LoraSource, LoraWeights, SwapCosts
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.loras import LoraSource, LoraWeights, SwapCosts
-from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from bottega.addons.controlnets.engine.provider import ControlHosts, ControlServer
 from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.errors import Unavailable
 from bottega.rpc.links_config import DeviceLinksConfig
 from bottega.transport import Offer, ServiceOffer

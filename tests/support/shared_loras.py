@@ -170,7 +170,7 @@ class QueuedOffers(OffersAtOnce):
 def _serve() -> None:
     import torch
 
-    from bottega.diffusion.loras import LoraHandle, LoraRef
+    from bottega.addons.loras.engine import LoraHandle, LoraRef
     from bottega.transport import LinkCounters
     from bottega.v1.fleet_pb2 import ServiceAddress
     from bottega.worker.loras import LoraCache, LoraLinkSettings

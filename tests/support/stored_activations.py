@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
-from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.diffusion.rows import Half
 from bottega.sections import DrawnTensors
 from bottega.transport import LinkCounters

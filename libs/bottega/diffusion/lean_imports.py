@@ -15,9 +15,8 @@ def lean_imports() -> Iterator[None]:
     """Import torch, transformers and Diffusers in this context, before anything else in the process does.
 
     PEFT and SciPy cannot be imported from here on, even if they are installed: Diffusers imports them at once if it
-    finds them, which takes a second for each. The engine applies LoRAs itself (bottega.diffusion.loras), and serves no
-    sampler that needs SciPy. Source: the language reference, "The module cache": a module whose entry is None cannot be
-    found.
+    finds them, which takes a second for each. The engine applies LoRAs itself, and serves no sampler that needs SciPy.
+    Source: the language reference, "The module cache": a module whose entry is None cannot be found.
 
     The libraries' objects live as long as the process, so that they are exempt from later garbage collections. A
     collection of all of them takes a quarter of a second, in the middle of a step. Source: gc.freeze's documentation.

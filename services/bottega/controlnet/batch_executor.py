@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets import ControlRow, run_group
+from bottega.addons.controlnets.engine import ControlRow, run_group
 from bottega.diffusion.device.cpu import CpuDevice
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.memory_plan import MemoryPlan

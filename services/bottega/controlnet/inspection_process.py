@@ -74,7 +74,7 @@ def _answer(call: pb.ControlNetEngineHost) -> pb.ControlNetEngineHosted:
 def _inspect(call: pb.ControlNetEngineHost) -> None:
     import torch
 
-    from bottega.diffusion.controlnets import check_weights, find_controlnet
+    from bottega.addons.controlnets.engine import check_weights, find_controlnet
 
     root = Path(call.root) if call.root else None
     check_weights(find_controlnet(call.name, Path(call.folder), base=None, dtype=torch.float32, root=root))

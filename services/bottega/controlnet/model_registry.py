@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bottega import kinds
-from bottega.diffusion.controlnets import (
+from bottega.addons.controlnets.engine import (
     ControlLayout,
     ControlNetCache,
     ControlNetLease,

@@ -14,12 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
-from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
-from bottega.device_links import beside, keep_until_used
-from bottega.diffusion.controlnets import ControlNetLease, ControlRow, ControlSession, write_residuals
-from bottega.diffusion.controlnets.messages import (
+from bottega.addons.controlnets.engine import ControlNetLease, ControlRow, ControlSession, write_residuals
+from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
     Opening,
@@ -30,6 +26,10 @@ from bottega.diffusion.controlnets.messages import (
     refused_message,
     residuals_layout,
 )
+from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.controlnet.config import ControlNetEngineConfig
+from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
+from bottega.device_links import beside, keep_until_used
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_at
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge

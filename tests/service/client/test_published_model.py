@@ -97,7 +97,7 @@ def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Up, model: 
     assert "2 ControlNets of" in shown[-1]
 
 
-# One by one, they are read in every layout by tests/unit/diffusion/loras/test_layouts.py.
+# One by one, they are read in every layout by tests/unit/addons/loras/engine/test_layouts.py.
 @pytest.mark.parametrize(
     "loras",
     [[], *(pytest.param([name], marks=pytest.mark.slow) for name in LORAS), list(LORAS)],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from diffusers import ControlNetModel
 
-from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
+from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.diffusion.engine.events import PairRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits

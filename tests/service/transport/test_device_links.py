@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, read_step, residuals_layout, step_message
 from bottega.device_links import DeviceTensor, ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
 from bottega.device_links.ends import Inflow
-from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, read_step, residuals_layout, step_message
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.parallel.messages import RemoteNoise, noise_message, read_noise
 from bottega.diffusion.rows import Half

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine.messages import residuals_layout
 from bottega.device_links import device_links
-from bottega.diffusion.controlnets.messages import residuals_layout
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.errors import PeerDead
 from bottega.transport import Backend, Deadline, Layout, Link

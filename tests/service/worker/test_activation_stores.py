@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.editing.recordings.recording import Recording
-from bottega.diffusion.editing.recordings.source import TemplateQuery
-from bottega.diffusion.editing.recordings.step import RecordedStep
+from bottega.addons.edits.engine.recordings.recording import Recording
+from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.sections import messages
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
 from bottega.worker.activations.load_meter import LoadMeter

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.sections import messages
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
 from load.bench.throttle import Throttle

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bottega import kinds
-from bottega.diffusion.editing.addon import EngineEdits
-from bottega.diffusion.editing.loading.planner import LoadPlanner, LoadPolicy
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits

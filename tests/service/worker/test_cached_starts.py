@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.cache.engine.addon import EngineCachedStarts, JobCachedStarts
+from bottega.addons.loras.engine import UNET
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
-from bottega.diffusion.cached_starts.addon import EngineCachedStarts, JobCachedStarts
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.spans import TracedSpan
-from bottega.diffusion.loras import UNET
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone

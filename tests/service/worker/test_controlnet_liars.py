@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.controlnet import worker_link
-from bottega.diffusion.controlnets import ControlLayout
-from bottega.diffusion.controlnets.messages import (
+from bottega.addons.controlnets.engine import ControlLayout
+from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
     Opening,
@@ -24,7 +23,8 @@ from bottega.diffusion.controlnets.messages import (
     refused_message,
     step_message,
 )
-from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.controlnet import worker_link
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.tensor_messages import TensorMessage, message_of

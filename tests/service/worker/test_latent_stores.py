@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
 from bottega.latents import messages

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
 from bottega.rpc.links_config import LimitedLinksConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.transport import LinkCounters
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras import LoraCache, LoraLinkSettings

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bottega.diffusion.controlnets.messages import (
+from bottega.addons.controlnets.engine.messages import (
     ControlStep,
     StepEntry,
     residuals_layout,
 )
-from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.diffusion.rows import Half
 from bottega.diffusion.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable

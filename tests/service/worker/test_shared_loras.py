@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.errors import BadFrame, DataLoss
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind

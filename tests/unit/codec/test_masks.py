@@ -13,9 +13,9 @@ from diffusers.utils import load_image
 from numpy.typing import NDArray
 from PIL import Image
 
+from bottega.addons.edits.engine.masked.tokens import dilate
+from bottega.addons.edits.engine.masked.tokens import share as engine_share
 from bottega.codec import ImageSize, MaskOrder, masks
-from bottega.diffusion.editing.masked.tokens import dilate
-from bottega.diffusion.editing.masked.tokens import share as engine_share
 from bottega.errors import BadImage
 from tests.samples.edits import box_mask
 from tests.samples.hostile_images import saved

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine import ControlNetCache, ControlRow, ControlSession
+from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
-from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
-from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.device.cpu import CpuDevice, CpuEvent
 from bottega.diffusion.device.device import Event
 from bottega.diffusion.device.memory_plan import MemoryPlan

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine import ControlLayout, LoadedControlNet, base_layout
 from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
-from bottega.diffusion.controlnets import ControlLayout, LoadedControlNet, base_layout
 from bottega.errors import ControlNetUnusable
 from bottega.v1 import hosted_pb2
 from tests.samples.published import Layout, published_model

@@ -1,15 +1,6 @@
-"""What most tests of the engine draw with: a small model, one for each file, because LoRAs change its weights."""
+"""What most tests of the engine draw with: a small model."""
 
 from __future__ import annotations
 
-import pytest
-
-from bottega.diffusion.model.model import Model
-from tests.samples.small_model import small_model
-from tests.support.manual_engine import load
+from tests.support.model_fixture import model  # noqa: F401 - for every test here
 from tests.support.preview_fits import preview_fitted_once  # noqa: F401 - for every test here
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load(small_model())

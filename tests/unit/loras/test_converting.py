@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from bottega.diffusion.loras import has_mixed_alphas, left_out_by_stock
+from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
 from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import Base, BaseModule, read_base

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraRef
+from bottega.addons.loras.engine import LoraRef
 from bottega.errors import DataLoss
 from bottega.transport.memory.mappings import address
 from bottega.transport.memory.sealed_file import received_file

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput
+from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput
 from bottega.worker.controlnets import StalenessPolicy
 from tests.fakes.fake_time import FakeTime
 

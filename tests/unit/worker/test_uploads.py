@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 import torch
 
-from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.rows import Half
 from bottega.transport import Connection, Deadline, Layout, Link, WholeMessage, kind_of
 from bottega.v1.activations_pb2 import RecordingHeader

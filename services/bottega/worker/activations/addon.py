@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bottega import kinds
-from bottega.diffusion.editing.addon import EngineEdits
+from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.worker.activations.store_activations import ActivationSettings, StoreActivations
 from bottega.worker.activations.store_link import ActivationLinkSettings

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from bottega.diffusion.editing.recordings.keys import RecordingKey
-from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.keys import RecordingKey
+from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import TemplateQuestion
 from bottega.worker.activations.store_link import ActivationStoreLink

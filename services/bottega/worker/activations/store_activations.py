@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
-from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
-from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.recording import Recording
-from bottega.diffusion.editing.recordings.step import LoadTime
+from bottega.addons.edits.engine.recordings.recording import Recording
+from bottega.addons.edits.engine.recordings.step import LoadTime
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.errors import DataLoss
 from bottega.sections.section import OWNER_BYTES, SectionTensor, owner

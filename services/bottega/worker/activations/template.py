@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bottega import rules
-from bottega.diffusion.editing.recordings.keys import StepKey
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate
+from bottega.addons.edits.engine.recordings.keys import StepKey
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate
 from bottega.diffusion.rows import Half
 from bottega.sections import DrawnTensors, SectionLayout
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer

@@ -17,9 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.keys import StepKey
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
-from bottega.diffusion.editing.recordings.step import RecordedStep
+from bottega.addons.edits.engine.recordings.keys import StepKey
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.sections import DrawnTensors, SectionLayout, messages
 from bottega.sections.messages import CHUNK_BYTES, STORE_LIMITS
 from bottega.sections.pieces import SectionChunks

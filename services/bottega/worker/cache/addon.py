@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.diffusion.cached_starts.addon import EngineCachedStarts
+from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.worker.cache.latent_stores import LatentStores
 from bottega.worker.cache.store_link import CacheLinkSettings
 from bottega.worker.engine.addons import EngineAddOnContext

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
-from bottega.diffusion.cached_starts.recorder import latents_in_order
+from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.engine.recorder import latents_in_order
 from bottega.diffusion.model.samplers import KARRAS
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES, tensor_at

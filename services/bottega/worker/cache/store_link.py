@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.diffusion.cached_starts import LatentQuestion
+from bottega.addons.cache.engine import LatentQuestion
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.latents.messages import CacheMessageKind, starts_message
 from bottega.transport import (

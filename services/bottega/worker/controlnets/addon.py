@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bottega import kinds
-from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets, base_layout, find_controlnet
-from bottega.diffusion.controlnets.addon import EngineControlNets
+from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets, base_layout, find_controlnet
+from bottega.addons.controlnets.engine.addon import EngineControlNets
 from bottega.diffusion.model.model import Model
 from bottega.model_files.digest import controlnet_digest
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
-from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, residuals_layout
-from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
+from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row

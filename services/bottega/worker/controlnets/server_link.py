@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bottega import kinds
-from bottega.diffusion.controlnets.messages import ControlMessageKind, ControlStep, read_refusal, step_message
-from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.addons.controlnets.engine.messages import ControlMessageKind, ControlStep, read_refusal, step_message
+from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
 from bottega.rpc.status import from_job_error, job_error_from_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from bottega.diffusion.controlnets.provider import ControlCall, ControlInput, ControlRecord, ControlServer
+from bottega.addons.controlnets.engine.provider import ControlCall, ControlInput, ControlRecord, ControlServer
 from bottega.diffusion.engine.spans import MAX_SPANS
 from bottega.diffusion.rows import Half, Row
 from bottega.errors import BottegaError

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
-from bottega.diffusion.controlnets.messages import Opening, SessionSpec, open_message
-from bottega.diffusion.controlnets.provider import ControlInput, ControlServer
+from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
+from bottega.addons.controlnets.engine.messages import Opening, SessionSpec, open_message
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlServer
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
 from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets import base_layout
-from bottega.diffusion.editing.addon import EngineEdits
+from bottega.addons.controlnets.engine import base_layout
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     CachedStart,
@@ -29,7 +30,6 @@ from bottega.diffusion.engine.events import (
 )
 from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError, MethodNotServed
 from bottega.latents import format_start

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.diffusion.controlnets.hosts import read_hosts
-from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.addons.controlnets.engine.hosts import read_hosts
+from bottega.addons.controlnets.engine.provider import ControlHosts
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind

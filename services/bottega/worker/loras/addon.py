@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bottega import kinds
-from bottega.diffusion.loras.addon import EngineLoras
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
 from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras.cache import LoraCache

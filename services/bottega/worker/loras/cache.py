@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.caching import LruCache
-from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.fleet_pb2 import ServiceAddress

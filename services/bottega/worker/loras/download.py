@@ -16,10 +16,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef
 from bottega.diffusion.device.loading import load_bytes
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module

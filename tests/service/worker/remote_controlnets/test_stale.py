@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets import LocalControlNets
-from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.addons.controlnets.engine import LocalControlNets
+from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits

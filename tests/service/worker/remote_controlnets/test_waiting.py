@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bottega.addons.controlnets.engine import LocalControlNets
+from bottega.addons.controlnets.engine.messages import ControlMessageKind
+from bottega.addons.controlnets.engine.provider import ControlHosts, ControlServer
 from bottega.controlnet import model_registry, worker_link
-from bottega.diffusion.controlnets import LocalControlNets
-from bottega.diffusion.controlnets.messages import ControlMessageKind
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.diffusion.engine.events import JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits

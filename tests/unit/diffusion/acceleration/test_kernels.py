@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.loras.engine import UNET, LoraSet, Patcher
 from bottega.diffusion.acceleration.acceleration import Acceleration
 from bottega.diffusion.acceleration.kernels.layers import Geglu, GroupNormSilu
 from bottega.diffusion.acceleration.kernels.operations import (
@@ -22,12 +25,9 @@ from bottega.diffusion.acceleration.kernels.operations import (
 )
 from bottega.diffusion.acceleration.probes import step_probe
 from bottega.diffusion.acceleration.registry import all_accelerations
-from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.forward import Network
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
-from bottega.diffusion.loras import UNET, LoraSet, Patcher
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerKind
 from bottega.diffusion.operations import EulerStep, GuidedEuler, Operations

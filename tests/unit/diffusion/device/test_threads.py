@@ -13,8 +13,8 @@ _BEGIN = """
 import json, os, threading, torch
 from torch import nn
 from bottega.diffusion.device.threads import compute_with
-from bottega.diffusion.loras.lora import UNET
-from bottega.diffusion.loras.patching import Patcher
+from bottega.addons.loras.engine.lora import UNET
+from bottega.addons.loras.engine.patching import Patcher
 from bottega.diffusion.rows import Factors, LoraSet
 
 def native_threads():

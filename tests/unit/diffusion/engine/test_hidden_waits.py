@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.diffusion.controlnets import LocalControlNets
+from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.diffusion.engine.events import JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model

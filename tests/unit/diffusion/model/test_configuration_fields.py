@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from transformers.activations import ACT2FN
 
-from bottega.diffusion.controlnets import base_layout
-from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-from bottega.diffusion.editing.masked.support import unsupported
-from bottega.diffusion.editing.masked.work import blocks_of
-from bottega.diffusion.editing.sparse.maps import SparseMaps
+from bottega.addons.controlnets.engine import base_layout
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.work import blocks_of
+from bottega.addons.edits.engine.sparse.maps import SparseMaps
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Network, stack

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.controlnets.addon import RemoteControls, controls_part, read_controls
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
+from bottega.addons.controlnets.engine.addon import RemoteControls, controls_part, read_controls
+from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
+from bottega.addons.loras.engine.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, LoraSet, Row
 from bottega.diffusion.spec import LoraSpec

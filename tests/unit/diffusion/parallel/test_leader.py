@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.editing.activations import EditActivations
+from bottega.addons.edits.engine.activations import EditActivations
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from bottega.addons.edits.engine.masked.packing import pack_rows
+from bottega.addons.edits.engine.masked.support import unsupported as cannot_mask
+from bottega.addons.edits.engine.masked.tokens import MaskTokens
+from bottega.addons.edits.engine.sparse.pieces import Tiles
+from bottega.addons.edits.engine.sparse.rectangles import Rectangle
+from bottega.addons.loras.engine.lora import UNET
+from bottega.addons.loras.engine.patching import Patcher, as_matrix, down_matrix
 from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.acceleration.kernels.availability import unavailable
-from bottega.diffusion.editing.masked.packing import pack_rows
-from bottega.diffusion.editing.masked.support import unsupported as cannot_mask
-from bottega.diffusion.editing.masked.tokens import MaskTokens
-from bottega.diffusion.editing.sparse.pieces import Tiles
-from bottega.diffusion.editing.sparse.rectangles import Rectangle
-from bottega.diffusion.loras.lora import UNET
-from bottega.diffusion.loras.patching import Patcher, as_matrix, down_matrix
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.operations import EulerStep, Operations, WeightSum
 from bottega.diffusion.rows import Factors, LoraSet

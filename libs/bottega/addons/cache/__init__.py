@@ -1,0 +1,1 @@
+"""Pictures that start from cached latents of similar prompts."""

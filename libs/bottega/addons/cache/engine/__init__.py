@@ -1,0 +1,7 @@
+"""Pictures that start from the latents of similar prompts' pictures. Source: Nirvana (NSDI'24)."""
+
+from bottega.addons.cache.engine.key import start_key
+from bottega.addons.cache.engine.recorder import JobRecording
+from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, LatentSource
+
+__all__ = ["LatentReply", "LatentQuestion", "LatentSource", "JobRecording", "start_key"]

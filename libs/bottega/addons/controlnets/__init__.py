@@ -1,0 +1,1 @@
+"""ControlNets: networks that steer a picture by an image of edges, depth or the like."""

@@ -1,0 +1,36 @@
+"""ControlNets: finding, loading and caching them, and the sessions that compute residuals with them.
+
+Both a server's engine and a worker that works alone use this package.
+"""
+
+from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
+from bottega.addons.controlnets.engine.group import ControlRow, run_group, write_residuals
+from bottega.addons.controlnets.engine.local import LocalControlNets
+from bottega.addons.controlnets.engine.network import (
+    ControlNetSource,
+    LoadedControlNet,
+    check_weights,
+    find_controlnet,
+    load_controlnet,
+)
+from bottega.addons.controlnets.engine.session import ControlSession, process_image
+from bottega.model_files.controlnet_layout import ControlLayout, base_layout, read_base_layout
+
+__all__ = [
+    "ControlLayout",
+    "LoadedControlNet",
+    "ControlNetCache",
+    "ControlNetSource",
+    "ControlRow",
+    "ControlSession",
+    "ControlNetLease",
+    "LocalControlNets",
+    "base_layout",
+    "check_weights",
+    "find_controlnet",
+    "load_controlnet",
+    "process_image",
+    "read_base_layout",
+    "run_group",
+    "write_residuals",
+]

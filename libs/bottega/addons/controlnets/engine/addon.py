@@ -1,0 +1,360 @@
+"""ControlNets as an add-on of the engine: a job's sessions begin when its prompt is encoded, and end with the job.
+
+A provider holds the sessions. The forward adds the residuals. If the other worker of a pair computes rows of the job, a
+message tells it which ControlNets they use; messages are checked here, and raise ValueError if they break a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field, TypeAdapter
+from torch import Tensor
+
+from bottega import kinds, rules
+from bottega.addons.controlnets.engine.hosts import HOSTS_FIELD, read_hosts
+from bottega.addons.controlnets.engine.provider import (
+    ControlHosts,
+    ControlInput,
+    ControlNetProvider,
+    ControlRecord,
+    ControlServer,
+)
+from bottega.addons.controlnets.engine.similarity import MeasuredControlNets
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.events import ControlUse, EngineRecord
+from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.request import ActiveControl, Request
+from bottega.diffusion.engine.residuals import ResidualProvider
+from bottega.diffusion.engine.spans import TracedSpan
+from bottega.diffusion.parallel.offload import OffloadedPart
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.spec import ControlSpec, ResolvedSpec
+from bottega.errors import InternalError, Unavailable, Violation
+from bottega.fair_order import Share
+
+# Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
+_MAX_SERVERS = 8
+_MAX_CONTROLS = 8
+# Name of the stage of waiting for ControlNets, before the first step and in steps.
+CONTROLNETS = "controlnets"
+# How long a job waits for its ControlNets. The largest in use has 5 GB, a minute's reading from a slow disk, and
+# another one may have to be loaded first.
+OPENING_TIMEOUT_S = 120.0
+
+
+class EngineControlNets(EngineAddOn):
+    """The add-on that gives jobs their ControlNets.
+
+    Args:
+        provider: Holds the sessions; None if this worker has no ControlNets.
+    """
+
+    kind = kinds.CONTROLNET
+
+    def __init__(self, provider: ControlNetProvider | None) -> None:
+        self._provider = MeasuredControlNets(provider) if provider is not None else None
+
+    @property
+    def residuals(self) -> ResidualProvider | None:
+        return self._provider
+
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        """Open sessions of this worker with the same ControlNets."""
+        if self._provider is None:
+            raise Unavailable("this worker has no ControlNets")
+        return RemoteControls(self._provider, read_controls(part, halves))
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Return the sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
+        return JobControlNets(self._provider, order) if order.spec.controlnets else None
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Wait until one of the sessions has opened or failed, or until the timeout."""
+        handles = [handle for part in parts if isinstance(part, JobControlNets) for handle in part.handles]
+        if handles and self._provider is not None:
+            self._provider.settle(handles, timeout_s)
+
+
+class JobControlNets(JobAddOn):
+    """The sessions of one job.
+
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. `_places` are the
+    positions of their ControlNets in the spec. A ControlNet that a resumed job no longer needs has no session.
+    """
+
+    def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
+        self.active: tuple[ActiveControl, ...] = ()
+        self.begun: tuple[ControlInput, ...] = ()
+        self._provider = provider
+        self._order = order
+        self._hosts = read_hosts(order.addons.get(kinds.CONTROLNET, b""))
+        if self._hosts and len(self._hosts) != len(order.spec.controlnets):
+            rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
+        self._requests: Sequence[Request] = ()
+        self._places: tuple[int, ...] = ()
+        self._records: tuple[ControlRecord, ...] | None = None
+        self._waiting_since_s: float | None = None
+        self._waited_s = 0.0
+        self._encoder_s = 0.0
+        self._openings: list[TracedSpan] = []
+
+    @property
+    def handles(self) -> list[Hashable]:
+        """The provider's handles of the sessions."""
+        return [control.handle for control in self.active]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the job waits for a session to open."""
+        return self._waiting_since_s is not None
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
+        self._requests = job.requests
+        self.begin(conditions, from_step=min(request.step for request in job.requests))
+        self._waiting_since_s = now_s
+        for request in job.requests:
+            request.controls = self.active
+
+    def begin(self, conditions: Conditions, *, from_step: int) -> None:
+        """Begin the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
+        spec, images = self._order.spec, self._order.control_images
+        if len(images) != len(spec.controlnets):
+            raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
+        spans = [spec.control_steps(control) for control in spec.controlnets]
+        self._places = tuple(place for place, (_, last) in enumerate(spans) if last > from_step)
+        if not self._places:
+            return
+        if self._provider is None:
+            raise Unavailable("this worker has no ControlNets")
+        self.begun = tuple(self._input(place, conditions) for place in self._places)
+        handles = self._provider.open(self.begun)
+        self.active = tuple(
+            ActiveControl(handle=handle, first=spans[place][0], last=spans[place][1], halves=frozenset(control.halves))
+            for place, handle, control in zip(self._places, handles, self.begun, strict=True)
+        )
+
+    def update(self, now_s: float) -> None:
+        """Check whether the job has to wait for its sessions.
+
+        A job begins when its sessions are open. If a server dies during a step that needs it, the job waits again: the
+        next server may have to load the ControlNet first, and other jobs must not wait for that.
+        """
+        if self._opened():
+            if self._waiting_since_s is not None:
+                waited_s = now_s - self._waiting_since_s
+                self._waited_s += waited_s
+                self._openings.append(
+                    TracedSpan(
+                        name="waiting for sessions", track="waits", begin_s=self._waiting_since_s, seconds=waited_s
+                    )
+                )
+                self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            if any(self._needed(request.step) for request in self._requests):
+                self._waiting_since_s = now_s
+        elif now_s - self._waiting_since_s > OPENING_TIMEOUT_S:
+            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+        step = min(request.step for request in self._requests)
+        if all(control.last <= step for control in self.active):
+            self.close()  # before the job's end, because other jobs may wait for the room
+
+    def blocks(self, request: Request) -> bool:
+        """Return whether the request has to wait. All requests of a job wait together."""
+        return self.waiting
+
+    def after_forward(self, prediction: Prediction) -> float:
+        """Add the forward's wait for residuals to this job's, and return it.
+
+        It counts for every job with sessions in it.
+        """
+        if not self.active:
+            return 0.0
+        self._waited_s += prediction.waited_s
+        self._encoder_s += prediction.encoder_s
+        return prediction.waited_s
+
+    def offload(self) -> OffloadedPart | None:
+        """Return what the other worker needs to open sessions with the same ControlNets."""
+        return controls_part(self.begun) if self.begun else None
+
+    def active_in(self, row: Row) -> int:
+        """Return a mask with one bit for each session that is active in the row."""
+        return sum(1 << place for place, handle in enumerate(self.handles) if handle in row.controls)
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """Yield the waits for its sessions, and the calls of servers. Each ControlNet has a track."""
+        yield from self._openings
+        for place, record in zip(self._places, self._records or (), strict=False):
+            track = f"ControlNet {self._order.spec.controlnets[place].name}"
+            for call in record.calls:
+                yield TracedSpan(
+                    name=f"residuals of step {call.step}",
+                    track=track,
+                    begin_s=call.began_s,
+                    seconds=call.seconds,
+                    service=call.server,
+                )
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """Add the use of each ControlNet to the record, in the spec's order, including those that took no part."""
+        spec = self._order.spec
+        records = dict(zip(self._places, self._records or (), strict=False))
+        uses = tuple(
+            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
+        )
+        return replace(
+            record,
+            seconds={**record.seconds, CONTROLNETS: self._waited_s},
+            encoder_s=self._encoder_s,
+            controlnets=uses,
+            exact=record.exact and not any(use.stale_steps for use in uses),
+        )
+
+    def close(self) -> None:
+        """End the sessions."""
+        if self._provider is not None and self.active and self._records is None:
+            self._records = self._provider.close(self.handles)
+
+    def _opened(self) -> bool:
+        """Return whether every session can be asked. Raises the BottegaError of a failed session."""
+        if self._provider is None or not self.active or self._records is not None:
+            return True
+        return self._provider.opened(self.handles)
+
+    def _needed(self, step: int) -> bool:
+        return any(control.first <= step < control.last for control in self.active)
+
+    def _input(self, place: int, conditions: Conditions) -> ControlInput:
+        order, spec = self._order, self._order.spec
+        control = spec.controlnets[place]
+        halves = {Half.CONDITIONAL: conditions.conditional}
+        if conditions.unconditional is not None and not control.guess_mode:
+            halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
+        return ControlInput(
+            name=control.name,
+            image=order.control_images[place],
+            height=spec.height,
+            width=spec.width,
+            halves=halves,
+            scale=control.controlnet_conditioning_scale,
+            guess_mode=control.guess_mode,
+            hosts=self._hosts[place] if self._hosts else ControlHosts(),
+            may_be_stale=spec.stale_residuals and not control.measured,
+            measured=control.measured,
+            share=order.share,
+        )
+
+
+def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> ControlUse:
+    begin, end = spec.control_steps(control)
+    return ControlUse(
+        name=control.name,
+        image_digest=control.image_digest,
+        begin_step=begin,
+        end_step=end,
+        scale=control.controlnet_conditioning_scale,
+        digest=control.digest,
+        waited_s=record.waited_s,
+        stale_steps=record.stale_steps,
+        pipelined=record.pipelined,
+        servers=record.servers,
+        similarity=record.similarity,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Control:
+    """A ControlNet of a job, without its image and conditions. See ControlInput.
+
+    It does not say whether residuals may be stale: a follower always waits for its own, which is exact.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    height: Annotated[int, Field(ge=1, le=1 << 14)]
+    width: Annotated[int, Field(ge=1, le=1 << 14)]
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+    guess_mode: bool
+    digest: Annotated[str, Field(max_length=128)]
+    servers: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MAX_SERVERS)]
+    tenant: Annotated[str, Field(max_length=200)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_CONTROLS)])
+
+
+class RemoteControls:
+    """Sessions of this engine with the ControlNets of a job of the other worker. A RemoteAddOn."""
+
+    def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
+        self._provider = provider
+        self._handles = provider.open(controls)
+
+    def ready(self, now_s: float) -> bool:
+        return self._provider.opened(self._handles)
+
+    def activate(self, row: Row, active: int) -> Row:
+        if active >> len(self._handles):
+            raise ValueError("a row has a ControlNet that its job does not have")
+        return replace(row, controls=tuple(handle for place, handle in enumerate(self._handles) if active >> place & 1))
+
+    def close(self) -> None:
+        self._provider.close(self._handles)
+
+
+def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
+    """Return the message about these controls for the other worker."""
+    messages = tuple(
+        _Control(
+            name=control.name,
+            height=control.height,
+            width=control.width,
+            halves=tuple(control.halves),
+            scale=control.scale,
+            guess_mode=control.guess_mode,
+            digest=control.hosts.digest,
+            servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MAX_SERVERS]),
+            tenant=control.share.tenant,
+            weight=control.share.weight,
+        )
+        for control in controls
+    )
+    images = {str(place): control.image for place, control in enumerate(controls)}
+    return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
+
+
+def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[ControlInput, ...]:
+    """Return the controls of a message.
+
+    Args:
+        halves: The job's conditions.
+    """
+    messages = _CONTROLS.validate_json(part.header)
+    return tuple(_control(message, part.tensors.get(str(place)), halves) for place, message in enumerate(messages))
+
+
+def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embeds]) -> ControlInput:
+    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+        raise ValueError(f"the image of ControlNet {message.name} is not uint8 [height, width, 3]")
+    if not set(message.halves) <= set(halves):
+        raise ValueError(f"ControlNet {message.name} controls a half whose conditions are not there")
+    servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
+    return ControlInput(
+        name=message.name,
+        image=image,
+        height=message.height,
+        width=message.width,
+        halves={half: halves[half] for half in message.halves},
+        scale=message.scale,
+        guess_mode=message.guess_mode,
+        hosts=ControlHosts(digest=message.digest, servers=servers),
+        share=Share(tenant=message.tenant, weight=message.weight),
+    )

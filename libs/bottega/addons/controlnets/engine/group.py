@@ -1,0 +1,66 @@
+"""One forward of a ControlNet over rows of any of its sessions, and the scaling of its residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.addons.controlnets.engine.session import ControlSession
+from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.model.backbone import Inputs
+from bottega.diffusion.rows import Half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlRow:
+    """A half of a session at one step."""
+
+    session: ControlSession
+    half: Half
+    sample: Tensor
+    """The scaled latent, [channels, height, width]."""
+    timestep: Tensor
+    """A scalar."""
+
+
+@torch.inference_mode()
+def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor]:
+    """Return the residuals of rows that share ControlNet, shape and number of tokens, at scale 1.
+
+    Args:
+        fixed_rows: Pads the forward to this many rows, for results that are equal byte for byte; 0 is off.
+
+    Returns:
+        One tensor for each point, [rows, channels, height, width], with the padding's rows.
+    """
+    net = rows[0].session.net
+    group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
+    embeds = [row.session.halves[row.half] for row in group]
+    to_device = open_device(net.device).to_device
+    inputs = Inputs(
+        sample=to_device(torch.stack([row.sample for row in group]), net.dtype),
+        timestep=to_device(torch.stack([row.timestep.float() for row in group])),
+        prompt_embeds=torch.stack([row_embeds.prompt for row_embeds in embeds]),
+        pooled_embeds=torch.stack([row_embeds.pooled for row_embeds in embeds]),
+        time_ids=torch.stack([row_embeds.time_ids for row_embeds in embeds]),
+    )
+    embedded = torch.stack([row.session.embedded(len(group)) for row in group])
+    return net.residuals(inputs, embedded)
+
+
+@torch.inference_mode()
+def write_residuals(
+    residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]
+) -> Iterator[int]:
+    """Scale the results of run_group and write them; yield each point when all rows have it, deepest first.
+
+    Args:
+        slots: Targets by row and point, [channels, height, width], on the ControlNet's device.
+    """
+    for point in reversed(range(len(residuals))):
+        for index, row in enumerate(rows):
+            torch.mul(residuals[point][index], row.session.scales[point], out=slots[index][point])
+        yield point

@@ -1,0 +1,152 @@
+"""ControlNets in the engine's own process, for a worker without a server, or as the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+
+from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
+from bottega.addons.controlnets.engine.group import ControlRow, run_group, write_residuals
+from bottega.addons.controlnets.engine.network import LoadedControlNet
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.engine.session import ControlSession
+from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.device.span import Span, SpanSum
+from bottega.diffusion.rows import Row
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _LocalSession:
+    """A session of a request with one ControlNet. It is its own handle."""
+
+    control: ControlInput
+    lease: ControlNetLease
+    place: int
+    """Place of the ControlNet in the request's lease."""
+    session: ControlSession | None = None
+    waited_s: float = 0.0
+    """Time that forwards waited for the ControlNet to be loaded."""
+    computed: SpanSum = field(default_factory=SpanSum)
+    """Time of its forwards."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its ControlNet could not be loaded."""
+        return self.lease.values.done() and self.lease.values.exception() is not None
+
+
+class LocalControlNets:
+    """A ControlNetProvider that runs the ControlNets of a cache in the calling thread.
+
+    Args:
+        digests: Digests of its ControlNets, by name.
+        fixed_rows: Pads every forward to this many rows, so that images are equal byte for byte whatever runs beside
+            them; 0 is off.
+    """
+
+    def __init__(
+        self, cache: ControlNetCache, *, digests: Mapping[str, str] | None = None, fixed_rows: int = 0
+    ) -> None:
+        self.digests = dict(digests or {})
+        self._cache = cache
+        self._fixed_rows = fixed_rows
+        self._rows: list[Row] = []
+        self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
+
+    def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
+        lease = self._cache.borrow([control.name for control in controls])
+        return tuple(_LocalSession(control=control, lease=lease, place=place) for place, control in enumerate(controls))
+
+    def opened(self, handles: Sequence[Hashable]) -> bool:
+        return all(self._session(_local_session(handle)) is not None for handle in handles)
+
+    def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
+        wait(_pending(handles), timeout_s, FIRST_COMPLETED)
+
+    def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
+        sessions = [_local_session(handle) for handle in handles]
+        for local in sessions:
+            self._cache.give_back(local.lease)
+            local.session = None
+        self._rows, self._answers = [], {}  # otherwise they would keep a ControlNet that the cache evicts
+        return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
+
+    def ask(self, rows: list[Row]) -> None:
+        """Compute everything that can be computed now, because no other process does it meanwhile."""
+        self._rows, self._answers = rows, {}
+        self._compute()
+
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """Do nothing, because no other process would compute it meanwhile."""
+
+    def ready(self, row: Row, points: tuple[int, ...]) -> bool:
+        return all((row, handle) in self._answers for handle in row.controls)
+
+    def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+        began_s = perf_counter()
+        missing = [handle for row in rows for handle in row.controls if (row, handle) not in self._answers]
+        if not _pending(missing):
+            self.opened(missing)  # raises, because none of them will ever be loaded
+        self.settle(missing, timeout_s)
+        for handle in dict.fromkeys(missing):
+            _local_session(handle).waited_s += perf_counter() - began_s
+        self._compute()
+
+    def is_void(self, row: Row) -> bool:
+        return False
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        return [self._answers[row, handle][point] for handle in row.controls]
+
+    def _compute(self) -> None:
+        """Compute the missing answers whose ControlNet is loaded, in as few forwards as possible."""
+        groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
+        for row in self._rows:
+            for handle in row.controls:
+                local = _local_session(handle)
+                session = None if local.failed else self._session(local)
+                if session is not None and (row, handle) not in self._answers:
+                    key = (session.net, row.sample.shape, row.embeds.prompt.shape)
+                    groups.setdefault(key, []).append((row, local, session))
+        for group in groups.values():
+            self._run(group)
+
+    def _run(self, group: Sequence[tuple[Row, _LocalSession, ControlSession]]) -> None:
+        device = open_device(group[0][0].sample.device)
+        began = device.record()
+        rows = [
+            ControlRow(session=session, half=row.half, sample=row.sample, timestep=row.timestep)
+            for row, _, session in group
+        ]
+        residuals = run_group(rows, fixed_rows=self._fixed_rows)
+        # In place, because nothing else reads the residuals.
+        slots = [[residual[index] for residual in residuals] for index in range(len(rows))]
+        for _ in write_residuals(residuals, rows, slots):
+            pass
+        for (row, local, _), answer in zip(group, slots, strict=True):
+            self._answers[row, local] = answer
+        span = Span(begin=began, end=device.record())
+        for local in {local for _, local, _ in group}:
+            local.computed.add(span)
+
+    def _session(self, local: _LocalSession) -> ControlSession | None:
+        """Return the session, begun once its ControlNet is loaded, or None. Raises the BottegaError of the load."""
+        if local.session is None and local.lease.values.done():
+            net = local.lease.values.result()[local.place]
+            local.session = ControlSession(net, local.control)
+        return local.session
+
+
+def _local_session(handle: Hashable) -> _LocalSession:
+    assert isinstance(handle, _LocalSession), "every handle was made here"
+    return handle
+
+
+def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[LoadedControlNet, ...]]]:
+    """Return the leases of these handles that still wait for a load."""
+    holds = {_local_session(handle).lease.values for handle in handles}
+    return {nets for nets in holds if not nets.done()}

@@ -1,0 +1,262 @@
+"""The messages between a worker's engine and a ControlNet server's over a link, each as tensors.
+
+The first tensor is named after the message's kind. The receiver checks a message here, from a copy, before it uses it,
+and raises ValueError if it breaks a rule. Sessions are identified by number.
+
+    worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
+                        step: latents and timesteps of rows                  residuals, or refused
+                        close: ends a lease                                   -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Annotated
+
+import pydantic
+import torch
+from pydantic import Field, TypeAdapter
+from torch import Tensor
+
+from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.diffusion.rows import Embeds, Half
+from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.fair_order import Share
+from bottega.model_files.controlnet_layout import ControlLayout
+from bottega.transport import Layout, Part, TensorSpec, number_spec
+
+_MAX_NUMBER = 2**53
+# Tensors of a step before its samples: the table and the timesteps.
+_STEP_HEADERS = 2
+
+
+class ControlMessageKind(StrEnum):
+    """The kind of a message."""
+
+    OPEN = "open"
+    OPENED = "opened"
+    STEP = "step"
+    RESIDUALS = "residuals"
+    REFUSED = "refused"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """The start of a session, without images and conditions. See ControlInput."""
+
+    number: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    digest: Annotated[str, Field(max_length=128)]
+    """Digest of the requested ControlNet."""
+    height: Annotated[int, Field(ge=1, le=1 << 14)]
+    width: Annotated[int, Field(ge=1, le=1 << 14)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+    guess_mode: bool
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpeningHeader:
+    """The header of an open message."""
+
+    lease: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+    base: ControlLayout
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    """The halves of the conditions, in the order of the tensors."""
+    sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
+    tenant: Annotated[str, Field(max_length=200)]
+    """Tenant whose request it is."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """The tenant's weight among others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opening:
+    """The sessions of one request with ControlNets of one server, which leases them together."""
+
+    lease: int
+    """Number of the lease."""
+    base: ControlLayout
+    """Layout of the model that the ControlNets must fit."""
+    dtype: torch.dtype
+    """Element type of the worker's model."""
+    sessions: tuple[SessionSpec, ...]
+    controls: tuple[ControlInput, ...]
+    """The input of each session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """A row of a step for a session."""
+
+    session: int
+    half: Half
+    sample: int
+    """Index of its sample among the step's samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlStep:
+    """Rows that share a shape, for one server."""
+
+    number: int
+    entries: tuple[StepEntry, ...]
+    samples: Tensor
+    """[samples, channels, height, width]."""
+    timesteps: Tensor
+    """[samples]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a lease could not be opened or a step not be computed. The field of the other one is None."""
+
+    lease: int | None = None
+    step: int | None = None
+    error: bytes
+    """A JobError as JSON."""
+
+
+def open_message(opening: Opening) -> TensorMessage:
+    """Return an open message. All sessions of a request have the same conditions, or one half of them."""
+    fullest = max(opening.controls, key=lambda control: len(control.halves))
+    header = _OpeningHeader(
+        lease=opening.lease,
+        base=opening.base,
+        halves=tuple(fullest.halves),
+        sessions=opening.sessions,
+        tenant=fullest.share.tenant,
+        weight=fullest.share.weight,
+    )
+    embeds = list(fullest.halves.values())
+    parts = {
+        ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)),
+        "prompt": torch.stack([half_embeds.prompt for half_embeds in embeds]),
+        "pooled": torch.stack([half_embeds.pooled for half_embeds in embeds]),
+        "time_ids": torch.stack([half_embeds.time_ids.float() for half_embeds in embeds]),
+    }
+    for place, control in enumerate(opening.controls):
+        parts[f"image.{place}"] = control.image
+    return message_of(parts)
+
+
+def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
+    """Return the content of an open message, with copies of its tensors. Raises ValueError."""
+    parts = parts_of(layout, views)
+    try:
+        header = _HEADER.validate_json(unpacked(parts[ControlMessageKind.OPEN.value]))
+    except pydantic.ValidationError as error:
+        raise ValueError(f"an open message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+    except KeyError as error:
+        raise ValueError(f"an open message has no {error}") from None
+    halves = _conditions(header, parts)
+    share = Share(tenant=header.tenant, weight=header.weight)
+    controls = []
+    for place, session in enumerate(header.sessions):
+        image = parts.get(f"image.{place}")
+        if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+            raise ValueError(f"control image {place} is not uint8 [height, width, 3]")
+        if not set(session.halves) <= set(halves):
+            raise ValueError(f"session {session.number} controls a half whose conditions are not there")
+        controls.append(
+            ControlInput(
+                name=session.name,
+                image=image.clone(),
+                height=session.height,
+                width=session.width,
+                halves={half: halves[half] for half in session.halves},
+                scale=session.scale,
+                guess_mode=session.guess_mode,
+                share=share,
+            )
+        )
+    return Opening(
+        lease=header.lease,
+        base=header.base,
+        dtype=parts["prompt"].dtype,
+        sessions=header.sessions,
+        controls=tuple(controls),
+    )
+
+
+def step_message(step: ControlStep) -> TensorMessage:
+    """Return the message that asks for the residuals of a step."""
+    table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
+    return message_of(
+        {
+            ControlMessageKind.STEP.value: torch.tensor(table),
+            "timesteps": step.timesteps.float(),
+            "samples": step.samples,
+        },
+        headers=_STEP_HEADERS,
+    )
+
+
+def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
+    """Return the content of a step message. Samples and timesteps are not copied."""
+    parts = parts_of(layout, views, headers=_STEP_HEADERS)
+    table, samples, timesteps = parts[ControlMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
+        raise ValueError("a step's table is not int64 [1 + rows, 3]")
+    if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES:
+        raise ValueError("a step's samples are not [samples, channels, height, width]")
+    if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
+        raise ValueError("a step needs one float32 timestep for each sample")
+    (number, _, _), *rows = table.tolist()  # a copy, so that checked values stay as they are
+    if any(not 0 <= sample < len(samples) or half not in (0, 1) for _, half, sample in rows):
+        raise ValueError("a step's table names a half or a sample that does not exist")
+    entries = tuple(StepEntry(session=session, half=Half(half), sample=sample) for session, half, sample in rows)
+    if len({(entry.session, entry.half, entry.sample) for entry in entries}) < len(entries):
+        raise ValueError("a step asks for the same row twice")
+    return ControlStep(number=number, entries=entries, samples=samples, timesteps=timesteps)
+
+
+@lru_cache(maxsize=256)
+def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
+    """Return the layout of a step's answer.
+
+    It has the step's number, and the residuals by point, deepest first, [rows, *shape] each.
+    """
+    points = [
+        TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
+        for point in reversed(range(len(shapes)))
+    ]
+    return Layout.of(number_spec(ControlMessageKind.RESIDUALS.value), *points, headers=1)
+
+
+def refused_message(refusal: Refusal) -> TensorMessage:
+    """Return the message that refuses a lease or a step."""
+    lease, step = (-1 if number is None else number for number in (refusal.lease, refusal.step))
+    return message_of({ControlMessageKind.REFUSED.value: torch.tensor([lease, step]), "error": packed(refusal.error)})
+
+
+def read_refusal(layout: Layout, views: Sequence[Part]) -> Refusal:
+    """Return the content of a refused message."""
+    parts = parts_of(layout, views)
+    numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")
+    if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:
+        raise ValueError("a refused message does not say what is refused, and why")
+    lease, step = (None if number < 0 else number for number in numbers.tolist())
+    return Refusal(lease=lease, step=step, error=unpacked(error))
+
+
+def _conditions(header: _OpeningHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:
+    for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
+        part = parts.get(name)
+        if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
+            raise ValueError(f"an open message's {name} is not there for each half")
+    prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
+    base = header.base
+    if prompt.shape[2] != base.context_width or pooled.shape[1] != base.pooled_width:
+        raise ValueError("an open message's conditions have other widths than its model")
+    return {
+        half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
+        for place, half in enumerate(header.halves)
+    }
+
+
+_HEADER = TypeAdapter(_OpeningHeader)

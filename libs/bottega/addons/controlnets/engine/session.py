@@ -1,0 +1,65 @@
+"""A request's session with one ControlNet: the values that stay the same at every step, computed once."""
+
+from __future__ import annotations
+
+import PIL.Image
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor
+
+from bottega.addons.controlnets.engine.network import LoadedControlNet
+from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.rows import Embeds
+
+
+class ControlSession:
+    """A request's use of a ControlNet.
+
+    `scales` has the factor of its residuals for each point. `halves` are the halves that it controls. `share` is the
+    tenant whose request it is.
+    """
+
+    def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
+        self.net = net
+        self.share = control.share
+        self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
+        self.scales = _scales(net, control)
+        self._image = process_image(control.image, control.height, control.width, net.layout.latent_scale)
+        self._embedded: dict[bool, Tensor] = {}
+
+    def embedded(self, rows: int) -> Tensor:
+        """Return the embedded control image for a forward of `rows` rows: [channels, latent height, latent width]."""
+        alone = rows == 1
+        if alone not in self._embedded:
+            self._embedded[alone] = self.net.embed(self._image, rows=rows)
+        return self._embedded[alone]
+
+
+def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) -> Tensor:
+    """Return a control image as Diffusers' ControlNet pipelines process it: float32, [3, height, width], 0 to 1.
+
+    Args:
+        pixels: uint8, [its height, its width, 3].
+    """
+    processor = VaeImageProcessor(vae_scale_factor=latent_scale, do_convert_rgb=True, do_normalize=False)
+    image = PIL.Image.fromarray(pixels.cpu().numpy())
+    processed: Tensor = processor.preprocess(image, height=height, width=width)[0]
+    return processed.to(torch.float32)
+
+
+def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor]:
+    points = len(net.layout.points)
+    if not control.guess_mode:
+        return [control.scale] * points
+    # As in Diffusers: .1 at the first point to 1 at the middle, as tensors, so that half precision rounds alike.
+    return list(torch.logspace(-1, 0, points, device=net.device) * control.scale)
+
+
+def _on(net: LoadedControlNet, embeds: Embeds) -> Embeds:
+    to_device = open_device(net.device).to_device
+    return Embeds(
+        prompt=to_device(embeds.prompt, net.dtype),
+        pooled=to_device(embeds.pooled, net.dtype),
+        time_ids=to_device(embeds.time_ids),
+    )

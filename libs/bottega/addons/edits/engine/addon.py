@@ -1,0 +1,383 @@
+"""The engine add-on for edits: it gives jobs their recordings and decides which jobs may share one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+
+from torch import Tensor
+
+from bottega import kinds
+from bottega.addons.edits.engine.asking import PendingAnswer
+from bottega.addons.edits.engine.job_edits import JobEdits
+from bottega.addons.edits.engine.keeping import JobKeeping, open_keeping
+from bottega.addons.edits.engine.loading.planner import LoadPlanner
+from bottega.addons.edits.engine.loading.profile import measure_blocks
+from bottega.addons.edits.engine.loading.times import BlockTimes
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.addons.edits.engine.masked.feature_maps import FullMaps
+from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.tokens import finest_stride
+from bottega.addons.edits.engine.masked.work import BlockWork
+from bottega.addons.edits.engine.order import read_decision, read_order
+from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
+from bottega.addons.edits.engine.recordings.image_reader import ImageReader
+from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
+from bottega.addons.edits.engine.recordings.keys import RecordedControl, RecordingKey
+from bottega.addons.edits.engine.recordings.mask_levels import MaskLevels
+from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
+from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
+from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.edit import Edit
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.engine import Engine
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.heartbeat import Heartbeat
+from bottega.diffusion.model.backbone import Backbone
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Row
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import MethodNotServed, Unavailable
+from bottega.planning import StepTable
+from bottega.planning.template_blocks import BlockValue, choose
+from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse, Template
+from bottega.v1.fleet_pb2 import ServiceAddress
+
+_log = logging.getLogger(__name__)
+
+EVENTS = ("blocks_reused", "blocks_total", "blocks_loaded", "blocks_recomputed", "load_wait_ms")
+
+# A store usually answers within a few milliseconds. While an edit waits for a slow one, it could have computed a step.
+# The decision of an earlier attempt is worth a longer wait: without its recording, the whole picture is computed again.
+_ANSWER_S = 1.0
+_DECIDED_ANSWER_S = 5.0
+# Share of the tokens that a typical edit computes, by which blocks are valued: the production traces of InstGenIE
+# (2025) have masks of .11, .19 and .35 on average.
+TYPICAL_SHARE = 0.2
+
+
+class EngineEdits(EngineAddOn):
+    """The engine add-on that lets edits reuse recorded activations, and that records them.
+
+    It must come after the ControlNet and LoRA add-ons: their reports decide whether a recording is usable.
+
+    Args:
+        margin: Width of the ring of tokens around a mask that is computed too.
+        fixed_rows: Whether every group has the same number of rows; edits then compute everything.
+        sparse: Whether convolutions of edits compute only what is around the mask.
+        template_budget_bytes: Upper bound on one recording, in addition to the source's own; 0 for no bound.
+        heartbeat: Beats during forwards of masked rows.
+    """
+
+    kind = kinds.ACTIVATIONS
+
+    def __init__(
+        self,
+        model: Model,
+        source: ActivationSource,
+        *,
+        margin: int = 1,
+        fixed_rows: bool = False,
+        sparse: bool = True,
+        template_budget_bytes: int = 0,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        unet = model.backbone.unet
+        self.model = model
+        self.source = source
+        self.unusable = "fixed_rows is set" if fixed_rows else unsupported(unet)
+        """Why this worker never computes masked blocks, as a clause; empty if it may."""
+        if not self.unusable and not source.budget_bytes:
+            self.unusable = "this worker keeps no activations"
+        self.blocks = () if self.unusable else transformer_blocks(unet)
+        self.levels = MaskLevels(
+            finest=finest_stride(unet),
+            deepest=2 ** (len(unet.down_blocks) - 1),
+            margin=margin,
+            blocks=frozenset(self.blocks),
+        )
+        self.cosines: PromptCosines | None = None
+        """How much blocks follow the prompt; None until an edit first needs to know."""
+        self.step_table = StepTable()
+        """Planned seconds of steps that load activations, for the gateway."""
+        self.template_budget_bytes = template_budget_bytes
+        self.times = BlockTimes(unet, sparse=sparse)
+        self._masked: MaskedBackbone | None = None
+        if not self.unusable:
+            self._masked = MaskedBackbone(
+                unet,
+                maps=SparseMaps() if sparse else FullMaps(),
+                beat=None if heartbeat is None else heartbeat.beat,
+                operations=model.operations,
+                memory=model.memory,
+            )
+        self.planner = LoadPlanner(source, self.times)
+        self.projections_room = ProjectionsRoom()
+        """Memory that all recordings share for kept keys and values."""
+        self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Counts of the source, and of edits by the names in `EVENTS`.
+
+        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used loaded activations; recomputed
+        ones did without because their activations were late.
+        """
+        return {**self.source.counts, **self._events}
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Return the add-on's part of a job, or None if the job neither reads nor records activations.
+
+        Raise InvalidRequest if the order's part for activations, or an earlier attempt's decision, is malformed.
+        """
+        spec = order.spec
+        if spec.edit is None:
+            return open_keeping(self, order) if spec.keep_for_editing else None
+        if not spec.edit.masked_blocks:
+            return None
+        return JobEdits(self, order, read_decision(order.decisions))
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return the masked backbone for groups with a row that reads or writes a recording."""
+        return None if self._masked is None else self._masked.backbone_for(rows)
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """Set the addresses of the activation stores."""
+        self.source.set_stores(services)
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Wait until a store answers one of the jobs, or until the timeout."""
+        parts_here = [part for part in parts if isinstance(part, JobEdits | JobKeeping)]
+        asked = [part.waiting_for for part in parts_here if part.waiting_for is not None]
+        wait(asked, timeout_s, FIRST_COMPLETED)
+
+    def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
+        """Set the room for kept projections, and plan the loads of the next steps."""
+        readers = {request: request.activations for request in requests if not request.done}
+        reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
+        if reading:
+            # Once per group: adding up the sizes of all recordings can take as long as computing a block.
+            self.projections_room.left_bytes = self.source.spare_bytes
+        if self.source.load_bytes_per_s is None:
+            return False
+        others = sum(request.row_count for request, reader in readers.items() if not isinstance(reader, ImageReader))
+        for planned in self.planner.plan(reading, others):
+            self.step_table.note(planned.size, planned.row_equivalents, planned.seconds)
+        return False
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learn the time of a forward over whole rows."""
+        if not self.unusable:
+            self.times.observe(rows, seconds)
+        return True
+
+    def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
+        """Learn the time of a forward over masked rows."""
+        if not self.unusable:
+            self.times.observe(rows, seconds)
+
+    def stop(self) -> None:
+        """Close the links of the source."""
+        self.source.stop()
+
+    def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
+        """Ask the source whether a template is recorded; a given `recording` is the only acceptable one."""
+        origin = read_order(order).source
+        query = TemplateQuery(
+            key=key,
+            recording=recording,
+            would_record=not recording,
+            origin=origin,
+            width=order.spec.width,
+            height=order.spec.height,
+        )
+        return PendingAnswer(self.source.ask(query), _DECIDED_ANSWER_S if recording else _ANSWER_S)
+
+    def begin(
+        self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None
+    ) -> Recording | None:
+        """Begin a recording of an order's template; see `ActivationSource.begin`."""
+        return self.source.begin(key, shape, drawn, origin=read_order(order).source)
+
+    def use_profile(self, recording: Recording) -> None:
+        """Plan with a recording's block profile, unless a profile for its size is in use."""
+        if recording.profile is not None and self.times.profile(recording.shape) is None:
+            self.times.use(recording.shape, recording.profile)
+
+    def recorder(self, recording: Recording, request: Request, valid: Tensor) -> ImageRecorder:
+        """Return a recorder for a recording that was begun, limited to the blocks that its budget has room for."""
+        bounds = recording.budget_bytes, self.template_budget_bytes, self.source.budget_bytes
+        recording.budget_bytes = min(bound for bound in bounds if bound)
+        kept = kept_names(
+            self.times.blocks(recording.shape),
+            budget_bytes=recording.budget_bytes,
+            forwards=request.steps_left * request.row_count,
+            profile=self.times.profile(recording.shape) or recording.profile,
+        )
+        return ImageRecorder(self.source, recording, request, valid, kept=kept)
+
+    def profile_blocks(self, engine: Engine, width: int, height: int) -> BlockProfile:
+        """Measure the blocks for pictures of a size, and plan with the result.
+
+        Args:
+            engine: The engine of this add-on, which must have no work.
+            width: Width in pixels; 0 is the model's own.
+            height: Height in pixels; 0 is the model's own.
+
+        Raises:
+            Unavailable: The engine has work, which would be measured too and would have to wait.
+            InvalidRequest: The model cannot draw this size.
+            TooLarge: This worker does not draw such large pictures.
+            MethodNotServed: This worker computes no masked blocks.
+        """
+        if engine.busy:
+            raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
+        defaults = self.model.defaults
+        width, height = width or defaults.width, height or defaults.height
+        spec = ResolvedSpec(
+            prompt="",
+            num_inference_steps=defaults.num_inference_steps,
+            width=width,
+            height=height,
+            sampler=defaults.sampler,
+            use_karras_sigmas=defaults.use_karras_sigmas,
+        )
+        engine.check_drawable(spec)
+        if self.unusable:
+            raise MethodNotServed(f"this worker computes no masked blocks: {self.unusable}")
+        scale = self.model.latent_scale
+        size = height // scale, width // scale
+        profile = measure_blocks(self.model, self.times.blocks(size), size, sparse=self.times.sparse, beat=engine.beat)
+        self.times.use(size, profile)
+        return profile
+
+    def list_templates(self) -> ListTemplatesResponse:
+        """Return the recorded templates, most recently used first."""
+        recordings = self.source.recordings
+        return ListTemplatesResponse(
+            templates=[self._template(recording) for recording in recordings],
+            used_bytes=sum(recording.size_bytes for recording in recordings),
+            budget_bytes=self.source.budget_bytes,
+        )
+
+    def drop_templates(self, prefix: str) -> int:
+        return self.source.drop(prefix)
+
+    def key(self, order: EngineOrder, template: str = "") -> RecordingKey:
+        """Return the key of an order's recordings. An empty template is the digest of the order's image."""
+        spec = order.spec
+        return RecordingKey(
+            tenant=read_order(order).tenant,
+            model_hash=self.model.digest,
+            dtype=self.model.dtype_name,
+            template=template or ("" if order.image is None else _digest(order.image)),
+            weights=tuple(sorted((lora.digest, float(lora.scale)) for lora in spec.loras)),
+            controls=tuple(
+                RecordedControl(
+                    digest=control.digest,
+                    image_digest=_control_digest(order, place),
+                    scale=float(control.controlnet_conditioning_scale),
+                    guess_mode=control.guess_mode,
+                )
+                for place, control in enumerate(spec.controlnets)
+            ),
+        )
+
+    def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, edit: Edit) -> bool:
+        """Return whether blocks follow the prompt so closely that an edit must not reuse another prompt's activations.
+
+        The first call measures it, in one forward of two rows.
+        """
+        if self.cosines is None:
+            self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
+            facts = {"cosine": round(self.cosines.mean, 3), "reliable": self.cosines.reliable}
+            _log.info("measured how far blocks follow the prompt", extra=facts)
+        return not self.cosines.reliable
+
+    @property
+    def said_cosine(self) -> str:
+        """How much blocks follow the prompt, in words."""
+        if self.cosines is None:
+            return "not measured"
+        return f"cosine {self.cosines.mean:.2f}, below {LEAST_COSINE:g}"
+
+    def _template(self, recording: Recording) -> Template:
+        height, width = recording.shape
+        return Template(
+            id=recording.id,
+            digest=recording.key.template,
+            model=self.model.name,
+            model_hash=recording.key.model_hash,
+            width=width * self.model.latent_scale,
+            height=height * self.model.latent_scale,
+            size_bytes=recording.size_bytes,
+            steps=recording.step_count,
+            uses=recording.uses,
+            idle_s=max(0.0, time.monotonic() - recording.used_s),
+            in_use=not recording.is_idle,
+            recording=not recording.complete,
+            valid_share=recording.valid_share,
+        )
+
+    def note_loads(self, counts: StepLoadCounts) -> None:
+        """Count the loads of a finished step."""
+        self._events["blocks_loaded"] += counts.loaded
+        self._events["blocks_recomputed"] += counts.recomputed
+        self._events["load_wait_ms"] += round(counts.waited_s * 1000)
+
+    def note_blocks(self, reused: int, total: int) -> None:
+        """Count the blocks that a finished step reused, and those that it could have reused at most."""
+        self._events["blocks_reused"] += reused
+        self._events["blocks_total"] += total
+
+
+def _control_digest(order: EngineOrder, place: int) -> str:
+    """Return the digest of one ControlNet's image: the cropped image's if the edit crops, else the file's."""
+    edit = order.spec.edit
+    if edit is None or edit.padding_mask_crop is None:
+        return order.spec.controlnets[place].image_digest
+    return _digest(order.control_images[place])
+
+
+def _digest(image: Tensor) -> str:
+    """Return the SHA-256, in hex, of an image's pixels, uint8 [height, width, 3]."""
+    total = hashlib.sha256(repr(tuple(image.shape)).encode())
+    total.update(image.contiguous().cpu().numpy().data)
+    return total.hexdigest()
+
+
+def kept_names(
+    blocks: Sequence[BlockWork], *, budget_bytes: int, forwards: int, profile: BlockProfile | None = None
+) -> frozenset[str] | None:
+    """Return the names whose outputs are recorded, or None to record all. They are the same in every forward.
+
+    Blocks are ranked by the seconds that they save per byte: as measured, or else in proportion to their floating-point
+    operations. `budget_bytes` is for all forwards together; 0 is no bound.
+    """
+    forward_budget_bytes = budget_bytes // max(1, forwards)
+    if not budget_bytes or sum(block.size_bytes for block in blocks) <= forward_budget_bytes:
+        return None
+    measured = _saved_s(profile) if profile is not None else {}
+    if not measured.keys() >= {block.name for block in blocks}:
+        measured = {block.name: block.flops - block.flops_at(TYPICAL_SHARE) for block in blocks}
+    values = [
+        BlockValue(name=block.name, saved_s=measured[block.name], size_bytes=block.size_bytes) for block in blocks
+    ]
+    chosen = choose(values, forward_budget_bytes)
+    return frozenset(name for block in blocks if block.name in chosen for name in block.names)
+
+
+def _saved_s(profile: BlockProfile) -> dict[str, float]:
+    """Return the seconds that each block saves, by name, at the measured share nearest to the typical one."""
+    if not len(profile.shares):
+        return {}
+    place = min(range(len(profile.shares)), key=lambda place: abs(profile.shares[place] - TYPICAL_SHARE))
+    return {block.name: block.full_s - block.masked_s[place] for block in profile.blocks if place < len(block.masked_s)}

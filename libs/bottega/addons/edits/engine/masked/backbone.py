@@ -1,0 +1,175 @@
+"""The denoising network for masked rows: transformers compute only the masked tokens, and the rest is recorded.
+
+It is a second backbone over the modules of UNetBackbone, with the same blocks and residual points. Rows of edits with
+different masks, rows that record, and plain rows share a forward. A plain row's result equals that of the plain
+backbone. Source: InstGenIE (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diffusers import UNet2DConditionModel
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor
+
+from bottega.addons.edits.engine.activations import edit_activations
+from bottega.addons.edits.engine.masked.cross_attention import PromptCache
+from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps
+from bottega.addons.edits.engine.masked.rows import MaskedActivations
+from bottega.addons.edits.engine.masked.support import unsupported
+from bottega.addons.edits.engine.masked.tokens import TokenCache
+from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer
+from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
+from bottega.diffusion.operations import Operations
+from bottega.diffusion.rows import Row
+
+
+class UnsupportedNetwork(ValueError):
+    """The network has a part that the masked backbone does not support. The message names it."""
+
+
+class MaskedBackbone(UNetBackbone):
+    """A UNet whose rows may reuse recorded activations. Raises UnsupportedNetwork if `unsupported` gives a reason.
+
+    Args:
+        caching: What recordings contain of a transformer block.
+        maps: Computes feature maps; in full by default.
+        beat: Called after each block, see `Heartbeat`.
+        memory: The device's memory, in which keys and values of prompts are kept.
+    """
+
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        *,
+        caching: Caching = Caching.OUTPUTS,
+        maps: FeatureMaps | None = None,
+        beat: Callable[[], None] | None = None,
+        operations: Operations | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> None:
+        reason = unsupported(unet)
+        if reason:
+            raise UnsupportedNetwork(reason)
+        self.spans: RowSpans = RowSpans()
+        self._tokens = TokenCache()
+        self._prompts = PromptCache(memory=memory)
+        self._maps: FeatureMaps = maps or FullMaps()
+        self._beat = beat
+        self._operations = operations or Operations()
+        self._transformers = {
+            path: MaskedTransformer(module, path, caching) for path, module in _transformers(unet).items()
+        }
+        self.block_names = transformer_blocks(unet)
+        super().__init__(unet)
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return this backbone for groups with a row that reads or writes a recording, else None."""
+        return self if any(row.activations is not None for row in rows) else None
+
+    def begin(self, inputs: Inputs) -> MaskedActivations:
+        sample, embedding = self.embed(inputs)
+        forward = MaskedActivations(
+            hidden=sample,
+            embedding=embedding,
+            context=inputs.prompt_embeds,
+            edits=[edit_activations(activations) for activations in inputs.activations] or [None] * len(sample),
+            cache=self._tokens,
+            spans=self.spans,
+            prompts=self._prompts.of(inputs.origins),
+            moves=self._operations.moves,
+        )
+        forward.hidden = forward.points[0] = self._maps.conv_in(self.unet, sample, forward)
+        return forward
+
+    def finish(self, activations: Activations) -> Tensor:
+        return self._maps.conv_out(self.unet, activations.hidden, _masked(activations))
+
+    def _down(self, index: int, first_point: int) -> Callable[[Activations], None]:
+        block, path = self.unet.down_blocks[index], f"down_blocks.{index}"
+
+        def run(activations: Activations) -> None:
+            forward = _masked(activations)
+            for place, resnet in enumerate(block.resnets):
+                self._resnet(resnet, f"{path}.resnets.{place}", (forward.hidden,), forward)
+                self._attend(f"{path}.attentions.{place}", forward)
+                forward.points[first_point + place] = forward.hidden
+            for place, downsampler in enumerate(block.downsamplers or ()):
+                forward.hidden = self._maps.downsample(
+                    downsampler, f"{path}.downsamplers.{place}", forward.hidden, forward
+                )
+                forward.points[first_point + len(block.resnets) + place] = forward.hidden
+
+        return run
+
+    def _middle(self, activations: Activations) -> None:
+        forward, block = _masked(activations), self.unet.mid_block
+        for place, resnet in enumerate(block.resnets):
+            if place:
+                self._attend(f"mid_block.attentions.{place - 1}", forward)
+            self._resnet(resnet, f"mid_block.resnets.{place}", (forward.hidden,), forward)
+        forward.points[self.middle_point] = forward.hidden
+
+    def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
+        block, path = self.unet.up_blocks[index], f"up_blocks.{index}"
+        last = index == len(self.unet.up_blocks) - 1
+        middle = self.middle_point if index == 0 else None
+
+        def run(activations: Activations) -> None:
+            forward = _masked(activations)
+            if middle is not None:
+                forward.hidden = forward.points.pop(middle)
+            size = None if last else forward.points[taken[0] - 1].shape[2:]
+            for place, (resnet, point) in enumerate(zip(block.resnets, reversed(taken), strict=True)):
+                parts = (forward.hidden, forward.points.pop(point))
+                self._resnet(resnet, f"{path}.resnets.{place}", parts, forward)
+                self._attend(f"{path}.attentions.{place}", forward)
+            for place, upsampler in enumerate(block.upsamplers or ()):
+                name = f"{path}.upsamplers.{place}"
+                forward.hidden = self._maps.upsample(upsampler, name, forward.hidden, forward, size=size)
+
+        return run
+
+    def _resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> None:
+        forward.hidden = self._maps.resnet(resnet, path, parts, forward)
+
+    def _attend(self, path: str, forward: MaskedActivations) -> None:
+        """Run the transformer of that path, if there is one."""
+        transformer = self._transformers.get(path)
+        if transformer is None:
+            return
+        hidden = forward.hidden
+        _, _, height, width = hidden.shape
+        tokens = self._maps.tokens_in(transformer.module, path, hidden, forward)
+        packed = transformer.run(tokens, (height, width), forward)
+        forward.hidden = self._maps.tokens_out(transformer.module, path, packed, hidden, forward)
+        if self._beat is not None:
+            self._beat()
+
+
+def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
+    """Return the names of recorded outputs, one for each transformer block; see `MaskedTransformer.names`."""
+    return tuple(
+        name
+        for path, module in _transformers(unet).items()
+        for name in MaskedTransformer(module, path, Caching.OUTPUTS).names
+    )
+
+
+def _transformers(unet: UNet2DConditionModel) -> dict[str, Transformer2DModel]:
+    """Return the network's transformers by path, in order of execution."""
+    parts = (("down_blocks", unet.down_blocks), ("mid_block", [unet.mid_block]), ("up_blocks", unet.up_blocks))
+    return {
+        f"{name if name == 'mid_block' else f'{name}.{index}'}.attentions.{place}": transformer
+        for name, blocks in parts
+        for index, block in enumerate(blocks)
+        for place, transformer in enumerate(getattr(block, "attentions", ()))
+    }
+
+
+def _masked(activations: Activations) -> MaskedActivations:
+    assert isinstance(activations, MaskedActivations), "they are what `begin` has made"
+    return activations

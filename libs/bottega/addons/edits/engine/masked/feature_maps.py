@@ -1,0 +1,161 @@
+"""The feature-map operations between a masked network's transformers: convolutions, norms, and conversion to tokens.
+
+`FeatureMaps` is the interface; `FullMaps` computes everything for every row. The first dimension of all tensors is the
+row, and row i belongs to `forward.edits[i]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor
+
+from bottega.addons.edits.engine.masked.packing import Packing
+from bottega.addons.edits.engine.masked.residual import computes_in_place, residual
+from bottega.addons.edits.engine.masked.rows import MaskedActivations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTokens:
+    """The tokens that a transformer block computed."""
+
+    items: Tensor
+    """[items, channels], as in `packing`."""
+    packing: Packing
+    recorded: Sequence[Tensor | None]
+    """Recorded tokens of each row, [tokens, channels]; None for rows that are computed whole. After the last block they
+    are recorded behind the output projection.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokensIn:
+    """A transformer's input."""
+
+    whole: Tensor
+    """All tokens, [rows, tokens, channels]."""
+    as_recorded: Sequence[bool]
+    """Whether the tokens of each row that are not computed equal the recording; False for rows that
+    are computed whole.
+    """
+
+
+class FeatureMaps(Protocol):
+    """Operations on feature maps [rows, channels, height, width]; `path` begins the names of recordings."""
+
+    def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
+        """Apply the first convolution."""
+        ...
+
+    def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
+        """Apply a residual block to the previous output and a skip connection, concatenated over channels."""
+        ...
+
+    def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        """Halve the size, rounding up."""
+        ...
+
+    def upsample(
+        self, upsampler: Upsample2D, path: str, hidden: Tensor, forward: MaskedActivations, *, size: torch.Size | None
+    ) -> Tensor:
+        """Enlarge to `size`, by default to twice the size."""
+        ...
+
+    def tokens_in(
+        self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
+    ) -> TokensIn:
+        """Apply norm and input projection."""
+        ...
+
+    def tokens_out(
+        self,
+        transformer: Transformer2DModel,
+        path: str,
+        packed: PackedTokens,
+        hidden: Tensor,
+        forward: MaskedActivations,
+    ) -> Tensor:
+        """Project the last block's output, and add it to `hidden`, the input of `tokens_in`, possibly in place."""
+        ...
+
+    def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        """Apply the last norm and convolution, and return the prediction."""
+        ...
+
+
+class FullMaps:
+    """Computes whole feature maps, also for masked rows."""
+
+    def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
+        return _output(unet.conv_in(sample))
+
+    def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
+        hidden = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+        if computes_in_place(resnet, hidden):
+            return residual(resnet, hidden, forward.embedding)
+        return _output(resnet(hidden, forward.embedding))
+
+    def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        return _output(downsampler(hidden))
+
+    def upsample(
+        self, upsampler: Upsample2D, path: str, hidden: Tensor, forward: MaskedActivations, *, size: torch.Size | None
+    ) -> Tensor:
+        return _output(upsampler(hidden, size))
+
+    def tokens_in(
+        self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
+    ) -> TokensIn:
+        normed = transformer.norm(hidden)
+        if transformer.use_linear_projection:
+            whole = _output(transformer.proj_in(_tokens(normed)))
+        else:
+            whole = _tokens(_output(transformer.proj_in(normed)))
+        return TokensIn(whole=whole, as_recorded=[False] * len(hidden))
+
+    def tokens_out(
+        self,
+        transformer: Transformer2DModel,
+        path: str,
+        packed: PackedTokens,
+        hidden: Tensor,
+        forward: MaskedActivations,
+    ) -> Tensor:
+        whole = packed.packing.merge(project_out(transformer, packed, forward), packed.recorded)
+        forward.put(f"{path}.proj_out", whole)
+        rows, channels, height, width = hidden.shape
+        # In place: `hidden` is a residual block's output that nothing else refers to.
+        return hidden.add_(whole.view(rows, height, width, channels).permute(0, 3, 1, 2))
+
+    def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        if unet.conv_norm_out:
+            hidden = unet.conv_act(unet.conv_norm_out(hidden))
+        return _output(unet.conv_out(hidden))
+
+
+def project_out(transformer: Transformer2DModel, packed: PackedTokens, forward: MaskedActivations) -> Tensor:
+    """Apply the output projection to computed tokens: [items, channels]."""
+    with forward.spans.packed(packed.packing.offsets):
+        if transformer.use_linear_projection:
+            return _output(transformer.proj_out(packed.items))
+        # The layer is a 1 x 1 convolution: each token is a tile of one element.
+        return _output(transformer.proj_out(packed.items[:, :, None, None])).flatten(1)
+
+
+def _tokens(feature_map: Tensor) -> Tensor:
+    """Return [rows, channels, height, width] as [rows, tokens, channels], row-major."""
+    return feature_map.flatten(2).transpose(1, 2)
+
+
+def _output(made: Any) -> Tensor:
+    """Cast the output of a Diffusers module, which has no types."""
+    tensor: Tensor = made
+    return tensor

@@ -1,0 +1,203 @@
+"""The work of each block of a masked network: its recorded names, their bytes, and its floating-point operations.
+
+A block is the unit that is either reused or computed: one transformer block, or the convolutions of one layer over
+feature maps. Times on a device are fitted to these numbers, or measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
+
+from bottega.addons.edits.engine.masked.residual import is_plain
+from bottega.addons.edits.engine.sparse.maps import convolves_plainly, upsamples_plainly
+
+_Size = tuple[int, int]
+_FLOAT16_BYTES = 2
+
+
+class BlockKind(Enum):
+    """The kind of a block: a transformer block over tokens, or convolutions over feature maps."""
+
+    TRANSFORMER = "transformer"
+    MAPS = "maps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """The work of one block for one row."""
+
+    name: str
+    """Path of its module."""
+    names: tuple[str, ...]
+    """Names of its recorded outputs, in the order of execution."""
+    kind: BlockKind
+    size: _Size
+    """Height and width of its level, in tokens or elements."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the recorded outputs, which are float16."""
+    flops: float
+    """Floating-point operations of a whole row."""
+    fixed_flops: float = 0.0
+    """The part of `flops` that is computed for every token, whatever the mask."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its recorded outputs."""
+        return sum(map(math.prod, self.shapes)) * _FLOAT16_BYTES
+
+    def flops_at(self, share: float) -> float:
+        """Return the operations if this share of its tokens or elements is computed."""
+        return self.fixed_flops + (self.flops - self.fixed_flops) * min(1.0, share)
+
+
+def blocks_of(
+    unet: UNet2DConditionModel, size: _Size, *, prompt_tokens: int = 77, sparse: bool = True
+) -> tuple[BlockWork, ...]:
+    """Return a network's blocks in order of execution for a latent of this size; only transformer blocks if not sparse.
+
+    Raise ValueError if two blocks have the same name.
+    """
+    made = tuple(_Walk(size=size, prompt_tokens=prompt_tokens).blocks(unet))
+    kept = tuple(block for block in made if sparse or block.kind is BlockKind.TRANSFORMER)
+    recorded = Counter(name for block in kept for name in block.names)
+    twice = [name for name, count in recorded.items() if count > 1]
+    if twice:
+        raise ValueError(f"two blocks record {twice[0]}")
+    return kept
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """Walks through a network in the order of a forward."""
+
+    size: _Size
+    """Size of the current feature maps."""
+    prompt_tokens: int
+
+    def blocks(self, unet: UNet2DConditionModel) -> Iterator[BlockWork]:
+        sizes = [self.size]
+        for index, block in enumerate(unet.down_blocks):
+            yield from self._layers(block, f"down_blocks.{index}")
+            for place, downsampler in enumerate(block.downsamplers or ()):
+                self.size = (-(-self.size[0] // 2), -(-self.size[1] // 2))
+                sizes.append(self.size)
+                if convolves_plainly(downsampler):
+                    yield self._convolution(f"down_blocks.{index}.downsamplers.{place}", downsampler.conv)
+        yield from self._middle(unet.mid_block)
+        for index, block in enumerate(unet.up_blocks):
+            sizes = sizes[:-1] if block.upsamplers else sizes
+            yield from self._layers(block, f"up_blocks.{index}")
+            for place, upsampler in enumerate(block.upsamplers or ()):
+                self.size = sizes[-1]
+                if upsamples_plainly(upsampler):
+                    yield self._convolution(f"up_blocks.{index}.upsamplers.{place}", upsampler.conv)
+        if unet.conv_norm_out:
+            yield self._last(unet)
+
+    def _layers(self, block: Any, path: str) -> Iterator[BlockWork]:
+        attentions: Sequence[Transformer2DModel] = getattr(block, "attentions", None) or ()
+        for place, resnet in enumerate(block.resnets):
+            yield from self._resnet(f"{path}.resnets.{place}", resnet)
+            if place < len(attentions):
+                yield from self._transformer(f"{path}.attentions.{place}", attentions[place])
+
+    def _middle(self, block: Any) -> Iterator[BlockWork]:
+        for place, resnet in enumerate(block.resnets):
+            if place:
+                path = f"mid_block.attentions.{place - 1}"
+                yield from self._transformer(path, block.attentions[place - 1])
+            yield from self._resnet(f"mid_block.resnets.{place}", resnet)
+
+    def _resnet(self, path: str, resnet: ResnetBlock2D) -> Iterator[BlockWork]:
+        if not is_plain(resnet):
+            return
+        convolutions = [resnet.conv1, resnet.conv2, *([resnet.conv_shortcut] if resnet.conv_shortcut else [])]
+        recorded = {
+            f"{path}.norm1:moments": 2 * resnet.norm1.num_groups,
+            f"{path}.norm2:moments": 2 * resnet.norm2.num_groups,
+            f"{path}:map": resnet.conv2.out_channels,
+        }
+        yield self._maps(path, recorded, sum(_flops(each) for each in convolutions))
+
+    def _convolution(self, path: str, convolution: nn.Conv2d) -> BlockWork:
+        return self._maps(path, {f"{path}:map": convolution.out_channels}, _flops(convolution))
+
+    def _last(self, unet: UNet2DConditionModel) -> BlockWork:
+        recorded = {
+            "conv_norm_out:moments": 2 * unet.conv_norm_out.num_groups,
+            "conv_out:map": unet.conv_out.out_channels,
+        }
+        return self._maps("conv_out", recorded, _flops(unet.conv_out))
+
+    def _transformer(self, path: str, transformer: Transformer2DModel) -> Iterator[BlockWork]:
+        projection: Any = transformer.proj_in
+        recorded = {
+            f"{path}.norm:moments": 2 * transformer.norm.num_groups,
+            f"{path}.proj_in:map": projection.weight.shape[0],
+        }
+        yield self._maps(f"{path}.proj_in", recorded, _flops(projection))
+        blocks: Sequence[BasicTransformerBlock] = list(transformer.transformer_blocks)
+        for place, block in enumerate(blocks):
+            last = place == len(blocks) - 1
+            module = f"{path}.transformer_blocks.{place}"
+            yield self._block(
+                module,
+                block,
+                recorded=f"{path}.proj_out" if last else module,
+                behind=transformer.proj_out if last else None,
+            )
+
+    def _block(self, path: str, block: BasicTransformerBlock, *, recorded: str, behind: Any) -> BlockWork:
+        """Return a transformer block's work; the last one is recorded behind the output projection."""
+        tokens, channels = self._elements, int(block.attn1.to_q.in_features)
+        inner = int(block.attn1.inner_dim)
+        # Keys and values of self-attention are computed for every token; those of the prompt are kept from step to
+        # step.
+        fixed = 2 * tokens * channels * 2 * inner
+        attention = 4 * tokens * tokens * inner + 2 * tokens * channels * 2 * inner
+        cross = 4 * tokens * self.prompt_tokens * inner + 2 * tokens * channels * 2 * inner
+        feed_forward = (
+            2 * tokens * sum(each.weight.numel() for each in block.ff.modules() if isinstance(each, nn.Linear))
+        )
+        out = 2 * tokens * behind.weight.numel() if behind is not None else 0
+        width = int(behind.weight.shape[0]) if behind is not None else channels
+        return BlockWork(
+            name=path,
+            names=(recorded,),
+            kind=BlockKind.TRANSFORMER,
+            size=self.size,
+            shapes=((tokens, width),),
+            flops=float(fixed + attention + cross + feed_forward + out),
+            fixed_flops=float(fixed),
+        )
+
+    def _maps(self, path: str, recorded: dict[str, int], flops: float) -> BlockWork:
+        """Return the work of convolutions, from the channels of recorded outputs and the operations per element."""
+        return BlockWork(
+            name=path,
+            names=tuple(recorded),
+            kind=BlockKind.MAPS,
+            size=self.size,
+            shapes=tuple((channels, *self.size) for channels in recorded.values()),
+            flops=self._elements * flops,
+        )
+
+    @property
+    def _elements(self) -> int:
+        return self.size[0] * self.size[1]
+
+
+def _flops(layer: Any) -> float:
+    """Return the operations of a convolution or projection, per output element."""
+    return 2.0 * float(layer.weight.numel())

@@ -1,0 +1,209 @@
+"""A template's recording: block outputs by step and half of guidance.
+
+A recording knows neither jobs nor budgets; its source decides who may use it and how long it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom, StepProjections
+from bottega.addons.edits.engine.recordings.step import MemoryStep, RecordedStep, copy_step
+from bottega.v1.activations_pb2 import BlockProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnTemplate:
+    """The image latent and noise that a template's edits share outside their masks, as drawn by the first edit.
+
+    Both are [1, channels, height, width] and drawn in Diffusers' order.
+    """
+
+    image_latent: Tensor
+    """A sample from the VAE's distribution of the image."""
+    noise: Tensor
+    """Standard normal."""
+    seed: int
+    """The seed that both were drawn with."""
+
+
+class RecordingUser(Protocol):
+    """An image whose steps read from a recording."""
+
+    def turns_until(self, key: StepKey) -> float:
+        """Return in how many turns it reads this forward: 0 in the next one, infinity if never again."""
+        ...
+
+
+class Recording:
+    """The recorded activations of one template.
+
+    A step's `valid`, bool [height, width] of the latent, marks where the template stood when the step was recorded. A
+    token's outputs may be reused if all elements under it are valid.
+
+    Args:
+        shape: Height and width of the latent.
+        drawn: None if edits put back latents that a generation kept.
+        origin: See `ActivationsOrder.source`.
+        id: 32 hex digits; new by default.
+    """
+
+    def __init__(
+        self,
+        key: RecordingKey,
+        shape: tuple[int, int],
+        drawn: DrawnTemplate | None = None,
+        *,
+        origin: str = "",
+        id: str = "",
+    ) -> None:
+        self.id = id or uuid.uuid4().hex
+        self.key = key
+        self.shape = shape
+        self.drawn = drawn
+        self.origin = origin
+        self.steps: dict[StepKey, RecordedStep] = {}
+        """The newest recording of each forward, with whatever prompt; `step` finds others."""
+        self._others: dict[StepKey, RecordedStep] = {}
+        # Keyed weakly by step, so that projections are freed with their step.
+        self._projections: MutableMapping[RecordedStep, StepProjections] = weakref.WeakKeyDictionary()
+        # The engine's thread changes projections while threads of links ask for their size.
+        self._lock = threading.Lock()
+        self.complete = False
+        """Whether the recording may be read."""
+        self.uses = 0
+        """Number of edits that read it so far."""
+        self.readers = 0
+        """Number of edits that read it now."""
+        self.users: set[RecordingUser] = set()
+        """Images of these edits; each knows which steps it still needs."""
+        self.used_s = 0.0
+        self.reserved_bytes = 0
+        self.budget_bytes = 0
+        """Upper bound on the bytes of all outputs, wherever they are; 0 for no bound. Set by the source."""
+        self.profile: BlockProfile | None = None
+        """Measured costs of the model's blocks, if known. Set by the source."""
+        self._maps: list[Tensor] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in this process's memory, or reserved for the recording if that is more."""
+        return max(self.held_bytes, self.reserved_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of outputs and projections in this process's memory. Thread-safe."""
+        with self._lock:
+            kept = sum(each.size_bytes for each in self._projections.values())
+        return kept + sum(step.held_bytes for step in self.all_steps)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes of all outputs, wherever they are."""
+        return sum(step.size_bytes for step in self.all_steps)
+
+    @property
+    def all_steps(self) -> list[RecordedStep]:
+        """The steps of all prompts."""
+        return [*list(self.steps.values()), *list(self._others.values())]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the recording may be evicted."""
+        return self.complete and self.readers == 0
+
+    def turns_until(self, key: StepKey) -> float:
+        """Return in how many turns the first user reads this forward; infinity if none does."""
+        return min((user.turns_until(key) for user in self.users), default=math.inf)
+
+    @property
+    def step_count(self) -> int:
+        """Number of sampler steps."""
+        return len({(key.timestep, key.noise_level) for key in self.steps})
+
+    @property
+    def valid_share(self) -> float:
+        """Share of the template that can be reused, in the step that has least."""
+        return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
+
+    def step(self, key: StepKey, prompt: str) -> RecordedStep | None:
+        """Return a forward, preferably with this prompt, or None."""
+        other = self._others.get(key)
+        return other if other is not None and other.prompt == prompt else self.steps.get(key)
+
+    def add(self, key: StepKey, outputs: Mapping[str, Tensor], valid: Tensor, *, prompt: str = "") -> None:
+        """Add a fully computed forward. The last one with another prompt is kept beside it."""
+        before = self.steps.get(key)
+        self.put(key, MemoryStep(valid=valid, outputs=outputs, prompt=prompt))
+        if before is not None and before.prompt not in ("", prompt):
+            self._others[key] = before
+
+    def projections(self, step: RecordedStep, room: ProjectionsRoom) -> StepProjections:
+        """Return the projections of a step; `room` is shared by all recordings."""
+        with self._lock:
+            return self._projections.setdefault(step, StepProjections(room))
+
+    def drop_projections(self) -> None:
+        """Free all projections; they can be computed again."""
+        with self._lock:
+            self._projections.clear()
+
+    def forget(self, key: StepKey) -> None:
+        """Remove a forward, with all prompts."""
+        self.steps.pop(key, None)
+        self.forget_other(key)
+
+    def forget_other(self, key: StepKey) -> None:
+        """Remove the recording of a forward that is kept beside the newest, with another prompt."""
+        self._others.pop(key, None)
+
+    def forget_steps(self, gone: Callable[[RecordedStep], bool]) -> None:
+        """Remove the steps for which `gone` holds. One with another prompt takes the place of a removed one."""
+        self._others = {key: step for key, step in self._others.items() if not gone(step)}
+        for key in [key for key, step in self.steps.items() if gone(step)]:
+            del self.steps[key]
+            if (other := self._others.pop(key, None)) is not None:
+                self.steps[key] = other
+
+    def put(self, key: StepKey, step: RecordedStep) -> None:
+        """Store a step as the newest of its forward."""
+        step.valid = self._shared(step.valid)
+        self.steps[key] = step
+
+    def writable(self, key: StepKey, step: RecordedStep | None = None) -> RecordedStep | None:
+        """Return a step that may be written to, or None if a copy is needed and parts of the step are elsewhere.
+
+        A copy replaces the original; the source has made room for it. `step` is one of `key`, by default the newest.
+        """
+        step = step or self.steps[key]
+        if step.writable:
+            return step
+        copy = copy_step(step)
+        if copy is not None and self.steps.get(key) is step:
+            self.put(key, copy)
+        elif copy is not None:
+            self._others[key] = copy
+        return copy
+
+    def grow(self, step: RecordedStep, area: Tensor, *, prompt: str) -> None:
+        """Extend a step's valid area after a forward wrote the template's outputs for `area` into it."""
+        step.valid = self._shared(step.valid | area)
+        step.prompt = prompt if step.prompt == prompt else ""
+
+    def _shared(self, valid: Tensor) -> Tensor:
+        """Return the one tensor that all steps with an equal map share, because plans are kept by tensor."""
+        known = next((each for each in self._maps if torch.equal(each, valid)), None)
+        if known is None:
+            self._maps = [each for each in self._maps if any(step.valid is each for step in self.all_steps)]
+            self._maps.append(known := valid.clone())
+        return known

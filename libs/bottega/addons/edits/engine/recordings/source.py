@@ -1,0 +1,120 @@
+"""The interface to recordings that the engine sees: this worker's memory, or a store behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
+from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
+from bottega.diffusion.engine.store_work import StoreWork
+from bottega.v1.fleet_pb2 import ServiceAddress
+
+EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateQuery:
+    """A question whether a template is recorded."""
+
+    key: RecordingKey
+    recording: str = ""
+    """Id of the only acceptable recording, 32 hex digits; empty for any."""
+    would_record: bool = True
+    """Whether the job would record the template if there is no recording."""
+    origin: str = ""
+    """See `Recording`."""
+    width: int = 0
+    """Of the picture, in pixels; 0 if not known."""
+    height: int = 0
+
+
+class ActivationSource(Protocol):
+    """Finds, makes and keeps recordings. No method blocks.
+
+    The engine's thread makes all calls except `stop` and those for operators. A recording that was handed out is in use
+    until it is released: it is not evicted, and tensors that its steps hold stay valid. Parts of it may be elsewhere
+    and must be requested; what a step does not have is computed. Loaded parts may be dropped for others that are needed
+    sooner.
+    """
+
+    @property
+    def load_bytes_per_s(self) -> float | None:
+        """Recent load rate, positive; None if nothing is ever loaded because all is here."""
+        ...
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """Set the stores that exist now, the best first."""
+        ...
+
+    def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
+        """Find out in the background what `find` and `begin` need to know about a template.
+
+        The future never fails. It yields the work of the store that was asked, if any. Cancel it to stop waiting.
+        """
+        ...
+
+    def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
+        """Return a template's complete recording, now in use, or None. `recording` is the only acceptable id."""
+        ...
+
+    def begin(
+        self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
+    ) -> Recording | None:
+        """Begin a template's recording, which is in use until it is completed or abandoned; see `Recording`.
+
+        Return None if the template has a recording or one is being made.
+        """
+        ...
+
+    def changed(self, recording: Recording, key: StepKey) -> None:
+        """Note that a step was added, replaced or extended. Others get it once the recording is complete."""
+        ...
+
+    def reserve(self, recording: Recording, size_bytes: int) -> bool:
+        """Make room for a recording of `size_bytes` in total, and return whether there is enough."""
+        ...
+
+    def complete(self, recording: Recording) -> None:
+        """Publish a recording that was begun, and release it."""
+        ...
+
+    def abandon(self, recording: Recording) -> None:
+        """Forget a recording that was begun."""
+        ...
+
+    def release(self, recording: Recording) -> None:
+        """Release a recording that was found."""
+        ...
+
+    # For operators.
+
+    @property
+    def budget_bytes(self) -> int:
+        """Upper bound on the bytes of all recordings."""
+        ...
+
+    @property
+    def spare_bytes(self) -> int:
+        """Unused bytes of the budget."""
+        ...
+
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        """The recordings that are here, most recently used first."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Number of events since the start, by the names in `EVENTS`."""
+        ...
+
+    def drop(self, prefix: str) -> int:
+        """Forget the idle recordings whose ids begin with `prefix`, and return how many."""
+        ...
+
+    def stop(self) -> None:
+        """Close the links. Thread-safe; later calls do nothing."""
+        ...

@@ -1,0 +1,159 @@
+"""How a row of an edit reads a recorded step, records a new one, or completes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bottega.addons.edits.engine.activations import KeptProjections
+from bottega.addons.edits.engine.recordings.areas import level_of
+from bottega.addons.edits.engine.recordings.step import RecordedStep
+from bottega.addons.edits.engine.recordings.step_loads import StepLoads
+from bottega.diffusion.device.device import Device, HostCopy
+from bottega.diffusion.device.pick import open_device
+
+
+class StepReader:
+    """The RecordedActivations of a row that reads a recorded step.
+
+    Args:
+        loads: The plan for outputs that are elsewhere; without a plan they are computed.
+        shapes: Expected shapes, by name. An output of another shape, from a faulty store, is computed, because it would
+            fail the whole batch. None skips the check.
+        projections: The step's kept keys and values; None keeps none.
+    """
+
+    def __init__(
+        self,
+        step: RecordedStep,
+        device: torch.device,
+        loads: StepLoads | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        *,
+        projections: KeptProjections | None = None,
+    ) -> None:
+        self.projections = projections
+        self.reused: set[str] = set()
+        self.waited_s = 0.0
+        self._step = step
+        self._device = device
+        self._loads = loads
+        self._shapes = shapes
+
+    def get(self, name: str) -> Tensor | None:
+        output = self._step.get(name)
+        if output is None and self._loads is not None:
+            output = self._awaited(name, self._loads)
+        if output is None or (self._shapes is not None and output.shape != self._shapes.get(name)):
+            return None
+        self.reused.add(name)
+        if output.is_pinned():
+            return output.to(self._device, non_blocking=True)
+        return open_device(self._device).to_device(output)  # A view of a store's file is not pinned.
+
+    def stored(self, name: str) -> Tensor | None:
+        return self._step.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        """Do nothing: another object records the row's outputs."""
+
+    def _awaited(self, name: str, loads: StepLoads) -> Tensor | None:
+        before_s = loads.waited_s
+        here = loads.wait_for(name)
+        self.waited_s += loads.waited_s - before_s
+        return self._step.get(name) if here else None
+
+
+class StepRecorder:
+    """The StepActivations of a row that is computed in full; discarded if the forward fails."""
+
+    def __init__(self, kept: frozenset[str] | None = None) -> None:
+        self.size_bytes = 0
+        """Bytes recorded so far."""
+        self._copies: dict[str, HostCopy] = {}
+        self._kept = kept
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """The outputs by name, float16 on the CPU. Waits until the device has computed them."""
+        return {name: copy.take() for name, copy in self._copies.items()}
+
+    def get(self, name: str) -> Tensor | None:
+        copy = self._copies.get(name)
+        return None if copy is None else copy.take()
+
+    def put(self, name: str, output: Tensor) -> None:
+        if self._kept is None or name in self._kept:
+            # Copied, because later blocks may write to the output while it is being transferred.
+            own = output.detach().to(torch.float16, copy=True, memory_format=torch.contiguous_format)
+            before = self._copies.get(name)
+            self.size_bytes += own.nbytes - (0 if before is None else before.take().nbytes)
+            self._copies[name] = open_device(own.device).to_host(own)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all outputs fit in float16."""
+        return _finite(self.outputs.values())
+
+
+class StepCompleter:
+    """The StepActivations of a row that computes parts of the template which a recorded, writable step lacks.
+
+    All outputs inside `area`, bool [height, width] of the latent, are the template's, even if the forward fails.
+    """
+
+    def __init__(self, step: RecordedStep, area: Tensor) -> None:
+        self.step = step
+        self.area = area
+        self._copies: dict[str, HostCopy] = {}
+        self._within: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        return self.step.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        stored = self.step.get(name)
+        if stored is None or stored.shape != output.shape:
+            return  # Outputs that were not recorded are computed in full by every edit.
+        device = open_device(output.device)
+        _, index = self._inside(output, device)
+        # Selected by index: a boolean mask would make the CPU wait for a GPU to count its elements.
+        cut = output.detach().index_select(0, index) if output.ndim == 2 else output.flatten(1).index_select(1, index)
+        self._copies[name] = device.to_host(cut.to(torch.float16))
+
+    @torch.inference_mode()
+    def write(self) -> bool:
+        """Write the outputs into the step, waiting for the device, and return whether any were written.
+
+        All or nothing: values beyond float16 would spoil every edit that reads the step.
+        """
+        outputs = {name: copy.take() for name, copy in self._copies.items()}
+        self._copies = {}
+        if not outputs or not _finite(outputs.values()):
+            return False
+        for name, output in outputs.items():
+            stored = self.step.get(name)
+            if stored is not None:
+                inside, _ = self._inside(stored, open_device(stored.device))
+                stored[(inside.flatten(),) if stored.ndim == 2 else (slice(None), inside)] = output
+        return True
+
+    def _inside(self, output: Tensor, device: Device) -> tuple[Tensor, Tensor]:
+        """Return the area at an output's level: bool [height, width] on the CPU, and its indices on the device."""
+        # Cells are whole tokens of every level.
+        size = level_of(self.area.shape, output.shape[0]) if output.ndim == 2 else (output.shape[1], output.shape[2])
+        if size not in self._within:
+            area = self.area[None].float()
+            while area.shape[1] > size[0] or area.shape[2] > size[1]:
+                area = functional.max_pool2d(area, 2, ceil_mode=True)
+            inside = area[0] > 0
+            self._within[size] = inside, device.to_device(inside.flatten().nonzero()[:, 0])
+        return self._within[size]
+
+
+def _finite(outputs: Iterable[Tensor]) -> bool:
+    """Return whether all outputs, on the CPU, fit in float16."""
+    return all(bool(torch.isfinite(output).all()) for output in outputs)

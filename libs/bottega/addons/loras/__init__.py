@@ -1,0 +1,1 @@
+"""LoRAs: small changes of a model's weights, which requests name."""

@@ -1,0 +1,440 @@
+"""LoRAs as an add-on of the engine: requested when a job arrives, and used from one step of all its images on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from google.protobuf.message import DecodeError
+
+from bottega import kinds, rules
+from bottega.addons.loras.engine import (
+    TEXT_ENCODERS,
+    UNET,
+    LoraAtScale,
+    LoraHandle,
+    LoraRef,
+    LoraSet,
+    LoraSource,
+    LoraWeights,
+    has_mixed_alphas,
+    left_out_by_stock,
+)
+from bottega.addons.loras.engine.offload import RemoteLoras, loras_part, read_loras
+from bottega.addons.loras.engine.similarity import LatentMeter
+from bottega.addons.loras.engine.unmerged import STACKED_BYTES
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.events import EngineRecord, LoraRecord
+from bottega.diffusion.engine.forward import RowWeights
+from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
+from bottega.diffusion.engine.store_work import StoreWork
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.parallel.offload import OffloadedPart
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.lora_pb2 import LoraDecision
+
+# Name of the stage of waiting for LoRAs and of merging them.
+LORAS = "loras"
+
+
+class EngineLoras(EngineAddOn):
+    """The engine's add-on for LoRAs.
+
+    Args:
+        model: The model that LoRAs change.
+        source: Provides LoRAs; None if nobody does.
+        patches, merges_half, pristine_on_host, stacked_bytes: See LoraWeights.
+        timeout_s: Seconds for which a job waits for its LoRAs.
+        clock: Monotonic time in seconds.
+    """
+
+    kind = kinds.LORAS
+
+    def __init__(
+        self,
+        model: Model,
+        source: LoraSource | None,
+        *,
+        patches: bool = True,
+        merges_half: bool = False,
+        pristine_on_host: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.weights = LoraWeights(
+            model,
+            patches=patches,
+            merges_half=merges_half,
+            pristine_on_host=pristine_on_host,
+            stacked_bytes=stacked_bytes,
+        )
+        self._model = model
+        self._source = source
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._parts: dict[Request, JobLoras] = {}
+        self._events = Counter(hits=0, misses=0)
+
+    @property
+    def row_weights(self) -> RowWeights | None:
+        return self.weights
+
+    @property
+    def switch_s(self) -> float | None:
+        """Seconds to merge other LoRAs."""
+        return self.weights.swap_s
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to send."""
+        return self._events
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """Set the LoRA stores that are in the fleet now."""
+        if self._source is not None:
+            self._source.set_stores(services)
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Request an order's LoRAs. Raises Unavailable if this worker has no source of LoRAs."""
+        spec = order.spec
+        return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
+
+    def ask(self, specs: Sequence[LoraSpec], *, bound: int = 0, step: int | None = None) -> JobLoras | None:
+        """Request the LoRAs of a job, or return None if `specs` is empty.
+
+        Raises Unavailable if this worker has no source of LoRAs.
+
+        Args:
+            specs: The LoRAs.
+            bound: The first step that must not be made without the LoRAs.
+            step: The step from which on they are used, if it is already decided.
+        """
+        if not specs:
+            return None
+        if self._source is None:
+            raise Unavailable("this worker has no LoRAs")
+        since_s = self._clock()
+        refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
+        handles = tuple(self._source.begin(ref) for ref in refs)
+        for handle in handles:
+            self._events["hits" if _is_ready(handle) else "misses"] += 1
+        return JobLoras(
+            addon=self,
+            source=self._source,
+            specs=tuple(specs),
+            handles=handles,
+            since_s=since_s,
+            timeout_s=self._timeout_s,
+            bound=bound,
+            step=step,
+        )
+
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        """Request the LoRAs of an offloaded job. The leader decides for each row from which step on they are used."""
+        loras = self.ask(read_loras(part), step=0)
+        assert loras is not None, "a part names at least one"
+        return RemoteLoras(loras)
+
+    def before_prompt(self, part: JobAddOn | None) -> None:
+        """Make the text encoders use this job's LoRAs, or none. Raises LoraUnusable."""
+        text = part.text_set() if isinstance(part, JobLoras) else None
+        seconds = self.weights.put_in_text(text)
+        if isinstance(part, JobLoras) and text is not None:
+            part.note_patch("into the text encoders", seconds)
+            part.in_text = True
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Wait until more of the jobs' LoRAs has arrived or one has failed, or until the timeout."""
+        if self._source is not None:
+            handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
+            self._source.settle(handles, timeout_s)
+
+    def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
+        """Merge LoRAs into the UNet's weights, or restore the weights, as is best for all running requests."""
+        if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
+            return False
+        seconds = self.weights.choose(
+            [request.loras_now for request in requests],
+            steps=max(request.steps_left for request in requests),
+            step_s=step_s,
+        )
+        patched = self.weights.patched
+        # The time is charged to each job whose set was merged. Restoring the weights is charged to no job.
+        for part in {self._parts[request] for request in requests if request.loras_now is not None}:
+            if part.loras is patched and seconds:
+                part.note_patch("into the weights", seconds)
+        moved = [request for request in requests if request.share_weights(self.weights.patched_key)]
+        return bool(moved)
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learn the cost of unmerged LoRAs."""
+        return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
+
+    def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
+        """Measure the costs of unmerged and merged LoRAs with a LoRA that changes nothing."""
+        if self._source is None:
+            return
+        probe = self.weights.probe()
+        for _ in range(3):
+            predict([replace(row, loras=probe)])
+        self.weights.measure_swap()
+
+    def now_s(self) -> float:
+        """Return the time on the add-on's clock."""
+        return self._clock()
+
+    def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
+        """Note that these requests belong to the part of a job, until they are detached."""
+        self._parts |= dict.fromkeys(requests, part)
+
+    def detach(self, requests: Sequence[Request]) -> None:
+        """Forget requests that have ended. Unknown ones are ignored."""
+        for request in requests:
+            self._parts.pop(request, None)
+
+    def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
+        """Return second requests for an order that measures a LoRA, to be denoised without LoRAs in the UNet."""
+        return (
+            new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnlikeStock:
+    """Ways in which stock Diffusers' loader may read a LoRA differently."""
+
+    mixed_alphas: bool
+    left_out: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class JobLoras(JobAddOn):
+    """The LoRAs of one job."""
+
+    addon: EngineLoras
+    source: LoraSource
+    specs: tuple[LoraSpec, ...]
+    handles: tuple[LoraHandle, ...]
+    since_s: float
+    """Time at which they were requested."""
+    timeout_s: float
+    """Maximum time until they arrive."""
+    bound: int = 0
+    """The first step that must not be made without the LoRAs."""
+    step: int | None = None
+    """The step from which on the LoRAs are used, once it is decided."""
+    loras: LoraSet | None = None
+    """Their factors, once all have arrived."""
+    in_text: bool = False
+    """Whether the prompt was encoded with them."""
+    wait_s: float = 0.0
+    """Seconds for which the job waited for its LoRAs."""
+    patch_s: float = 0.0
+    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
+    _requests: Sequence[Request] = ()
+    _meter: LatentMeter = field(default_factory=LatentMeter)
+    _load_s: tuple[float, ...] = ()
+    _works: tuple[StoreWork | None, ...] = ()
+    _unlike_stock: tuple[_UnlikeStock, ...] = ()
+    _patches: list[TracedSpan] = field(default_factory=list)
+    _waits: list[TracedSpan] = field(default_factory=list)
+    _waiting_since_s: float | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some of the LoRAs have not arrived."""
+        return self.loras is None
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the job can resume from a checkpoint: not if it measures a LoRA, which checkpoints do not record."""
+        return not any(spec.measured for spec in self.specs)
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether the LoRAs change the text encoders."""
+        return self.in_text
+
+    def prompt_ready(self, now_s: float) -> bool:
+        """Return whether the text encoders' layers have arrived. Raises NoLora after the timeout."""
+        ready = self._all_arrived([handle.text_ready for handle in self.handles], now_s)
+        self._note_wait(not ready, now_s)
+        return ready
+
+    def text_set(self) -> LoraSet | None:
+        """Return the factors of the text encoders; None if these are not changed. Raises LoraUnusable."""
+        made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
+        return made if any(made.of(name) for name in TEXT_ENCODERS) else None
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """Take the job's requests, and the step that an earlier attempt decided. Raises InvalidRequest."""
+        self._requests = job.requests
+        if kinds.LORAS in job.pinned:
+            self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
+        job.extra = self.addon.shadows(job.order, conditions)
+        self._meter = LatentMeter(job.extra)
+        self.addon.attach(self, job.requests)
+
+    def update(self, now_s: float) -> None:
+        """Give the LoRAs to the requests once all have arrived.
+
+        All images use them from the same step on: the pinned one, or the first that none of them has begun. Raises the
+        BottegaError of LoRAs that cannot be brought or used, such as LoraUnusable or NoLora.
+        """
+        if self.loras is not None:
+            return
+        if self._all_arrived([handle.ready for handle in self.handles], now_s):
+            self.loras = self.addon.weights.unet_set(self._scaled((UNET,)))
+            if self.step is None:
+                self.step = max(request.step for request in self._requests)
+            for request in self._requests:
+                request.loras, request.loras_from = self.loras, self.step
+            self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)
+            self._release()
+        under_way = [request for request in self._requests if not request.done]
+        self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
+
+    def blocks(self, request: Request) -> bool:
+        """Return whether the request waits for the LoRAs: at the bound, or because it is a shadow that measures them.
+
+        The request's present step counts, because a cached latent may have moved it since the last update.
+        """
+        last = self.bound if self.step is None else self.step
+        return self.waiting and (request.step >= last or request in self._meter.shadows)
+
+    @property
+    def decision(self) -> bytes | None:
+        """The step from which on they are used, as a LoraDecision."""
+        if self.loras is None or self.step is None:
+            return None
+        return LoraDecision(step=self.step).SerializeToString()
+
+    def note_patch(self, what: str, seconds: float) -> None:
+        """Record that merging them, described by `what`, took `seconds` and has just ended."""
+        self.patch_s += seconds
+        if len(self._patches) < MAX_SPANS:
+            begin_s = self.addon.now_s() - seconds
+            self._patches.append(TracedSpan(name=what, track="LoRAs into weights", begin_s=begin_s, seconds=seconds))
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """Yield the spans of loading each LoRA, of the stores' work for it, of merging, and of waiting."""
+        for spec, load_s, work in zip(self.specs, self._load_s, self._works, strict=False):
+            track = f"LoRA {spec.name}"
+            yield TracedSpan(name=f"load {spec.name}", track=track, begin_s=self.since_s, seconds=load_s)
+            if work is not None:
+                yield from (span for span in work.spans(track) if span.begin_s >= self.since_s)
+        yield from self._patches
+        yield from self._waits
+
+    def after_step(self, request: Request) -> None:
+        """Compare the latents with and without LoRAs, if that is measured."""
+        self._meter.observe(request)
+
+    def offload(self) -> OffloadedPart | None:
+        """Return the message with which the other worker fetches them itself."""
+        return loras_part(self.specs)
+
+    def active_in(self, row: Row) -> int:
+        """Return 1 if the row uses them, else 0."""
+        return int(row.loras is not None)
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """Add the use of each LoRA to the record, if they were used."""
+        record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
+        if self.step is None or self.loras is None:
+            return record
+        loras = tuple(
+            LoraRecord(
+                name=spec.name,
+                digest=spec.digest,
+                scale=spec.scale,
+                from_step=self.step,
+                load_s=load_s,
+                wait_s=self.wait_s,
+                patch_s=self.patch_s,
+                mixed_alphas=unlike.mixed_alphas,
+                stock_may_leave_out=unlike.left_out,
+                rounded_otherwise=not self.addon.weights.rounds_as_stock,
+                similarities=self._meter.similarities if spec.measured else (),
+            )
+            for spec, load_s, unlike in zip(self.specs, self._load_s, self._unlike_stock, strict=True)
+        )
+        exact = self.step <= record.begin_step and self.addon.weights.rounds_as_stock
+        return replace(record, loras=loras, exact=record.exact and exact)
+
+    def close(self) -> None:
+        """Release the handles and forget the requests."""
+        self._release()
+        self.addon.detach(self._requests)
+
+    def _release(self) -> None:
+        if self.handles:
+            self._load_s = tuple(handle.load_s for handle in self.handles)
+            self._works = tuple(handle.work for handle in self.handles)
+            self.source.close(self.handles)
+            self.handles = ()
+
+    def _scaled(self, components: Sequence[str]) -> list[LoraAtScale]:
+        return [
+            LoraAtScale(digest=spec.digest, scale=spec.scale, layers={name: handle.layers(name) for name in components})
+            for spec, handle in zip(self.specs, self.handles, strict=True)
+        ]
+
+    def _all_arrived(self, arrived: Sequence[bool], now_s: float) -> bool:
+        if all(arrived):
+            return True
+        if now_s - self.since_s > self.timeout_s:
+            late = [spec.name for spec, ready in zip(self.specs, arrived, strict=True) if not ready]
+            raise NoLora(
+                f"LoRA {', '.join(late)} did not arrive within {self.timeout_s:g} s; is the LoRA store slow, or down?",
+                metadata={"loras": ",".join(late)},
+            )
+        return False
+
+    def _note_wait(self, waits: bool, now_s: float) -> None:
+        """Begin a wait, or end and record it."""
+        if waits and self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        elif not waits and self._waiting_since_s is not None:
+            waited_s = now_s - self._waiting_since_s
+            self.wait_s += waited_s
+            self._waits.append(
+                TracedSpan(name="waiting for LoRAs", track="waits", begin_s=self._waiting_since_s, seconds=waited_s)
+            )
+            self._waiting_since_s = None
+
+
+def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
+    components = {name: handle.layers(name) for name in (UNET, *TEXT_ENCODERS)}
+    return _UnlikeStock(
+        mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
+        left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),
+    )
+
+
+def _is_ready(handle: LoraHandle) -> bool:
+    try:
+        return handle.ready
+    except BottegaError:  # raised again when the LoRA is needed
+        return False
+
+
+def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:
+    """Return the step that an earlier attempt has decided. Raises InvalidRequest."""
+    try:
+        step = LoraDecision.FromString(decision).step
+    except DecodeError:
+        raise InvalidRequest(f"decisions[{kinds.LORAS}] is not a LoraDecision") from None
+    if not 0 <= step < spec.num_inference_steps:
+        field = f"decisions[{kinds.LORAS}].step"
+        rules.refuse([Violation(field=field, description="must be one of the spec's steps")])
+    return step

@@ -1,0 +1,106 @@
+"""Combines the LoRAs of one request into one set of factors.
+
+The sum of B A over several LoRAs is one product of wider factors, with every scale folded in, so a request costs the
+same however its rank is divided. Merging into weights and products beside them both start from here.
+
+In half precision that sum rounds differently from PEFT, which stock Diffusers uses: it computes one product after the
+other and rounds each, and its scaling, and its sum. Sets made `as_peft` keep each LoRA's scale and order for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
+from bottega.diffusion.rows import Factors, LoraSet, SetKey, Term
+from bottega.errors import LoraUnusable
+from bottega.lora.canonical import spellings
+
+
+def make_set(
+    uses: Sequence[LoraAtScale],
+    networks: Mapping[str, nn.Module],
+    components: Sequence[str],
+    *,
+    as_peft: bool = False,
+) -> LoraSet:
+    """Return the factors of these components, by the paths that the networks' own modules have.
+
+    A text encoder's layer may be named with or without `text_model.`, whichever the network has.
+
+    Args:
+        uses: The LoRAs of a request.
+        networks: Networks by component; their weights are not changed.
+        components: Components to make factors for.
+        as_peft: Keep the LoRAs' order and scales, so that products can be computed one by one.
+
+    Raises:
+        LoraUnusable: A layer has no module that it fits.
+    """
+    ordered = _ordered(uses, as_peft=as_peft)
+    made = {name: _factors(ordered, name, networks[name], as_peft=as_peft) for name in components}
+    return LoraSet(key=set_key(uses, as_peft=as_peft), components=made)
+
+
+def set_key(uses: Sequence[LoraAtScale], *, as_peft: bool = False) -> SetKey:
+    """Return the key of the set that `make_set` makes of these LoRAs."""
+    return tuple((use.digest, use.scale) for use in _ordered(uses, as_peft=as_peft))
+
+
+def _ordered(uses: Sequence[LoraAtScale], *, as_peft: bool) -> Sequence[LoraAtScale]:
+    return uses if as_peft else sorted(uses, key=lambda use: (use.digest, use.scale))
+
+
+def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module, *, as_peft: bool) -> dict[str, Factors]:
+    layers_of_uses = [(use, use.layers.get(component, {})) for use in uses]
+    modules = dict(network.named_modules()) if any(layers for _, layers in layers_of_uses) else {}
+    terms: dict[str, list[tuple[LoraLayer, float]]] = {}
+    for use, named in layers_of_uses:
+        for name, layer in named.items():
+            path = next((path for path in spellings(component, name) if path in modules), name)
+            terms.setdefault(path, []).append((layer, use.scale * layer.scale))
+    made = {}
+    for path, layers in terms.items():
+        weight = _weight(modules.get(path), f"{component}.{path}")
+        for layer, _ in layers:
+            for why in _misfits(layer, weight):
+                raise LoraUnusable(f"a LoRA does not fit {component}.{path}: {why}")
+        made[path] = _separate(layers, weight) if as_peft else _joined(layers, weight)
+    return made
+
+
+def _weight(module: nn.Module | None, path: str) -> Tensor:
+    if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
+        return module.weight
+    raise LoraUnusable(f"the model has no linear or plain convolution layer {path}, which a LoRA changes")
+
+
+def _misfits(layer: LoraLayer, weight: Tensor) -> Iterator[str]:
+    """Yield the reasons why a layer cannot be added to a weight."""
+    rank = layer.down.shape[0]
+    if layer.down.shape[1:] != weight.shape[1:]:
+        yield f"down has the shape {tuple(layer.down.shape)}, and the weight {tuple(weight.shape)}"
+    if tuple(layer.up.shape) != (weight.shape[0], rank, *[1] * (weight.ndim - 2)):
+        yield f"up has the shape {tuple(layer.up.shape)} with rank {rank}, and the weight {tuple(weight.shape)}"
+
+
+def _joined(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factors:
+    downs = [layer.down.to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
+    # Scaled in single precision, and rounded only once to the model's element type.
+    ups = [(layer.up.to(weight.device, torch.float32).flatten(1) * scale).to(weight.dtype) for layer, scale in layers]
+    if len(layers) == 1:
+        return Factors(down=downs[0], up=ups[0])
+    return Factors(down=torch.cat(downs), up=torch.cat(ups, dim=1))
+
+
+def _separate(layers: Sequence[tuple[LoraLayer, float]], weight: Tensor) -> Factors:
+    downs = [layer.down.to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
+    ups = [layer.up.flatten(1).to(weight.device, weight.dtype, copy=True) for layer, _ in layers]
+    return Factors(
+        down=torch.cat(downs),
+        up=torch.cat(ups, dim=1),
+        terms=tuple(Term(rank=layer.down.shape[0], scale=scale) for layer, scale in layers),
+    )

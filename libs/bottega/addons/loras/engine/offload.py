@@ -1,0 +1,59 @@
+"""The LoRAs of a job whose rows are computed by the other worker of a pair: the message, and their use there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, TypeAdapter
+
+from bottega.diffusion.parallel.offload import OffloadedPart
+from bottega.diffusion.rows import Row
+from bottega.diffusion.spec import LoraSpec
+
+if TYPE_CHECKING:
+    from bottega.addons.loras.engine.addon import JobLoras
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lora:
+    """A LoRA of a job, see LoraSpec. The leader decides row by row from which step on it is used."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    digest: Annotated[str, Field(max_length=128)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+
+
+_LORAS = TypeAdapter(Annotated[tuple[_Lora, ...], Field(min_length=1, max_length=8)])
+
+
+class RemoteLoras:
+    """The LoRAs of a job of the other worker, fetched by this one. A RemoteAddOn."""
+
+    def __init__(self, loras: JobLoras) -> None:
+        self._loras = loras
+
+    def ready(self, now_s: float) -> bool:
+        self._loras.update(now_s)
+        return not self._loras.waiting
+
+    def activate(self, row: Row, active: int) -> Row:
+        if active > 1 or (active and self._loras.loras is None):
+            raise ValueError("a row has LoRAs that have not arrived")
+        return replace(row, loras=self._loras.loras) if active else row
+
+    def close(self) -> None:
+        self._loras.close()
+
+
+def loras_part(specs: Sequence[LoraSpec]) -> OffloadedPart:
+    """Return the message about these LoRAs for the other worker."""
+    messages = tuple(_Lora(name=spec.name, digest=spec.digest, scale=spec.scale) for spec in specs)
+    return OffloadedPart(header=_LORAS.dump_json(messages))
+
+
+def read_loras(part: OffloadedPart) -> tuple[LoraSpec, ...]:
+    """Return the LoRAs of a message. Raises ValueError if it breaks a rule."""
+    messages = _LORAS.validate_json(part.header)
+    return tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in messages)

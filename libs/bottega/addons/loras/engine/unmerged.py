@@ -1,0 +1,378 @@
+"""Unmerged LoRAs: low-rank products per row, added to the output of untouched weights.
+
+Rows with different LoRAs, or none, share one forward pass this way (after S-LoRA). Neighbouring rows of one set are one
+product; sets that have equally many such rows are one batched product. Factors with terms are computed LoRA by LoRA
+instead, with the operations of PEFT in its order, so that half precision rounds as in stock Diffusers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bottega.addons.loras.engine.lora import UNET
+from bottega.diffusion.model.backbone import RowSpans
+from bottega.diffusion.rows import Factors, LoraSet, SetKey
+
+STACKED_BYTES = 512 << 20
+"""Bytes of plans that are kept for groups that take turns. A plan holds the factors, or a stacked copy of them."""
+
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+_Offsets = Callable[[], tuple[int, ...] | None]
+_Bounds = Callable[[], tuple[int, int]]
+_Arrangement = tuple[SetKey | None, ...]
+
+
+class UnmergedLoras:
+    """Adds each row's LoRAs to the outputs of the modules they touch, for one forward pass at a time.
+
+    Dimension 0 of a module's input holds the rows, or what `spans` says: packed tokens of all rows, or tiles.
+
+    Args:
+        network: The component that the LoRAs belong to; its weights are not touched.
+        component: Name of the component in `LoraSet`.
+        row_by_row: Compute every row by itself, so that its last bits do not depend on its neighbours.
+        stacked_bytes: Bound on plans kept for later groups of the same sets. The plan in use is always kept.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        component: str = UNET,
+        *,
+        row_by_row: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
+    ) -> None:
+        self._modules = dict(network.named_modules())
+        self._component = component
+        self._row_by_row = row_by_row
+        self._stacked_bytes = stacked_bytes
+        self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._spans: RowSpans | None = None
+
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """Make row i use sets[i], in place of the sets that were entered before.
+
+        Args:
+            sets: LoRAs of each row. Rows of one set should be neighbours.
+            spans: Where rows lie in each call; None if every call has them in dimension 0.
+        """
+        self.leave()
+        self._spans = spans
+        if any(row_set is not None for row_set in sets):
+            self._hook(self._plan(sets).hooks)
+
+    def enter_all(self, loras: LoraSet) -> None:
+        """Let every row of every call use `loras`, whose factors have terms."""
+        self.leave()
+        self._hook((path, _as_peft([(factors, None)])) for path, factors in loras.of(self._component).items())
+
+    def leave(self) -> None:
+        """Return to the plain forward pass."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._spans = None
+
+    def _hook(self, hooks: Iterable[tuple[str, _Hook]]) -> None:
+        self._handles += [self._modules[path].register_forward_hook(hook) for path, hook in hooks]
+
+    def _offsets(self) -> tuple[int, ...] | None:
+        """Return the row offsets of the current call."""
+        return None if self._spans is None else self._spans.offsets
+
+    def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
+        arrangement = tuple(None if row_set is None else row_set.key for row_set in sets)
+        plan = self._plans.pop(arrangement, None) or self._made(sets)
+        self._plans[arrangement] = plan
+        while len(self._plans) > 1 and sum(kept.size_bytes for kept in self._plans.values()) > self._stacked_bytes:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _made(self, sets: Sequence[LoraSet | None]) -> _Plan:
+        runs = _runs(sets, self._component, row_by_row=self._row_by_row)
+        paths = dict.fromkeys(path for run in runs for path in run.factors)
+        hooks: list[tuple[str, _Hook]] = []
+        size_bytes = 0
+        frozen = [partial(run.bounds, self._offsets) for run in runs if _has_terms(run.factors)]
+        if frozen:
+            hooks += [
+                (path, _as_frozen(frozen)) for path, module in self._modules.items() if _mixes_layouts(path, module)
+            ]
+        for path in paths:
+            module = self._modules[path]
+            touching = [run for run in runs if path in run.factors]
+            if _has_terms(touching[0].factors):
+                uses = [(run.factors[path], partial(run.bounds, self._offsets)) for run in touching]
+                hooks.append((path, _as_peft(uses)))
+                # Not copied, but kept alive by the plan when no request uses them any more.
+                size_bytes += sum(run.factors[path].size_bytes for run in touching)
+                continue
+            stacks = [
+                _conv_stack(path, alike) if isinstance(module, nn.Conv2d) else _linear_stack(path, alike)
+                for alike in _alike(touching, row_by_row=self._row_by_row)
+            ]
+            size_bytes += sum(stack.size_bytes for stack in stacks)
+            hook = _convolved if isinstance(module, nn.Conv2d) else _projected
+            hooks.append((path, hook(stacks, self._offsets)))
+        return _Plan(hooks=hooks, size_bytes=size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """The hooks of all changed modules, for one arrangement of sets."""
+
+    hooks: Sequence[tuple[str, _Hook]]
+    """By path of the module, in the order in which they run."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Rows [first, first + rows) of one set."""
+
+    first: int
+    rows: int
+    factors: Mapping[str, Factors]
+
+    def bounds(self, offsets: _Offsets) -> tuple[int, int]:
+        """Return where the rows begin and end in dimension 0 of the current call."""
+        first, last = self.first, self.first + self.rows
+        packed = offsets()
+        return (first, last) if packed is None else (packed[first], packed[last])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stack:
+    """Adjacent runs with equally many rows, whose products are computed together.
+
+    Smaller ranks are padded with zeros.
+    """
+
+    first: int
+    """First row."""
+    last: int
+    """Row behind the last one."""
+    sets: int
+    """Number of runs."""
+    down: Tensor
+    """Linear: [sets, in, rank]. Convolution: [rows * rank, in, kernel, kernel], or [rank, ...] for one set."""
+    up: Tensor
+    """Linear: [sets, rank, out]. Convolution: [rows, out, rank], or [1, out, rank] for one set."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+    def bounds(self, offsets: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return where each set's part of dimension 0 begins, and where the last one ends.
+
+        Args:
+            offsets: See RowSpans.
+        """
+        rows = (self.last - self.first) // self.sets
+        edges = range(self.first, self.last + 1, rows)
+        return tuple(edges) if offsets is None else tuple(offsets[edge] for edge in edges)
+
+    def of_set(self, place: int) -> tuple[Tensor, Tensor]:
+        """Return down and up of one set of a convolution."""
+        rank = self.up.shape[-1]
+        downs = self.down.view(-1, rank, *self.down.shape[1:])
+        first = place * (len(downs) // self.sets)
+        return downs[first], self.up[first]
+
+
+def _has_terms(factors: Mapping[str, Factors]) -> bool:
+    """Return whether factors are computed LoRA by LoRA; those of a set all are, or none."""
+    return any(factor.terms for factor in islice(factors.values(), 1))
+
+
+def _runs(sets: Sequence[LoraSet | None], component: str, *, row_by_row: bool) -> list[_Run]:
+    runs: list[_Run] = []
+    first = 0
+    for place, row_set in enumerate(sets):
+        last = place == len(sets) - 1
+        if row_by_row or last or sets[place + 1] is not row_set:
+            if row_set is not None:
+                runs.append(_Run(first=first, rows=place + 1 - first, factors=row_set.of(component)))
+            first = place + 1
+    return runs
+
+
+def _alike(runs: Sequence[_Run], *, row_by_row: bool) -> list[list[_Run]]:
+    """Return groups of runs that can be one batched product: adjacent ones with equally many rows."""
+    groups: list[list[_Run]] = []
+    for run in runs:
+        before = groups[-1][-1] if groups else None
+        if before and not row_by_row and before.rows == run.rows and before.first + before.rows == run.first:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _linear_stack(path: str, runs: Sequence[_Run]) -> _Stack:
+    down, up = _padded([run.factors[path] for run in runs])
+    return _Stack(
+        first=runs[0].first,
+        last=runs[-1].first + runs[-1].rows,
+        sets=len(runs),
+        down=down.transpose(1, 2),
+        up=up.transpose(1, 2),
+    )
+
+
+def _conv_stack(path: str, runs: Sequence[_Run]) -> _Stack:
+    down, up = _padded([run.factors[path] for run in runs])
+    if len(runs) > 1:  # one grouped convolution with a group for each row
+        down, up = (factor.repeat_interleave(runs[0].rows, dim=0) for factor in (down, up))
+    return _Stack(
+        first=runs[0].first, last=runs[-1].first + runs[-1].rows, sets=len(runs), down=down.flatten(0, 1), up=up
+    )
+
+
+def _padded(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+    """Return the factors stacked: down [sets, rank, ...], up [sets, out, rank]."""
+    rank = max(set_factors.rank for set_factors in factors)
+    down = torch.stack([_filled(set_factors.down, 0, rank) for set_factors in factors])
+    return down, torch.stack([_filled(set_factors.up, 1, rank) for set_factors in factors])
+
+
+def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
+    lack = size - tensor.shape[dim]
+    if not lack:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = lack
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _mixes_layouts(path: str, module: nn.Module) -> bool:
+    """Return whether a linear layer's input is not contiguous: `proj_in` gets feature maps as tokens."""
+    return isinstance(module, nn.Linear) and path.rpartition(".")[2] == "proj_in"
+
+
+def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:
+    """Return a hook that computes a linear layer again for rows with LoRAs, as PEFT does.
+
+    PEFT's base weights require no gradients. torch chooses by that how it multiplies input that is not contiguous, and
+    half precision rounds differently. Rows without LoRAs keep the product of weights that require gradients.
+
+    Args:
+        rows: Bounds of the rows with LoRAs in dimension 0.
+    """
+
+    def multiply(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, nn.Linear), "the hook is a linear layer's"
+        x = inputs[0]
+        if x.is_contiguous():
+            return output
+        weight, bias = module.weight.detach(), _detached(module.bias)
+        for bounds in rows:
+            first, last = bounds()
+            output[first:last] = functional.linear(x[first:last], weight, bias)
+        return output
+
+    return multiply
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
+    """Return a hook that adds LoRA by LoRA what PEFT's layers add, with every intermediate result rounded as there.
+
+    Args:
+        uses: Factors with the bounds of their rows in dimension 0; None for all rows.
+    """
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        for factors, bounds in uses:
+            first, last = bounds() if bounds else (0, output.shape[0])
+            if first == last:
+                continue
+            x, total, rank = inputs[0][first:last], output[first:last], 0
+            for term in factors.terms:
+                down, up = factors.down[rank : rank + term.rank], factors.up[:, rank : rank + term.rank]
+                total += _product(module, x, down, up) * term.scale
+                rank += term.rank
+        return output
+
+    return add
+
+
+def _product(module: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    if not isinstance(module, nn.Conv2d):
+        # One product over all tokens: for input that is not contiguous, torch chooses it for weights that require
+        # gradients, as PEFT's do, and else a batched product that rounds differently.
+        flat = functional.linear(functional.linear(x.reshape(-1, x.shape[-1]), down), up)
+        return flat.view(*x.shape[:-1], up.shape[0])
+    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation)
+    return functional.conv2d(low, up[:, :, None, None])
+
+
+def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # The output may be changed in place: the module has just made it, and nothing else has read it.
+        for stack in stacks:
+            bounds = stack.bounds(offsets())
+            if _even(bounds):
+                x = inputs[0][bounds[0] : bounds[-1]].reshape(stack.sets, -1, inputs[0].shape[-1])
+                total = output[bounds[0] : bounds[-1]].view(stack.sets, -1, output.shape[-1])
+                total.baddbmm_(torch.bmm(x, stack.down), stack.up)
+                continue
+            for place, (first, last) in enumerate(pairwise(bounds)):
+                output[first:last].addmm_(inputs[0][first:last] @ stack.down[place], stack.up[place])
+        return output
+
+    return add
+
+
+def _convolved(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, nn.Conv2d), "the hook is a convolution's"
+        x = inputs[0]
+        for stack in stacks:
+            packed = offsets()
+            if packed is None:
+                first, last = stack.first, stack.last
+                _add_convolved(module, x[first:last], output[first:last], stack.down, stack.up)
+                continue
+            for place, (first, last) in enumerate(pairwise(stack.bounds(packed))):
+                _add_convolved(module, x[first:last], output[first:last], *stack.of_set(place))
+        return output
+
+    return add
+
+
+def _add_convolved(module: nn.Conv2d, x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> None:
+    """Add a convolution's product to `output`, [items, channels, height, width].
+
+    Args:
+        module: The convolution.
+        x: Its input.
+        output: Its output.
+        down: See _Stack; one for all items, or one for each.
+        up: See _Stack; one for all items, or one for each.
+    """
+    items, groups = x.shape[0], down.shape[0] // up.shape[-1]
+    if not items:
+        return
+    if groups > 1:
+        x = x.reshape(1, -1, *x.shape[2:])
+    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation, groups)
+    output += (up @ low.reshape(items, up.shape[-1], -1)).view_as(output)
+
+
+def _even(bounds: Sequence[int]) -> bool:
+    """Return whether all parts are equally long, so that they can be one batched product."""
+    return len({last - first for first, last in pairwise(bounds)}) == 1

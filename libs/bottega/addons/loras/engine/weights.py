@@ -1,0 +1,267 @@
+"""Keeps the weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
+
+Weights change only between two forward passes. In single precision LoRAs are merged into text encoders, for one prompt
+at a time, and into the UNet when all of its rows share one set for long enough. In half precision both would round
+differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless merging is allowed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from bottega.addons.loras.engine.costs import SwapCosts
+from bottega.addons.loras.engine.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
+from bottega.addons.loras.engine.lora_set import make_set, set_key
+from bottega.addons.loras.engine.patching import Patcher
+from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
+from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.diffusion.device.span import Span
+from bottega.diffusion.model.backbone import RowSpans
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import LoraSet, SetKey
+from bottega.errors import TooLarge
+
+_log = logging.getLogger(__name__)
+
+# Layers and rank of the probe: attention's projections, which most LoRAs change.
+_PROBE_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+_PROBE_RANK = 16
+# Bytes of weights that a swap is measured with. All of SDXL's probe layers would need 2 GB for the copies.
+_PROBE_BYTES = 256 << 20
+# Name of the copies in the plan of the device's memory.
+_COPIES = "pristine copies"
+
+
+class LoraWeights:
+    """The weights of a model's networks, with the LoRAs that its rows need.
+
+    Args:
+        model: The model; its weights change in place.
+        patches: Whether sets may be merged into the UNet's weights. If not, all are computed beside them, row by row,
+            so that the last bits of a picture depend neither on its neighbours nor on measurements.
+        merges_half: Whether sets may be merged into float16 and bfloat16 weights, which rounds differently from stock.
+        pristine_on_host: Keep the copies that restore merged weights in host memory.
+        stacked_bytes: See UnmergedLoras.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        patches: bool = True,
+        merges_half: bool = False,
+        pristine_on_host: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
+    ) -> None:
+        networks: Mapping[str, nn.Module] = {
+            UNET: model.backbone.unet,
+            **dict(zip(TEXT_ENCODERS, model.text_encoders, strict=True)),
+        }
+        keep_on = torch.device("cpu") if pristine_on_host else None
+        self.costs = SwapCosts()
+        self.swaps = 0
+        self._kept_on = str(keep_on or model.device)
+        self._logged_bytes = 0
+        self._networks = networks
+        self._device = model.runtime
+        self._memory = MemoryPlan() if pristine_on_host else model.memory
+        self._half = model.dtype != torch.float32
+        self._as_peft = self._half and not merges_half
+        self._patches = patches and not self._as_peft
+        self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches, stacked_bytes=stacked_bytes)
+        self._unmerged_text = {name: UnmergedLoras(networks[name], name) for name in TEXT_ENCODERS}
+        self._patchers = {
+            name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
+            for name, network in networks.items()
+        }
+        self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
+
+    @property
+    def rounds_as_stock(self) -> bool:
+        """Whether LoRAs round as in stock Diffusers, to the precision that the model computes in."""
+        return self._as_peft or not self._half
+
+    @property
+    def patched(self) -> LoraSet | None:
+        """The set that is merged into the UNet's weights, or None."""
+        return self._patchers[UNET].patched
+
+    @property
+    def patched_key(self) -> SetKey:
+        """Key of the set that is merged into the UNet's weights; empty if they are pristine."""
+        patched = self.patched
+        return patched.key if patched else ()
+
+    @property
+    def pristine_bytes(self) -> int:
+        """Size of the pristine copies of all components, which are kept for the next set."""
+        return sum(patcher.pristine_bytes for patcher in self._patchers.values())
+
+    @property
+    def swap_s(self) -> float:
+        """Seconds to merge and restore a set like the last one in the UNet; 0 if no set is merged."""
+        return self.costs.last_swap_s if self._patches else 0.0
+
+    def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
+        """Return the factors of the text encoders. Raises LoraUnusable."""
+        return make_set(uses, self._networks, TEXT_ENCODERS, as_peft=self._as_peft)
+
+    def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
+        """Return the factors of the UNet, the same object for the same set while it is used. Raises LoraUnusable."""
+        key = set_key(uses, as_peft=self._as_peft)
+        known = self._sets.get(key)
+        if known is None:
+            known = self._sets[key] = make_set(uses, self._networks, [UNET], as_peft=self._as_peft)
+        return known
+
+    def put_in_text(self, loras: LoraSet | None) -> float:
+        """Make the text encoders read the next prompt with these LoRAs, or with none.
+
+        Returns:
+            The seconds it took, after waiting for the device; 0 without LoRAs and if nothing is merged.
+        """
+        if self._as_peft:
+            for unmerged in self._unmerged_text.values():
+                if loras is None:
+                    unmerged.leave()
+                else:
+                    unmerged.enter_all(loras)
+            return 0.0
+        began = self._device.record()
+        for name in TEXT_ENCODERS:
+            _put(self._patchers[name], loras)
+        if loras is None:
+            return 0.0  # not measured, because the time is not charged to a job
+        seconds = Span(begin=began, end=self._device.record()).seconds
+        self._log_copies()
+        return seconds
+
+    def put_in_unet(self, loras: LoraSet | None) -> float:
+        """Merge a set into the UNet's weights, or restore them.
+
+        Returns:
+            The seconds it took, after waiting for the device's running step.
+        """
+        patcher = self._patchers[UNET]
+        copied = patcher.pristine_bytes
+        began = self._device.record()
+        _put(patcher, loras)
+        seconds = Span(begin=began, end=self._device.record()).seconds
+        self.swaps += 1
+        if loras is not None and patcher.pristine_bytes <= copied:  # no copies were made, as usual for later swaps
+            self.costs.observe_patch(patcher.touched_bytes(loras), seconds)
+        return seconds
+
+    def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
+        """Merge or restore the UNet's weights for the next turns, and return the seconds it took.
+
+        Args:
+            sets: Sets of all running requests.
+            steps: Steps that the longest of them still has.
+            step_s: Seconds of a step.
+        """
+        wanted = sets[0] if sets and all(request_set is sets[0] for request_set in sets) else None
+        if not sets or wanted is self.patched:
+            return 0.0  # without requests, the merged set stays for the next one
+        if wanted is None or not self._pays(wanted, steps, step_s):
+            return self.put_in_unet(None) if self.patched else 0.0
+        try:
+            self._memory.reserve(_COPIES, self._patchers[UNET].touched_bytes(wanted))
+            seconds = self.put_in_unet(wanted)
+        except (torch.OutOfMemoryError, TooLarge) as error:
+            self._memory.release(_COPIES)
+            self._patches = False
+            _log.warning(
+                "the device has no memory for copies of weights; LoRAs are not merged from now on",
+                extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
+            )
+            return 0.0
+        self._log_copies()
+        return seconds
+
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """Let row i of the forward that begins, or continues with fewer rows, use sets[i]. See UnmergedLoras.enter."""
+        if self.patched is not None and any(row_set is not self.patched for row_set in sets):
+            self.put_in_unet(None)
+        self._unmerged.enter([None if row_set is self.patched else row_set for row_set in sets], spans)
+
+    def leave(self) -> None:
+        """End the forward."""
+        self._unmerged.leave()
+
+    def observe_forward(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
+        """Learn the cost of unmerged LoRAs from a forward; return whether a plain forward would take as long.
+
+        Args:
+            sets: Sets of its rows.
+            seconds: Its duration.
+            plain_s: Duration of a plain forward of as many rows, if it is known.
+        """
+        unmerged = {row_set for row_set in sets if row_set is not None and row_set is not self.patched}
+        if len(unmerged) == 1 and plain_s and all(row_set is not None for row_set in sets):
+            self.costs.observe_step(next(iter(unmerged)).key, seconds, plain_s)
+        return not unmerged
+
+    def probe(self, *, max_bytes: int | None = None) -> LoraSet:
+        """Return a set that changes nothing, for measurements, on at most `max_bytes` of weights."""
+        layers: dict[str, LoraLayer] = {}
+        touched_bytes = 0
+        for path, module in self._networks[UNET].named_modules():
+            if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
+                touched_bytes += module.weight.nbytes
+                if layers and max_bytes is not None and touched_bytes > max_bytes:
+                    break
+                down = torch.zeros(_PROBE_RANK, module.in_features)
+                layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
+        name = "" if max_bytes is None else "part"  # the digest distinguishes the two probes
+        return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={UNET: layers})])
+
+    def measure_swap(self) -> None:
+        """Measure a swap by merging the probe into a part of the UNet and restoring it, twice.
+
+        The second time the copies exist already. A swap's cost is proportional to the bytes that it changes.
+        """
+        if not self._patches:
+            return
+        part = self.probe(max_bytes=_PROBE_BYTES)
+        for _ in range(2):
+            self.put_in_unet(part)
+            self.put_in_unet(None)
+        self.costs.expect_patch(self._patchers[UNET].touched_bytes(self.probe()))
+        self._patchers[UNET].restore()
+
+    def restore(self) -> None:
+        """Restore all weights, and drop the copies."""
+        for unmerged in self._unmerged_text.values():
+            unmerged.leave()
+        for patcher in self._patchers.values():
+            patcher.restore()
+        self._memory.release(_COPIES)
+
+    def _log_copies(self) -> None:
+        """Log the size of the pristine copies when it reaches a new maximum."""
+        if self.pristine_bytes > self._logged_bytes:
+            self._logged_bytes = self.pristine_bytes
+            facts = {"pristine_mib": round(self._logged_bytes / (1 << 20), 1), "kept_on": self._kept_on}
+            _log.info("copies are kept of the weights that LoRAs were merged into", extra=facts)
+
+    def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
+        touched = self._patchers[UNET].touched_bytes(wanted)
+        return self._patches and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
+
+
+def _put(patcher: Patcher, loras: LoraSet | None) -> None:
+    """Merge a set or restore the weights; restore them if merging fails halfway."""
+    if loras is None:
+        patcher.put_back()
+        return
+    try:
+        patcher.patch(loras)
+    except Exception:
+        patcher.restore()
+        raise

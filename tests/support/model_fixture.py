@@ -1,0 +1,15 @@
+"""The small model that most tests of the engine draw with: one for each file, because LoRAs change its weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.diffusion.model.model import Model
+from tests.samples.small_model import small_model
+from tests.support.manual_engine import load
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """For a `conftest.py` to import."""
+    return load(small_model())

@@ -1,0 +1,407 @@
+"""A ControlNet by itself: what folders can be served, what a session computes once, and what a shared forward gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from diffusers import ControlNetModel, StableDiffusionXLPipeline
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor
+
+from bottega.addons.controlnets.engine import (
+    ControlLayout,
+    ControlRow,
+    ControlSession,
+    LoadedControlNet,
+    find_controlnet,
+    load_controlnet,
+    process_image,
+    read_base_layout,
+    run_group,
+    write_residuals,
+)
+from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Embeds, Half
+from bottega.errors import ControlNetUnusable
+from bottega.miniature import WEIGHTS
+from tests.samples.controlnets import control_image, layout_of, random_controlnet, save, sources
+from tests.support.manual_engine import load
+from tests.support.staged_device import StagedDevice
+from tests.support.stock import load_stock
+
+CPU = torch.device("cpu")
+SIDE = 64
+
+
+@pytest.fixture(scope="module")
+def stock() -> StableDiffusionXLPipeline:
+    return load_stock()
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """The embedded one, whose sizes are named here."""
+    return load()
+
+
+@pytest.fixture(scope="module")
+def network(stock: StableDiffusionXLPipeline) -> ControlNetModel:
+    """As Diffusers has it."""
+    return random_controlnet(stock.unet, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(network: ControlNetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save({"edges": network}, tmp_path_factory.mktemp("controlnets"))["edges"]
+
+
+@pytest.fixture(scope="module")
+def base(model: Model) -> ControlLayout:
+    return layout_of(model)
+
+
+@pytest.fixture(scope="module")
+def net(model: Model, folder: Path) -> LoadedControlNet:
+    return load_controlnet(sources(model, {"edges": folder})["edges"], CPU)
+
+
+def embeds(layout: ControlLayout, seed: int) -> Embeds:
+    generator = torch.Generator().manual_seed(seed)
+    return Embeds(
+        prompt=torch.randn(77, layout.context_width, generator=generator),
+        pooled=torch.randn(layout.pooled_width, generator=generator),
+        time_ids=torch.tensor([SIDE, SIDE, 0, 0, SIDE, SIDE], dtype=torch.float32),
+    )
+
+
+def control(layout: ControlLayout, seed: int, **options: Any) -> ControlInput:
+    said: dict[str, Any] = {
+        "name": "edges",
+        "image": control_image(seed),
+        "height": SIDE,
+        "width": SIDE,
+        "halves": {Half.UNCONDITIONAL: embeds(layout, 2 * seed), Half.CONDITIONAL: embeds(layout, 2 * seed + 1)},
+    }
+    return ControlInput(**(said | options))
+
+
+def rows_of(session: ControlSession, seed: int) -> list[ControlRow]:
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randn(4, SIDE // 4, SIDE // 4, generator=generator)
+    timestep = torch.tensor(100.0 * seed)
+    return [ControlRow(session=session, half=half, sample=sample, timestep=timestep) for half in session.halves]
+
+
+@torch.inference_mode()
+def stock_residuals(
+    network: ControlNetModel, controls: list[ControlInput], rows: list[ControlRow], **options: Any
+) -> Any:
+    """Diffusers' own forward of rows of these controls, in one batch; by point."""
+    conditions = [row.session.halves[row.half] for row in rows]
+    images = [process_image(each.image, SIDE, SIDE, 4) for each in controls for _ in each.halves]
+    skips, middle = network(
+        torch.stack([row.sample for row in rows]),
+        torch.stack([row.timestep for row in rows]),
+        encoder_hidden_states=torch.stack([each.prompt for each in conditions]),
+        controlnet_cond=torch.stack(images),
+        added_cond_kwargs={
+            "text_embeds": torch.stack([each.pooled for each in conditions]),
+            "time_ids": torch.stack([each.time_ids for each in conditions]),
+        },
+        return_dict=False,
+        **options,
+    )
+    return [*skips, middle]
+
+
+def written(rows: list[ControlRow], residuals: list[Tensor]) -> list[list[Tensor]]:
+    """What is in slots of their own after all is written, by row and point."""
+    slots = [[torch.full_like(residual[0], torch.nan) for residual in residuals] for _ in rows]
+    for _ in write_residuals(residuals, rows, slots):
+        pass
+    return slots
+
+
+def assert_equal(ours: list[list[Tensor]], theirs: list[Tensor]) -> None:
+    """By row and point against by point."""
+    for index, row in enumerate(ours):
+        for slot, residual in zip(row, theirs, strict=True):
+            assert torch.equal(slot, residual[index])
+
+
+@pytest.mark.parametrize("size", [(64, 64), (80, 112), (37, 200), (512, 512)])
+def test_a_control_image_is_what_diffusers_processor_makes_of_it(size: tuple[int, int]) -> None:
+    pixels = control_image(5, *size)
+    processor = VaeImageProcessor(vae_scale_factor=4, do_convert_rgb=True, do_normalize=False)
+    theirs = processor.preprocess(PIL.Image.fromarray(pixels.numpy()), height=96, width=64).to(dtype=torch.float32)
+    assert torch.equal(process_image(pixels, 96, 64, 4), theirs[0])
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_residuals_of_a_group_are_those_of_the_unmodified_forward(
+    net: LoadedControlNet, network: ControlNetModel, sessions: int
+) -> None:
+    controls = [control(net.layout, seed) for seed in range(1, sessions + 1)]
+    rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
+    assert_equal(written(rows, run_group(rows)), stock_residuals(network, controls, rows))
+
+
+def test_a_row_that_is_alone_has_the_residuals_of_a_forward_of_one_row(
+    net: LoadedControlNet, network: ControlNetModel
+) -> None:
+    one = control(net.layout, 1)
+    one = replace(one, halves={Half.CONDITIONAL: one.halves[Half.CONDITIONAL]})
+    session = ControlSession(net, one)
+    rows = rows_of(session, 1)
+    for _ in range(2):  # what it keeps for company does not spoil it
+        assert_equal(written(rows, run_group(rows)), stock_residuals(network, [one], rows))
+        session.embedded(2)
+
+
+def test_the_control_image_is_embedded_once(net: LoadedControlNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    embed = net.embed
+
+    def counted(image: Tensor, *, rows: int) -> Tensor:
+        calls.append(rows)
+        return embed(image, rows=rows)
+
+    monkeypatch.setattr(net, "embed", counted)
+    session = ControlSession(net, control(net.layout, 1))
+    for seed in range(3):
+        run_group(rows_of(session, seed))
+    assert calls == [2]
+
+
+def test_each_row_has_its_own_scale(net: LoadedControlNet, network: ControlNetModel) -> None:
+    controls = [control(net.layout, 1, scale=0.3), control(net.layout, 2, scale=1.7), control(net.layout, 3)]
+    rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
+    theirs = stock_residuals(network, controls, rows)
+    for row, scale in enumerate([0.3, 0.3, 1.7, 1.7, 1.0, 1.0]):
+        for ours, residual in zip(written(rows, run_group(rows))[row], theirs, strict=True):
+            assert torch.equal(ours, residual[row] * scale)
+
+
+def test_in_guess_mode_deeper_residuals_are_stronger_as_in_diffusers(
+    net: LoadedControlNet, network: ControlNetModel
+) -> None:
+    guessing = control(net.layout, 1, scale=0.9, guess_mode=True)
+    rows = rows_of(ControlSession(net, guessing), 1)
+    theirs = stock_residuals(network, [guessing], rows, guess_mode=True, conditioning_scale=0.9)
+    assert_equal(written(rows, run_group(rows)), theirs)
+
+
+def test_residuals_are_written_deepest_first_each_before_it_is_told(net: LoadedControlNet) -> None:
+    rows = rows_of(ControlSession(net, control(net.layout, 1)), 1)
+    residuals = run_group(rows)
+    slots = [[torch.full_like(residual[0], torch.nan) for residual in residuals] for _ in rows]
+    told: list[int] = []
+    for point in write_residuals(residuals, rows, slots):
+        told.append(point)
+        for row in slots:
+            assert [bool(slot.isnan().any()) for slot in row] == [each not in told for each in range(len(residuals))]
+    assert told == list(reversed(range(len(net.layout.points))))
+
+
+def test_a_layout_says_the_shapes_of_the_residuals(net: LoadedControlNet) -> None:
+    session = ControlSession(net, control(net.layout, 1, height=72, width=40))
+    sample = torch.zeros(4, 18, 10)
+    row = ControlRow(session=session, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(1.0))
+    assert [tuple(residual.shape[1:]) for residual in run_group([row])] == net.layout.shapes(18, 10)
+    assert net.layout.shapes(9, 5)[-1][1:] == (5, 3)
+
+
+def test_the_base_models_layout_is_read_without_loading_it(base: ControlLayout) -> None:
+    assert read_base_layout(WEIGHTS) == base
+
+
+def test_with_fixed_rows_company_changes_no_bit(net: LoadedControlNet) -> None:
+    sessions = [ControlSession(net, control(net.layout, seed)) for seed in (1, 2, 3)]
+    rows = [rows_of(session, seed) for seed, session in enumerate(sessions, 1)]
+    alone = run_group(rows[1], fixed_rows=8)
+    together = run_group([*rows[0], *rows[1], *rows[2]], fixed_rows=8)
+    assert all(torch.equal(one[:2], many[2:4]) for one, many in zip(alone, together, strict=True))
+
+
+def test_the_control_image_goes_to_the_device_through_pinned_memory(
+    net: LoadedControlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = ControlSession(net, control(net.layout, 1))
+    device = StagedDevice()
+    monkeypatch.setattr("bottega.addons.controlnets.engine.network.open_device", lambda _: device)
+    session.embedded(2)
+    session.embedded(2)
+    assert device.staged == 1
+
+
+def test_images_of_a_network_that_wants_them_reversed_are_reversed_once(
+    stock: StableDiffusionXLPipeline, model: Model, tmp_path: Path
+) -> None:
+    network = random_controlnet(stock.unet, 3, controlnet_conditioning_channel_order="bgr")
+    folders = save({"bgr": network}, tmp_path)
+    net = load_controlnet(sources(model, folders)["bgr"], CPU)
+    one = control(net.layout, 1)
+    rows = rows_of(ControlSession(net, one), 1)
+    assert_equal(written(rows, run_group(rows)), stock_residuals(network, [one], rows))
+
+
+def test_its_size_is_known_before_it_is_loaded(
+    model: Model, base: ControlLayout, folder: Path, net: LoadedControlNet
+) -> None:
+    parameters = sum(parameter.numel() for parameter in net.network.parameters()) + sum(
+        parameter.numel() for parameter in net.embedding.parameters()
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        found = find_controlnet("edges", folder, base=base, dtype=dtype)
+        assert found.size_bytes == parameters * dtype.itemsize
+
+
+def test_loading_changes_nothing_for_other_threads(
+    folder: Path, base: ControlLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise AssertionError("another thread's tensors would be of this type")
+
+    monkeypatch.setattr(torch, "set_default_dtype", refuse)
+    net = load_controlnet(find_controlnet("edges", folder, base=base, dtype=torch.bfloat16), CPU)
+    rows = rows_of(ControlSession(net, control(net.layout, 1)), 1)
+    residuals = run_group(rows)
+    assert {residual.dtype for residual in residuals} == {torch.bfloat16}
+    assert all(bool(residual.isfinite().all()) for residual in residuals)
+
+
+def test_weights_in_parts_are_loaded(
+    network: ControlNetModel, base: ControlLayout, net: LoadedControlNet, tmp_path: Path
+) -> None:
+    network.save_pretrained(tmp_path, max_shard_size="2MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    parts = find_controlnet("parts", tmp_path, base=base, dtype=torch.float32)
+    loaded = load_controlnet(parts, CPU).network.state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in net.network.state_dict().items())
+
+
+def with_config(**changes: object) -> Callable[[Path], None]:
+    """Changes a folder's configuration."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """Takes a file away."""
+    return lambda folder: (folder / name).unlink()
+
+
+def with_file(name: str, content: bytes) -> Callable[[Path], None]:
+    """Puts a file in a file's place."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def with_pickle(folder: Path) -> None:
+    (folder / "diffusion_pytorch_model.safetensors").rename(folder / "diffusion_pytorch_model.bin")
+
+
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+MISFITS = {
+    "context width": (
+        with_config(cross_attention_dim=2048),
+        r"its context_width is 2048, the model's 128 \(cross_attention_dim",
+    ),
+    "latent channels": (with_config(in_channels=9), r"its latent_channels is 9, the model's 4"),
+    "image scale": (
+        with_config(conditioning_embedding_out_channels=[16, 32, 96, 256]),
+        r"its latent_scale is 8, the model's 4",
+    ),
+    "pooled width": (
+        with_config(projection_class_embeddings_input_dim=2816),
+        r"its pooled_width is 2720, the model's 64",
+    ),
+    "conditions of another kind": (with_config(addition_embed_type=None), r"its pooled_width is 0, the model's 64"),
+    "block widths": (
+        with_config(block_out_channels=[320, 640]),
+        r"its residual points are 320/1 320/1 .* 640/2, the model's 48/1 ",
+    ),
+    "layers": (with_config(layers_per_block=3), r"its residual points are .*, the model's "),
+    "another kind of network": (with_config(_class_name="ControlNetUnionModel"), "another kind of network"),
+    "pooled residuals": (with_config(global_pool_conditions=True), "averages its residuals"),
+    "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels must be 3, not 1"),
+    "no configuration": (without("config.json"), r"config\.json.*No such file"),
+    "no weights": (without(WEIGHTS_FILE), "has no diffusion_pytorch_model.safetensors"),
+    "a pickle": (with_pickle, "only pickled weights"),
+    "a pointer of Git LFS": (
+        with_file(WEIGHTS_FILE, b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"),
+        f"{WEIGHTS_FILE} is a Git LFS pointer",
+    ),
+    "a part of several": (
+        lambda folder: (folder / WEIGHTS_FILE).rename(folder / WEIGHTS_FILE.replace(".", "-00002-of-00002.", 1)),
+        "has shards and no diffusion_pytorch_model.safetensors.index.json",
+    ),
+    "weights that are none": (with_file(WEIGHTS_FILE, b"hello, this is no tensor"), WEIGHTS_FILE),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_folder_that_cannot_be_served_is_refused_by_name(
+    folder: Path, base: ControlLayout, tmp_path: Path, case: str
+) -> None:
+    change, said = MISFITS[case]
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    change(broken)
+    with pytest.raises(ControlNetUnusable, match=rf"ControlNet wrong .*{said}"):
+        find_controlnet("wrong", broken, base=base, dtype=torch.float32)
+
+
+CHANGED: dict[str, Callable[[Path], None]] = {
+    "cut": lambda folder: os.truncate(folder / WEIGHTS_FILE, 100_000),
+    "gone": without(WEIGHTS_FILE),
+    "of another shape": with_config(norm_num_groups=8, layers_per_block=1),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_folder_that_changes_after_it_was_found_is_an_error_of_that_controlnet(
+    folder: Path, base: ControlLayout, tmp_path: Path, case: str
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    source = find_controlnet("changing", changed, base=base, dtype=torch.float32)
+    CHANGED[case](changed)
+    with pytest.raises(ControlNetUnusable, match="ControlNet changing "):
+        load_controlnet(source, CPU)
+
+
+def test_inputs_of_other_types_are_taken_as_the_network_needs_them(net: LoadedControlNet) -> None:
+    session = ControlSession(net, control(net.layout, 1))
+    (_, row) = rows_of(session, 1)
+    half = replace(row, sample=row.sample.half().double(), timestep=torch.tensor(100))
+    residuals = run_group([half])
+    assert residuals[0].dtype == torch.float32
+
+
+def test_a_base_model_and_what_fits_it_are_told_by_one_short_text() -> None:
+    base = read_base_layout(WEIGHTS)
+    for folder in (WEIGHTS / "controlnets").iterdir():
+        assert find_controlnet("own", folder, base=None, dtype=torch.float32).layout.base == base.base
+    others = [replace(base, context_width=2048), replace(base, points=base.points[:-1]), replace(base, latent_scale=8)]
+    deep = [replace(base, points=tuple((64 + level, level) for level in range(count))) for count in (40, 41)]
+    said = [layout.base for layout in (base, *others, *deep)]
+    assert len(set(said)) == len(said)
+    assert all(0 < len(text) <= 128 for text in said)

@@ -1,0 +1,130 @@
+"""How similar a ControlNet's residuals are from step to step, as the engine measures it for those who ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
+from bottega.addons.controlnets.engine.addon import JobControlNets
+from bottega.addons.controlnets.engine.provider import ControlInput
+from bottega.addons.controlnets.engine.similarity import SimilarityMeter
+from bottega.diffusion.engine.encode import encode_prompts
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
+from tests.samples.controlnets import control_spec, shelf_of
+from tests.support.engines import make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+
+NETS = {name: WEIGHTS / "controlnets" / name for name in ("edges", "layout")}
+NOTHING = Embeds(prompt=torch.zeros(1, 1), pooled=torch.zeros(1), time_ids=torch.zeros(6))
+
+
+class Witness(LocalControlNets):
+    """Keeps a copy of all that forwards take: by step and half, point by point."""
+
+    def __init__(self, shelf: ControlNetCache) -> None:
+        super().__init__(shelf)
+        self.taken: dict[tuple[int, Half], list[Tensor]] = {}
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        addends = super().take(row, point)
+        self.taken.setdefault((row.step, row.half), []).append(addends[0].flatten().clone())
+        return addends
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """The embedded one, which its own ControlNets fit."""
+    return load()
+
+
+@pytest.fixture(scope="module")
+def shelf(model: Model) -> Iterator[ControlNetCache]:
+    with shelf_of(model, NETS) as shelf:
+        yield shelf
+
+
+def draw(model: Model, nets: LocalControlNets, names: Sequence[str], *, steps: int, measured: bool = True) -> Drawing:
+    """A picture of one of the miniature's own scenes, with its own ControlNets."""
+    rng = random.Random(0)
+    (scene,) = held_out_scenes(1, things=1)
+    images = tuple(torch.from_numpy(np.array(DRAWN[name](random_layout(scene, rng)))) for name in names)
+    controls = tuple(control_spec(name, image, measured=measured) for name, image in zip(names, images, strict=True))
+    spec = ResolvedSpec(prompt=caption(scene), num_inference_steps=steps, width=64, height=64, controlnets=controls)
+    return ManualEngine(make_engine(model, EngineLimits(), controlnets=nets)).draw(
+        EngineOrder(key="job", spec=replace(spec, stale_residuals=True), control_images=images)
+    )
+
+
+def test_it_is_the_mean_cosine_of_what_forwards_took_in_adjacent_steps(model: Model, shelf: ControlNetCache) -> None:
+    witness = Witness(shelf)
+    (use,) = draw(model, witness, ["edges"], steps=6).record.controlnets
+    vectors = {key: torch.cat(points).double() for key, points in witness.taken.items()}
+    cosines = [
+        torch.nn.functional.cosine_similarity(vectors[step - 1, half], vectors[step, half], dim=0).item()
+        for step in range(1, 6)
+        for half in Half
+    ]
+    assert use.similarity == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+
+
+def test_who_does_not_ask_pays_nothing_and_one_step_says_nothing(model: Model, shelf: ControlNetCache) -> None:
+    for steps, measured in ((3, False), (1, True)):
+        drawing = draw(model, LocalControlNets(shelf), ["edges"], steps=steps, measured=measured)
+        assert [use.similarity for use in drawing.record.controlnets] == [None]
+
+
+def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetCache) -> None:
+    asked: list[ControlInput] = []
+
+    class Listening(LocalControlNets):
+        def open(self, controls: Sequence[ControlInput]) -> tuple[object, ...]:
+            asked.extend(controls)
+            return super().open(controls)
+
+    image = torch.zeros(64, 64, 3, dtype=torch.uint8)
+    for measured in (True, False):
+        spec = ResolvedSpec(
+            prompt="", width=64, height=64, controlnets=(control_spec("edges", image, measured=measured),)
+        )
+        conditions = encode_prompts(model, spec)
+        order = EngineOrder(key=0, spec=replace(spec, stale_residuals=True), control_images=(image,))
+        sessions = JobControlNets(Listening(shelf), order)
+        sessions.begin(conditions, from_step=0)
+        sessions.close()
+    assert [control.may_be_stale for control in asked] == [False, True]
+
+
+def test_a_step_that_is_repeated_counts_once_and_as_it_came_last() -> None:
+    meter = SimilarityMeter()
+    for step, values in ((0, [1.0, 0.0]), (1, [0.0, 1.0]), (1, [1.0, 1.0]), (2, [1.0, 1.0])):
+        slot = torch.tensor(values)
+        meter.observe(row(step), 0, slot)
+        slot.zero_()  # its sender has the memory back
+    assert meter.cosines == pytest.approx([0.5**0.5, 1.0])
+    assert meter.similarity == pytest.approx((0.5**0.5 + 1.0) / 2)
+
+
+def test_steps_that_are_no_neighbours_are_not_compared() -> None:
+    meter = SimilarityMeter()
+    for step in (0, 2, 4):
+        meter.observe(row(step), 0, torch.ones(2))
+    assert meter.similarity is None
+
+
+def row(step: int) -> Row:
+    """Of one request."""
+    sample = torch.zeros(1, 1, 1)
+    return Row(owner="owner", step=step, half=Half.CONDITIONAL, sample=sample, timestep=torch.zeros(()), embeds=NOTHING)

@@ -1,0 +1,175 @@
+"""Rows with different masks, plain rows, LoRAs and ControlNets in one forward: no result depends on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+
+from bottega.addons.edits.engine.activations import edit_activations
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.addons.edits.engine.masked.feature_maps import FullMaps
+from bottega.addons.edits.engine.masked.tokens import share
+from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.loras.engine import UnmergedLoras
+from bottega.diffusion.engine.denoiser import Denoiser
+from bottega.diffusion.rows import Row
+from tests.samples.masked_networks import (
+    StepInMemory,
+    box,
+    denoiser_of,
+    masked,
+    patch,
+    plain_row,
+    point_shapes,
+    random_loras,
+    recording,
+    small_unet,
+)
+
+SIZE = (32, 32)
+# Of the 16x16 tokens of the finest attention level: .05, .11, .19, .35 and .6 of them.
+MASKS = {0.05: box(4, 6, 6, 8, size=SIZE), 0.11: box(20, 2, 8, 14, size=SIZE), 0.19: box(8, 8, 14, 14, size=SIZE)} | {
+    0.35: box(0, 12, 18, 20, size=SIZE),
+    0.6: box(4, 0, 28, 22, size=SIZE),
+}
+# Everything that a LoRA may touch: layers that take packed tokens, whole ones, feature maps, and what is there once.
+TOUCHED = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv_in")
+NEIGHBOUR = 1e-4
+
+
+@dataclass(kw_only=True)
+class Residuals:
+    """A ResidualProvider with residuals by handle and point. late: handles whose residuals never come."""
+
+    addends: Mapping[object, Sequence[Tensor]]
+    late: set[object] = field(default_factory=set)
+
+    def ask(self, rows: list[Row]) -> None:
+        """They are here."""
+
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """They are here."""
+
+    def ready(self, row: Row, points: tuple[int, ...]) -> bool:
+        return not self.late & set(row.controls)
+
+    def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+        raise AssertionError("nobody waits while others can go on")
+
+    def is_void(self, row: Row) -> bool:
+        return False
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        return [self.addends[handle][point] for handle in row.controls]
+
+
+@pytest.fixture(scope="module")
+def unet() -> UNet2DConditionModel:
+    return small_unet(use_linear_projection=False)
+
+
+@pytest.fixture(scope="module")
+def residuals(unet: UNet2DConditionModel) -> dict[object, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = point_shapes(unet, SIZE)
+    return {name: [torch.randn(shape, generator=generator) * 0.5 for shape in shapes] for name in ("edges", "depth")}
+
+
+def mixed_rows(unet: UNet2DConditionModel, predict: Denoiser) -> list[Row]:
+    """Five edits of five templates, one with LoRAs and one with a ControlNet, plain rows, and one that records."""
+    loras = {key: random_loras(unet, key, TOUCHED, rank=key) for key in (2, 5)}
+    rows = [
+        plain_row(0, size=SIZE),
+        plain_row(1, size=SIZE, loras=loras[2]),
+        plain_row(2, size=SIZE, controls=("edges",)),
+        recording(plain_row(3, size=SIZE, loras=loras[5]), StepInMemory()),
+    ]
+    options: list[dict[str, Any]] = [
+        {},
+        {"loras": loras[2]},
+        {"controls": ("depth", "edges")},
+        {"loras": loras[5], "controls": ("edges",)},
+    ]
+    for seed, computed in enumerate(MASKS.values(), start=10):
+        template, recorded = plain_row(seed, size=SIZE, **options[seed % len(options)]), StepInMemory()
+        predict.predict([recording(template, recorded)])
+        edited = torch.where(computed, plain_row(seed + 50, size=SIZE).sample, template.sample)
+        rows.append(masked(replace(template, sample=edited, owner=seed), recorded, computed, StepInMemory()))
+        # The other half of its guidance: as many tokens, so that both are one call of attention.
+        rows.append(masked(replace(template, sample=edited, owner=seed), recorded, computed))
+    return rows
+
+
+Make = Callable[..., Denoiser]
+
+
+@pytest.fixture(params=[FullMaps, SparseMaps], ids=["full convolutions", "sparse convolutions"])
+def make(
+    request: pytest.FixtureRequest, unet: UNet2DConditionModel, residuals: Mapping[object, Sequence[Tensor]]
+) -> Make:
+    def made(late: str = "") -> Denoiser:
+        provider = Residuals(addends=residuals, late={late} if late else set())
+        masked = MaskedBackbone(unet, maps=request.param())
+        return denoiser_of(unet, masked, row_weights=UnmergedLoras(unet), residuals=provider)
+
+    return made
+
+
+def test_the_masks_are_as_large_as_this_file_says() -> None:
+    assert [round(share(computed, 2), 2) for computed in MASKS.values()] == list(MASKS)
+
+
+def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_depends_on_the_others(
+    unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]], make: Make
+) -> None:
+    denoiser = make()
+    rows = mixed_rows(unet, denoiser)
+    calls: list[int] = []
+    handle = unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(lambda *_: calls.append(1))
+    together = denoiser.predict(rows)
+    handle.remove()
+    assert calls == [1], "all rows share one call of a layer"
+    for row in rows:
+        alone = denoiser.predict([row])
+        assert (together.noise[row] - alone.noise[row]).abs().max() < NEIGHBOUR
+    for row in rows[4:]:
+        edit = edit_activations(row.activations)
+        assert edit is not None
+        assert edit.recorded is not None
+        assert set(transformer_blocks(unet)) <= set(edit.recorded.reused)
+    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet), residuals=Residuals(addends=residuals)).predict(rows[:4])
+    for row in rows[:4]:
+        assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR
+
+
+def test_rows_whose_residuals_are_late_leave_with_their_tokens(unet: UNet2DConditionModel, make: Make) -> None:
+    rows = mixed_rows(unet, make())
+    noise = make(late="edges").predict(rows).noise
+    assert {row.owner for row in rows} - {row.owner for row in noise} == {
+        row.owner for row in rows if "edges" in row.controls
+    }
+    everybody = make().predict(rows).noise
+    assert 0 < len(noise) < len(rows)
+    for row, predicted in noise.items():
+        assert (predicted - everybody[row]).abs().max() < NEIGHBOUR
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "convolutions"])
+def test_loras_in_the_weights_and_beside_them_agree_on_masked_rows(linear: bool) -> None:
+    unet, patched = (small_unet(use_linear_projection=linear) for _ in range(2))
+    loras, template, recorded, computed = random_loras(unet, 4, TOUCHED), plain_row(1), StepInMemory(), box(2, 3, 5, 5)
+    patch(patched, loras)
+    beside = denoiser_of(unet, MaskedBackbone(unet), row_weights=UnmergedLoras(unet))
+    inside = denoiser_of(patched, MaskedBackbone(patched))
+    inside.predict([recording(template, recorded)])
+    edit = masked(plain_row(2, loras=loras), recorded, computed)
+    ours = beside.predict([edit, plain_row(3)]).noise[edit]
+    assert (ours - inside.predict([edit]).noise[edit]).abs().max() < NEIGHBOUR
+    without = denoiser_of(unet, MaskedBackbone(unet)).predict([edit]).noise[edit]
+    assert (ours - without).abs().max() > 0.05
