@@ -13,8 +13,8 @@ from pathlib import Path
 
 import PIL.Image
 
+from bottega.addons.edits.client.block_worth import HALVES, masked_s, nearest_share
 from bottega.client import BlockProfile, Client
-from bottega.client.addons.templates.block_worth import HALVES, masked_s, nearest_share
 from bottega.planning.block_loading import BlockCost, StepPlan, plan_steps
 from load.plan_drawing import Bar, PlanSheet, draw_plan
 

@@ -20,8 +20,8 @@ import PIL.Image
 import torch
 from google.protobuf import json_format
 
+from bottega.addons.cache.client.samples import miniature_pairs
 from bottega.cache.store.settings import StoreSettings
-from bottega.client.addons.cache.samples import miniature_pairs
 from bottega.latents.names import FRACTIONS
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene, unplaced_caption

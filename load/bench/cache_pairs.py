@@ -8,7 +8,7 @@ from statistics import mean
 
 import PIL.Image
 
-from bottega.client.addons.cache.samples import PromptPair, miniature_pairs
+from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.quality import oracle
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from bottega.addons.cache.client.types import profile_from
 from bottega.client import Picture
-from bottega.client.addons.cache.types import profile_from
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.cache_replay import STEPS
 from load.bench.cache_suite import CacheCast, CacheSuite, suite

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bottega.addons.cache.client.types import profile_from
 from bottega.client import AsyncClient, Client, Picture
-from bottega.client.addons.cache.types import profile_from
 from bottega.client.types.options import GenerationOptions
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.accelerations import ACCELERATIONS, say_of_workers

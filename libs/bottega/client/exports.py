@@ -1,24 +1,16 @@
 """The names of the SDK, which bottega.client exports."""
 
-from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache
-from bottega.client.addons.cache.samples import PromptPair
-from bottega.client.addons.cache.types import CachedEntry, CachedModel, CacheProfile, CacheStats
-from bottega.client.addons.controlnets.types import (
+from bottega.addons.cache.client.profiling import CacheMeasurement, MeasuredCache
+from bottega.addons.cache.client.samples import PromptPair
+from bottega.addons.cache.client.types import CachedEntry, CachedModel, CacheProfile, CacheStats
+from bottega.addons.controlnets.client.types import (
     AddedControlNet,
     ControlNetHost,
     MeasuredProfile,
     ProfileCase,
     ServedControlNet,
 )
-from bottega.client.addons.loras.types import (
-    LoraBound,
-    LoraBoundMeasured,
-    LoraInQuarantine,
-    RestoreResult,
-    StoredLora,
-    StoreQuarantine,
-)
-from bottega.client.addons.templates.types import (
+from bottega.addons.edits.client.types import (
     BlockProfile,
     DroppedTemplates,
     FleetTemplate,
@@ -28,6 +20,14 @@ from bottega.client.addons.templates.types import (
     TemplateHolder,
     TemplateOverview,
     WarmedTemplates,
+)
+from bottega.addons.loras.client.types import (
+    LoraBound,
+    LoraBoundMeasured,
+    LoraInQuarantine,
+    RestoreResult,
+    StoredLora,
+    StoreQuarantine,
 )
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 
-from bottega.client.addons.cache import cli_drawing
-from bottega.client.addons.cache.profiling import judge_name
-from bottega.client.addons.cache.samples import Method, PairSample, SampleFile, miniature_pairs
+from bottega.addons.cache.client import cli_drawing
+from bottega.addons.cache.client.profiling import judge_name
+from bottega.addons.cache.client.samples import Method, PairSample, SampleFile, miniature_pairs
 from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words
 from bottega.v1.cache_pb2 import CacheProfile

@@ -12,9 +12,9 @@ import pytest
 from click.testing import Result
 
 from bottega import errors
+from bottega.addons.cache.client.sdk import ADD_ON
+from bottega.addons.cache.client.types import profile_from
 from bottega.client import AsyncClient
-from bottega.client.addons.cache.client import ADD_ON
-from bottega.client.addons.cache.types import profile_from
 from bottega.client.types.checks import CheckResult, Level
 from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
 from tests.support.running_gateway import Running as RunningGateway

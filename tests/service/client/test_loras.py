@@ -11,8 +11,8 @@ import pytest
 from click.testing import Result
 
 from bottega import errors
+from bottega.addons.loras.client.stores import read_lora
 from bottega.client import AsyncClient, Readiness
-from bottega.client.addons.loras.stores import read_lora
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras

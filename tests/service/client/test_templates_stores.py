@@ -12,9 +12,9 @@ import pytest
 from click.testing import Result
 
 from bottega import kinds
+from bottega.addons.edits.client.sdk import ADD_ON
+from bottega.addons.edits.client.types import profile_from
 from bottega.client import AsyncClient
-from bottega.client.addons.templates.client import ADD_ON
-from bottega.client.addons.templates.types import profile_from
 from bottega.client.types.checks import CheckResult, Level
 from bottega.errors import InvalidRequest, NoActivationStore
 from tests.fakes.templates_worker import TemplatesWorker, block_profile, joined, template

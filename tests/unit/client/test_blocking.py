@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from bottega.client import AsyncClient, AsyncJob, Client, Job
-from bottega.client.addons import add_on_names
+from bottega.client.addons import add_ons_by_command
 
 PAIRS = [(AsyncClient, Client), (AsyncJob, Job)]
 
@@ -17,7 +17,7 @@ def _methods(kind: type) -> set[str]:
 
 
 def test_the_clients_have_the_methods_of_every_add_on() -> None:
-    expected = {f"bottega.client.addons.{name}.client" for name in add_on_names()}
+    expected = {f"{package}.sdk" for package in add_ons_by_command().values()}
     for client in (AsyncClient, Client):
         assert {base.__module__ for base in client.__bases__} == expected
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bottega.client.addons import add_on_names
+from bottega.client.addons import add_ons_by_command
 from bottega.client.types.checks import CheckResult
 from bottega.client.types.fleet import FleetMember, FleetStatus
 
@@ -67,6 +67,6 @@ def refusals_of(fleet: FleetStatus) -> Iterator[tuple[FleetMember, str]]:
 def add_ons_by_kind() -> dict[str, ClientAddOn]:
     """Return the descriptions of all add-ons, by the kind of their services."""
     found: list[ClientAddOn] = [
-        importlib.import_module(f"bottega.client.addons.{name}.client").ADD_ON for name in add_on_names()
+        importlib.import_module(f"{package}.sdk").ADD_ON for package in add_ons_by_command().values()
     ]
     return {add_on.kind: add_on for add_on in found}

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from bottega.client.addons import add_on_names
+from bottega.client.addons import add_ons_by_command
 from bottega.client.cli.escaping import escaped_lines
 from bottega.client.cli.options import gateway_choice, with_examples
 from bottega.client.cli.terminal import fail, note
@@ -26,7 +26,7 @@ _COMMANDS = (
     "edit",
     "jobs",
     "models",
-    *add_on_names(),
+    *add_ons_by_command(),
     "fleet",
     "top",
     "trace",
@@ -69,7 +69,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = f"bottega.client.addons.{cmd_name}.cli" if cmd_name in add_on_names() else f"{__name__}.{cmd_name}"
+        add_on = add_ons_by_command().get(cmd_name)
+        module = f"{add_on}.cli" if add_on else f"{__name__}.{cmd_name}"
         command: click.Command = importlib.import_module(module).command
         return command
 

@@ -1,7 +1,7 @@
 """The add-ons' part in commands that are not their own.
 
-The `cli` module of each package in bottega.client.addons has `command` (its subcommands), `PART` (what it adds to
-`bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
+The `cli` module of each add-on's client (bottega.client.addons) has `command` (its subcommands), `PART` (what it adds
+to `bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bottega.client.addons import add_on_names
+from bottega.client.addons import add_ons_by_command
 from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import AdapterKindName
@@ -61,17 +61,18 @@ class GenerationPart:
 
 def generation_parts() -> list[GenerationPart]:
     """Return the parts of all add-ons, by name."""
-    return [_module(name).PART for name in add_on_names()]
+    return [module.PART for module in _modules()]
 
 
 def advice_for(error: BottegaError) -> str | None:
     """Return what to do about an error of an add-on; None for other errors."""
-    found: Iterator[str | None] = (_module(name).advice_for(error) for name in add_on_names())
+    found: Iterator[str | None] = (module.advice_for(error) for module in _modules())
     return next((advice for advice in found if advice is not None), None)
 
 
-def _module(add_on: str) -> Any:
-    return importlib.import_module(f"bottega.client.addons.{add_on}.cli")
+def _modules() -> Iterator[Any]:
+    for package in add_ons_by_command().values():
+        yield importlib.import_module(f"{package}.cli")
 
 
 AnswerT = TypeVar("AnswerT")

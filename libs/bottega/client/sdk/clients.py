@@ -1,15 +1,15 @@
 """The two clients, which combine the calls to the gateway with the methods of every add-on.
 
-The client module of each package in bottega.client.addons has two classes of methods, which are bases here. This is the
-only place that lists the client's add-ons by name.
+The `sdk` module of each add-on's client (bottega.client.addons) has two classes of methods, which are bases here. This
+is the only place that lists the client's add-ons by name.
 """
 
 from __future__ import annotations
 
-from bottega.client.addons.cache.client import AsyncCacheMethods, CacheMethods
-from bottega.client.addons.controlnets.client import AsyncControlNetMethods, ControlNetMethods
-from bottega.client.addons.loras.client import AsyncLoraMethods, LoraMethods
-from bottega.client.addons.templates.client import AsyncTemplateMethods, TemplateMethods
+from bottega.addons.cache.client.sdk import AsyncCacheMethods, CacheMethods
+from bottega.addons.controlnets.client.sdk import AsyncControlNetMethods, ControlNetMethods
+from bottega.addons.edits.client.sdk import AsyncTemplateMethods, TemplateMethods
+from bottega.addons.loras.client.sdk import AsyncLoraMethods, LoraMethods
 
 
 class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncTemplateMethods):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.addons.cache.samples import (
+from bottega.addons.cache.client.samples import (
     Method,
     PairSample,
     PromptPair,
@@ -21,7 +21,7 @@ from bottega.client.addons.cache.samples import (
     thin_out,
     use_of,
 )
-from bottega.client.addons.cache.types import profile_from, profile_to_wire
+from bottega.addons.cache.client.types import profile_from, profile_to_wire
 from bottega.errors import InvalidRequest
 from bottega.latents.names import FRACTIONS
 from bottega.miniature.scenes import read_caption

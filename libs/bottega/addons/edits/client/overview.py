@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.client.addons.service_calls import ServiceCalls
-from bottega.client.addons.templates.types import (
+from bottega.addons.edits.client.types import (
     FleetTemplate,
     SilentService,
     TemplateHolder,
     TemplateOverview,
     template_from,
 )
+from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.models import ServedModel

@@ -18,8 +18,8 @@ from statistics import mean
 from typing import Protocol, Unpack
 from zlib import crc32
 
-from bottega.client.addons.cache.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
-from bottega.client.addons.cache.types import CachedEntry, CacheProfile
+from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
+from bottega.addons.cache.client.types import CachedEntry, CacheProfile
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import FleetStatus
 from bottega.client.types.messages import as_list, describe

@@ -15,15 +15,15 @@ from typing import Any, cast
 import click
 from google.protobuf import json_format
 
-from bottega.client.addons.cache.cli import print_profiles
-from bottega.client.addons.cache.profiling import (
+from bottega.addons.cache.client.cli import print_profiles
+from bottega.addons.cache.client.profiling import (
     MOST_DRAWS,
     MOST_PAIRS,
     CacheMeasurement,
     MeasuredCache,
     estimate_drawing,
 )
-from bottega.client.addons.cache.samples import (
+from bottega.addons.cache.client.samples import (
     ALPHAS,
     PromptPair,
     miniature_pairs,
@@ -32,7 +32,7 @@ from bottega.client.addons.cache.samples import (
     thin_out,
     use_of,
 )
-from bottega.client.addons.cache.types import CacheProfile, profile_to_wire
+from bottega.addons.cache.client.types import CacheProfile, profile_to_wire
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.options import address_option, connect, fleet_option

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import click
 
 from bottega import kinds
-from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, worth
-from bottega.client.addons.templates.types import BlockProfile
+from bottega.addons.edits.client.block_worth import BlockGroup, BlockWorth, worth
+from bottega.addons.edits.client.types import BlockProfile
 from bottega.client.cli.options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import (
     PlainTable,

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from bottega.client.addons.cache.profiling import (
+from bottega.addons.cache.client.profiling import (
     CacheMeasurement,
     MeasuredCache,
     PairDrawer,
     estimate_drawing,
     measure_cache,
 )
-from bottega.client.addons.cache.samples import PromptPair, miniature_pairs
-from bottega.client.addons.cache.types import CachedEntry, entry_from
+from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
+from bottega.addons.cache.client.types import CachedEntry, entry_from
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import fleet_from
 from bottega.client.types.picture import Picture
@@ -114,8 +114,8 @@ def _measure(suite: ScriptedSuite, **wanted: Any) -> MeasuredCache:
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script records at once."""
-    monkeypatch.setattr("bottega.client.addons.cache.profiling._POLL_S", 0.001)
-    monkeypatch.setattr("bottega.client.addons.cache.profiling._RECORDED_S", 0.05)
+    monkeypatch.setattr("bottega.addons.cache.client.profiling._POLL_S", 0.001)
+    monkeypatch.setattr("bottega.addons.cache.client.profiling._RECORDED_S", 0.05)
 
 
 def test_the_least_similarity_is_found_from_which_pictures_show_their_prompt() -> None:
@@ -191,7 +191,7 @@ def test_pairs_that_are_not_recorded_are_counted() -> None:
 
 
 def test_a_cache_that_does_not_answer_now_and_then_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.client.addons.cache.profiling._RECORDED_S", EVENTUALLY_S)
+    monkeypatch.setattr("bottega.addons.cache.client.profiling._RECORDED_S", EVENTUALLY_S)
     measured = _measure(ScriptedSuite(failing=lambda call: call % 3 > 0), pairs=miniature_pairs(20))
 
     assert len(measured.samples) == 20

@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega import kinds
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.service_calls import ServiceCalls
-from bottega.client.addons.templates.overview import (
+from bottega.addons.edits.client.overview import (
     STORE_S,
     STORES,
     WORKER_S,
@@ -23,7 +21,7 @@ from bottega.client.addons.templates.overview import (
     look_over,
     ready_workers,
 )
-from bottega.client.addons.templates.types import (
+from bottega.addons.edits.client.types import (
     BlockProfile,
     DroppedTemplates,
     MeasuredBlocks,
@@ -32,6 +30,8 @@ from bottega.client.addons.templates.types import (
     profile_from,
     profile_to_wire,
 )
+from bottega.client.addons.addon import ClientAddOn
+from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.client.addons.templates.cli import _fail_unchanged
-from bottega.client.addons.templates.types import FleetTemplate, TemplateOverview, template_from
+from bottega.addons.edits.client.cli import _fail_unchanged
+from bottega.addons.edits.client.types import FleetTemplate, TemplateOverview, template_from
 from bottega.v1.activations_pb2 import Template
 
 ID = "3f0a91c25e" + "0" * 22

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from bottega import errors, rules
-from bottega.client.addons.loras.cli_quarantine import discard_command, quarantine_command, rebuild_command
-from bottega.client.addons.loras.client import LEAST_PROMPTS
-from bottega.client.addons.loras.types import StoredLora
+from bottega.addons.loras.client.cli_quarantine import discard_command, quarantine_command, rebuild_command
+from bottega.addons.loras.client.sdk import LEAST_PROMPTS
+from bottega.addons.loras.client.types import StoredLora
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.escaping import escaped

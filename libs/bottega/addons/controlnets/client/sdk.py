@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.client.addons.addon import ClientAddOn, LeftOutThing
-from bottega.client.addons.controlnets.types import (
+from bottega.addons.controlnets.client.types import (
     AddedControlNet,
     ControlNetHost,
     MeasuredProfile,
     ProfileCase,
     ServedControlNet,
 )
+from bottega.client.addons.addon import ClientAddOn, LeftOutThing
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega import kinds
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.loras.stores import (
+from bottega.addons.loras.client.stores import (
     CALL_S,
     IMPORT_S,
     STORES,
@@ -19,7 +18,7 @@ from bottega.client.addons.loras.stores import (
     read_lora,
     upload,
 )
-from bottega.client.addons.loras.types import (
+from bottega.addons.loras.client.types import (
     LoraBoundMeasured,
     LoraInQuarantine,
     RestoreResult,
@@ -28,6 +27,7 @@ from bottega.client.addons.loras.types import (
     quarantined_from,
     stored_from,
 )
+from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking

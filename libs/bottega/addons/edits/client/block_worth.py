@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from bottega.client.addons.templates.types import BlockProfile, ProfiledBlock
+from bottega.addons.edits.client.types import BlockProfile, ProfiledBlock
 from bottega.planning.template_blocks import BlockValue, choose
 
 HALVES = 2

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bottega import kinds
-from bottega.client.addons.addon import ClientAddOn
-from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, PairDrawer, measure_cache
-from bottega.client.addons.cache.types import (
+from bottega.addons.cache.client.profiling import CacheMeasurement, MeasuredCache, PairDrawer, measure_cache
+from bottega.addons.cache.client.types import (
     CachedEntry,
     CacheProfile,
     CacheStats,
@@ -22,6 +21,7 @@ from bottega.client.addons.cache.types import (
     profile_to_wire,
     stats_from,
 )
+from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking

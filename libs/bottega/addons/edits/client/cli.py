@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import click
 
 from bottega import errors, kinds
-from bottega.client.addons.templates.cli_profile import command as profile_command
-from bottega.client.addons.templates.types import (
+from bottega.addons.edits.client.cli_profile import command as profile_command
+from bottega.addons.edits.client.types import (
     DroppedTemplates,
     FleetTemplate,
     TemplateHolder,

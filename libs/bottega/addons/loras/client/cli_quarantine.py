@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from bottega.client.addons.loras.types import LoraInQuarantine
+from bottega.addons.loras.client.types import LoraInQuarantine
 from bottega.client.cli.options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, confirm, fail, moment_text, note, print_table, say, size_text
 from bottega.client.sdk.clients import Client

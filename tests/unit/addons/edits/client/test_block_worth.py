@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.client.addons.templates.block_worth import HALVES, worth
-from bottega.client.addons.templates.types import profile_from
+from bottega.addons.edits.client.block_worth import HALVES, worth
+from bottega.addons.edits.client.types import profile_from
 from bottega.v1.activations_pb2 import BlockProfile
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from bottega import errors, kinds
-from bottega.client.addons.cache.types import CachedEntry, CacheProfile, CacheStats
+from bottega.addons.cache.client.types import CachedEntry, CacheProfile, CacheStats
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
@@ -46,7 +46,7 @@ class _CacheGroup(ListGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _DRAWING:
             return super().get_command(ctx, cmd_name)
-        from bottega.client.addons.cache import cli_drawing
+        from bottega.addons.cache.client import cli_drawing
 
         return cli_drawing.profile if cmd_name == "profile" else cli_drawing.warm
 

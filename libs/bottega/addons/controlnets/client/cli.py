@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from bottega import errors, rules
-from bottega.client.addons.controlnets.types import AddedControlNet, MeasuredProfile, ProfileCase, ServedControlNet
+from bottega.addons.controlnets.client.types import AddedControlNet, MeasuredProfile, ProfileCase, ServedControlNet
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
@@ -134,7 +134,7 @@ def add(*, name: str, folder: str, server: str | None, revision: str | None, add
 
 
 def _fetch_from_hub(repo: str, revision: str | None, root: str) -> str:
-    from bottega.client.addons.controlnets.hub import HubError, fetch
+    from bottega.addons.controlnets.client.hub import HubError, fetch
 
     try:
         return str(fetch(repo, revision, Path(root)))

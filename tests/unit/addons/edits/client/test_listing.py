@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from bottega import kinds
-from bottega.client.addons.templates.cli import holders_table, templates_table
-from bottega.client.addons.templates.types import FleetTemplate, TemplateHolder, template_from
+from bottega.addons.edits.client.cli import holders_table, templates_table
+from bottega.addons.edits.client.types import FleetTemplate, TemplateHolder, template_from
 from bottega.client.cli.terminal import PlainTable
 from bottega.v1.activations_pb2 import Template
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from bottega.client.addons.cache.types import CacheProfile
+from bottega.addons.cache.client.types import CacheProfile
 from bottega.errors import InvalidRequest
 from bottega.latents import has_enough_words
 from bottega.latents.names import FRACTIONS
