@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from bottega.errors import InvalidRequest, Violation
-from bottega.latents import parse_start
 from bottega.planning import steps_to_run
 from bottega.v1.generation_pb2 import (
     SAMPLER_DPMPP_2M,
@@ -58,6 +57,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
 MAX_ADAPTER_CHARACTERS = 200
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first; @TENANT behind a tenant's own"
 _DIGEST = re.compile("[0-9a-f]{64}")
+_CACHE_ENTRY = re.compile("[0-9a-f]{32}@[1-9][0-9]{0,2}")
 _RECORDING = re.compile("[0-9a-f]{32}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
 # Fields that only count with a mask.
@@ -165,12 +165,9 @@ def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[V
 
 def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
     """Check the switches for single techniques, each by itself."""
-    if spec.techniques.HasField("cache_entry"):
-        try:
-            parse_start(spec.techniques.cache_entry)
-        except ValueError:
-            rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
-            yield Violation(field="spec.techniques.cache_entry", description=rule)
+    if spec.techniques.HasField("cache_entry") and not _CACHE_ENTRY.fullmatch(spec.techniques.cache_entry):
+        rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
+        yield Violation(field="spec.techniques.cache_entry", description=rule)
     if spec.techniques.HasField("recording") and not _RECORDING.fullmatch(spec.techniques.recording):
         rule = "must be 32 hexadecimal digits, as the parameters of a provenance have it"
         yield Violation(field="spec.techniques.recording", description=rule)

@@ -21,8 +21,8 @@ import torch
 from google.protobuf import json_format
 
 from bottega.addons.cache.client.samples import miniature_pairs
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.cache.store.settings import StoreSettings
-from bottega.latents.names import FRACTIONS
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene, unplaced_caption
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold

@@ -21,6 +21,7 @@ from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentRepl
 from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.addons.cache.engine.recorder import latents_in_order
 from bottega.addons.loras.engine.addon import EngineLoras
+from bottega.addons.loras.wire import canonical
 from bottega.cache.latent import RecordedLatent
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
@@ -31,7 +32,6 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
-from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert
 from bottega.loras.importing.source import sources

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from bottega.addons.cache.wire import recorded_steps
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
 from bottega.client.types.options import SamplerName
-from bottega.latents import recorded_steps
-from bottega.latents.names import FRACTIONS
 from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.cache_suite import CacheCast, CacheSuite, check_apart, suite
 from load.bench.report import report

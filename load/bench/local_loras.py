@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bottega.addons.loras.engine import UNET, Layers, LoraHandle, LoraLayer, LoraRef
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.errors import DataLoss, LoraNotFound
-from bottega.lora import canonical
-from bottega.lora.canonical import CanonicalLora
 from bottega.safetensors_header import TensorEntry
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bottega.lora.canonical import ModuleWeights, TensorData, write
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData, write
 
 # What Diffusers' own training scripts touch.
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")

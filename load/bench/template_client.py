@@ -13,10 +13,10 @@ from typing import Self
 import grpc
 
 from bottega import kinds
-from bottega.sections import messages
-from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessage, ActivationMessageKind
-from bottega.sections.pieces import SectionChunks
-from bottega.sections.section import SectionLayout, owner
+from bottega.addons.edits.wire import messages
+from bottega.addons.edits.wire.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessage, ActivationMessageKind
+from bottega.addons.edits.wire.pieces import SectionChunks
+from bottega.addons.edits.wire.section import SectionLayout, owner
 from bottega.transport import BytesMessage, Deadline, Incoming, Link, connect, kind_of, offer_from_wire
 from bottega.v1.activations_pb2 import (
     RecordingHeader,

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from bottega import kinds
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
-from bottega.latents.names import FRACTIONS
 from load.bench.scratch import scratch
 from load.gpu_report import sides
 from load.gpu_report.controlnets import GROUP, control_image

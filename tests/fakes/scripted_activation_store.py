@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
+from bottega.addons.edits.wire.messages import ActivationMessageKind
+from bottega.addons.edits.wire.pieces import SectionPieces
+from bottega.addons.edits.wire.section import owner
 from bottega.errors import BottegaError, DataLoss, PeerDead
 from bottega.rpc.status import job_error_to_json
-from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.sections.messages import ActivationMessageKind
-from bottega.sections.pieces import SectionPieces
-from bottega.sections.section import owner
 from bottega.transport import (
     Connection,
     Endpoints,

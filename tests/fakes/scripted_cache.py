@@ -6,9 +6,9 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bottega.addons.cache.wire import messages
+from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
 from bottega.errors import BottegaError, PeerDead
-from bottega.latents import messages
-from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.transport import (
     Connection,
     Endpoints,

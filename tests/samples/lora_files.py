@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.addons.loras.engine import LoraLayer
-from bottega.lora import canonical
+from bottega.addons.loras.wire import canonical
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 

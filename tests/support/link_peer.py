@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from bottega.lora import messages
+from bottega.addons.loras.wire import messages
 from bottega.transport import Backend, Deadline, Limits, Link, Offer, connect, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 from tests.support.transport_backends import LAYOUT, content, devices_for, read, sealed_file, write

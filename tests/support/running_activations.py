@@ -19,15 +19,15 @@ from bottega import kinds
 from bottega.activations.__main__ import build
 from bottega.activations.config import ActivationsConfig
 from bottega.activations.server import ActivationServer
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
+from bottega.addons.edits.wire.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessageKind
+from bottega.addons.edits.wire.pieces import SectionChunks
 from bottega.errors import BottegaError
 from bottega.rpc.channel import open_channel
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_job_error
-from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessageKind
-from bottega.sections.pieces import SectionChunks
 from bottega.transport import Deadline, Limits, Link, WholeMessage, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1 import activations_pb2_grpc, fleet_pb2, link_pb2_grpc

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bottega import kinds
+from bottega.addons.cache.wire import messages
+from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
 from bottega.cache.__main__ import build
 from bottega.cache.config import CacheConfig
 from bottega.cache.server import CacheServer
-from bottega.latents import messages
-from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.rpc.channel import open_channel
 from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.server import Server

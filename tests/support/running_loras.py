@@ -14,8 +14,8 @@ import grpc
 from google.protobuf import json_format
 
 from bottega import kinds
+from bottega.addons.loras.wire import canonical, messages
 from bottega.errors import BottegaError
-from bottega.lora import canonical, messages
 from bottega.loras.__main__ import build
 from bottega.loras.config import ImportConfig, LoraConfig
 from bottega.loras.importing import process

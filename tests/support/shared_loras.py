@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import BACKBONE, ModuleWeights, TensorData
 from bottega.caching import TieredCache
 from bottega.errors import LoraNotFound, PeerDead
-from bottega.lora import canonical
-from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
 from bottega.loras.worker_link import LoraLinks
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes

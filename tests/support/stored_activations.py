@@ -12,8 +12,8 @@ from torch import Tensor
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.wire import DrawnTensors
 from bottega.diffusion.rows import Half
-from bottega.sections import DrawnTensors
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import SectionKey
 from bottega.worker.activations import ActivationLinkSettings, ActivationSettings, StoreActivations

@@ -14,9 +14,9 @@ from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.caching import Tier
 from bottega.clocks import Clock
-from bottega.sections import DrawnTensors, SectionLayout
 from bottega.v1 import activations_pb2 as pb
 
 WAIT_S = 20.0

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bottega.latents.names import FRACTIONS, recorded_steps
+from bottega.addons.cache.wire.names import FRACTIONS, recorded_steps
 from bottega.prompt_words import split_words
 
 BALANCED_ALPHA = 0.9
@@ -46,8 +46,8 @@ class LengthClass:
     thresholds: Mapping[float, float]
     """Least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
 
-    Fractions are from bottega.latents.starts.FRACTIONS. A fraction that is not named is never skipped. Thresholds never
-    fall with the fraction, because a latent that may replace more steps may replace fewer.
+    Fractions are from bottega.addons.cache.wire.names.FRACTIONS. A fraction that is not named is never skipped.
+    Thresholds never fall with the fraction, because a latent that may replace more steps may replace fewer.
     """
 
     def __post_init__(self) -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.edits.wire import messages
+from bottega.addons.edits.wire.messages import CHUNK_BYTES, WORKER_LIMITS
+from bottega.addons.edits.wire.pieces import SectionPiece, SectionPieces, send_chunk
+from bottega.addons.edits.wire.section import SectionLayout
 from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InternalError, InvalidRequest, NoSharedMemory, TooLarge
 from bottega.rpc.status import job_error_to_json
-from bottega.sections import messages
-from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS
-from bottega.sections.pieces import SectionPiece, SectionPieces, send_chunk
-from bottega.sections.section import SectionLayout
 from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile
 from bottega.v1.activations_pb2 import SectionRequest
 from bottega.v1.trace_pb2 import StoreTimes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bottega.sections import DrawnTensors, SectionLayout
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.v1 import activations_pb2
 from bottega.v1.activations_pb2 import RecordingHeader, TemplateAnswer
 

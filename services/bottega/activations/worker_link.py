@@ -13,11 +13,11 @@ from bottega.activations.section_sender import SectionSender
 from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.edits.wire import SectionLayout, messages
+from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
 from bottega.errors import BottegaError
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
-from bottega.sections import SectionLayout, messages
-from bottega.sections.messages import ActivationMessage, ActivationMessageKind
 from bottega.transport import (
     Connection,
     Incoming,

@@ -11,12 +11,12 @@ import grpc
 import numpy as np
 
 from bottega import rules
+from bottega.addons.cache.wire import ENTRY_PATTERN
 from bottega.cache.profiles import check_profile
 from bottega.cache.store.statistics import LatentStatistics
 from bottega.cache.store.store import LatentStore
 from bottega.codec import Pixels, images
 from bottega.errors import CacheEntryNotFound, Violation
-from bottega.latents import ENTRY_PATTERN
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1 import cache_pb2_grpc
 from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from bottega import kinds
+from bottega.addons.cache.wire import messages
+from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError
-from bottega.latents import messages
-from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
 from bottega.transport import (

@@ -20,9 +20,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.errors import StorageUnavailable, TooLarge
-from bottega.lora import canonical
-from bottega.lora.canonical import CanonicalLora
 from bottega.loras import sidecar_files
 from bottega.loras.disk_quota import DiskQuota
 from bottega.loras.quarantine import WEIGHTS, QuarantineFolder

@@ -18,8 +18,8 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from bottega import rules
+from bottega.addons.loras.wire.canonical import COMPONENTS
 from bottega.errors import BottegaError, InvalidRequest, TooLarge, Violation
-from bottega.lora.canonical import COMPONENTS
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import ImportConfig
 from bottega.loras.disk_quota import Reservation

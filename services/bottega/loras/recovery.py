@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bottega import rules
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import CanonicalLora, Module
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
-from bottega.lora import canonical
-from bottega.lora.canonical import CanonicalLora, Module
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import FolderScan, LoraFolder
 from bottega.loras.importing.base import Base, read_base

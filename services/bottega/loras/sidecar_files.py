@@ -20,7 +20,7 @@ from bottega.loras.records import COLUMNS, CatalogueRecord, from_row, to_row
 from bottega.storage import folders
 
 SUFFIX = ".json"
-_FORMAT = "bottega.lora.description/1"
+_FORMAT = "bottega.addons.loras.wire.description/1"
 _NAME_DIGITS = 16
 _STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
 # Sixteen trigger words of 200 characters take at most 40 KiB.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from bottega.addons.loras.wire.canonical import COMPONENTS
 from bottega.errors import BadLora, InvalidRequest, QueueFull, StorageUnavailable, Violation
-from bottega.lora.canonical import COMPONENTS
 from bottega.storage import os_errors
 from bottega.storage.shielding import run_to_end
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from bottega import kinds
+from bottega.addons.loras.wire import messages
+from bottega.addons.loras.wire.canonical import CanonicalLora, parse
+from bottega.addons.loras.wire.messages import LoraMessageKind
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, DataLoss, InternalError, NoSharedMemory, TooLarge
-from bottega.lora import messages
-from bottega.lora.canonical import CanonicalLora, parse
-from bottega.lora.messages import LoraMessageKind
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import job_error_to_json
 from bottega.rpc.store_links import StoreLinks

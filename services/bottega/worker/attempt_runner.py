@@ -10,10 +10,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.addons.cache.wire import format_start, pin_start
+from bottega.addons.edits.wire.masked_blocks import may_mask_blocks, pin_edit, taken_from
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
-from bottega.latents import format_start, pin_start
-from bottega.masked_blocks import may_mask_blocks, pin_edit, taken_from
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2

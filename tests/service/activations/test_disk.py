@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.edits.wire import SectionLayout
 from bottega.blobstore import disk as blob_disk
-from bottega.sections import SectionLayout
 from tests.support.full_disk import fill, small_disk
 from tests.support.stored_templates import (
     WAIT_S,

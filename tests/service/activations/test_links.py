@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bottega.addons.edits.wire import messages
+from bottega.addons.edits.wire.pieces import SectionChunks
 from bottega.errors import BottegaError, DataLoss, LinkError
 from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.sections import messages
-from bottega.sections.pieces import SectionChunks
 from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, number_message, number_spec, pack_number
 from bottega.transport.messages import BytesMessage
 from bottega.v1 import activations_pb2 as pb
@@ -296,7 +296,7 @@ _IMPORTS = """
 import encodings.ascii
 import grpc
 from bottega.errors import BottegaError
-from bottega.sections import messages
+from bottega.addons.edits.wire import messages
 from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
 from bottega.v1 import activations_pb2, link_pb2, link_pb2_grpc
 """

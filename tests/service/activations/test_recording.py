@@ -15,12 +15,12 @@ from bottega.activations.store import writer
 from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
+from bottega.addons.edits.wire import SectionLayout
+from bottega.addons.edits.wire.pieces import SectionPieces
 from bottega.caching import Tier
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
 from bottega.process import open_files
-from bottega.sections import SectionLayout
-from bottega.sections.pieces import SectionPieces
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
     ALL,

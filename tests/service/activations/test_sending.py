@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.errors import LinkError
 from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.sections import SectionLayout, messages
 from bottega.transport import Deadline, Limits, Link, kind_of
 from tests.support.running_activations import (
     LARGE,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bottega.addons.cache.wire import messages
+from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.errors import Draining, LinkError
-from bottega.latents import messages
-from bottega.latents.messages import CacheMessage
 from bottega.rpc.links_config import LinksConfig
 from bottega.transport import DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
 from bottega.v1 import cache_pb2 as pb

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bottega.addons.cache.wire import prompt_digest
 from bottega.cache.latent import StoreAnswer
 from bottega.cache.store.store import LatentStore
-from bottega.latents import prompt_digest
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheStarts
 from tests.support.cached_latents import KEY, MODEL, question, record, running, similar, vector, written

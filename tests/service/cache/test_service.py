@@ -13,9 +13,9 @@ import PIL.Image
 import pytest
 from google.protobuf import json_format
 
+from bottega.addons.cache.wire import messages
 from bottega.cache.server import read_profile
 from bottega.errors import BottegaError, CacheEntryNotFound, ConfigError, InvalidRequest
-from bottega.latents import messages
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1.cache_pb2 import CacheStarts
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.errors import DataLoss, InvalidRequest, StorageUnavailable
-from bottega.lora.canonical import CanonicalLora
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.loras.upload import Upload, receive
 from bottega.miniature import WEIGHTS

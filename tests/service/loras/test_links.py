@@ -20,7 +20,7 @@ _IMPORTS = """
 import encodings.ascii
 import grpc
 from bottega.errors import BottegaError
-from bottega.lora import messages
+from bottega.addons.loras.wire import messages
 from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
 """

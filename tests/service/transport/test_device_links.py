@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, read_step, residuals_layout, step_message
+from bottega.addons.edits.wire import messages as sections
+from bottega.addons.loras.wire import messages as loras
 from bottega.device_links import DeviceTensor, ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
 from bottega.device_links.ends import Inflow
@@ -21,8 +23,6 @@ from bottega.diffusion.parallel.messages import RemoteNoise, noise_message, read
 from bottega.diffusion.rows import Half
 from bottega.diffusion.tensor_messages import tensor_at
 from bottega.errors import AuthFailed, LinkError, NoCredit, NoSharedMemory, PeerDead
-from bottega.lora import messages as loras
-from bottega.sections import messages as sections
 from bottega.transport import (
     Backend,
     Deadline,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.sections import messages
+from bottega.addons.edits.wire import messages
 from bottega.transport import WholeMessage, number_message
 from bottega.v1.activations_pb2 import (
     BlockCost,

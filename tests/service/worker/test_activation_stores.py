@@ -17,7 +17,7 @@ import torch
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.sections import messages
+from bottega.addons.edits.wire import messages
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
 from bottega.worker.activations.load_meter import LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
-from bottega.sections import messages
+from bottega.addons.edits.wire import messages
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
 from load.bench.throttle import Throttle
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bottega.addons.cache.engine.addon import EngineCachedStarts, JobCachedStarts
+from bottega.addons.cache.wire import format_start
 from bottega.addons.loras.engine import UNET
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
@@ -20,7 +21,6 @@ from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
-from bottega.latents import format_start
 from bottega.rpc.links_config import LinksConfig
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold

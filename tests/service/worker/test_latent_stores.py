@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.wire import messages
+from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
-from bottega.latents import messages
-from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.generation_pb2 import SAMPLER_EULER

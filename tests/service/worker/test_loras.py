@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
+from bottega.addons.loras.wire import canonical
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
-from bottega.lora import canonical
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire

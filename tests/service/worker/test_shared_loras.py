@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
+from bottega.addons.loras.wire import messages
+from bottega.addons.loras.wire.messages import LoraMessageKind
 from bottega.errors import BadFrame, DataLoss
-from bottega.lora import messages
-from bottega.lora.messages import LoraMessageKind
 from bottega.transport import (
     Backend,
     Deadline,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
 from bottega.errors import BadLora
-from bottega.lora import canonical
-from bottega.lora.canonical import ModuleWeights, TensorData
 from bottega.safetensors_header import MAX_HEADER_BYTES, HeaderError, parse_header, read_header
 
 _MUTATIONS = 3_000

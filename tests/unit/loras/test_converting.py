@@ -16,8 +16,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
+from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
-from bottega.lora import canonical
 from bottega.loras.importing.base import Base, BaseModule, read_base
 from bottega.loras.importing.converting import ConvertedLora, convert
 from bottega.loras.importing.source import sources

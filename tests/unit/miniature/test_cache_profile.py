@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf import json_format
 
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.diffusion.model.model import digest
-from bottega.latents.names import FRACTIONS
 from bottega.miniature import WEIGHTS
 from bottega.model_files import check_model_folder
 from bottega.planning import LengthClass, SkipProfile, skip_step

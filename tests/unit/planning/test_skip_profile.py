@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.latents import recorded_steps
+from bottega.addons.cache.wire import recorded_steps
 from bottega.planning import (
     NIRVANA_768,
     LengthClass,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from bottega.activations.records import layout_part
 from bottega.activations.store.sealed_parts import read_drawn
 from bottega.activations.template import SectionRecord, TemplateRecord
+from bottega.addons.edits.wire import DrawnTensors
+from bottega.addons.edits.wire.messages import MAX_HEADER_BYTES
 from bottega.blobstore import BlobFiles
 from bottega.caching import LruCache, TieredCache
 from bottega.errors import StorageUnavailable
-from bottega.sections import DrawnTensors
-from bottega.sections.messages import MAX_HEADER_BYTES
 from bottega.v1 import activations_pb2
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from bottega.sections import DrawnTensors, SectionLayout
-from bottega.sections.pieces import SectionPieces
-from bottega.sections.section import owner
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
+from bottega.addons.edits.wire.pieces import SectionPieces
+from bottega.addons.edits.wire.section import owner
 from bottega.storage import os_errors
 from bottega.transport.memory.sealed_file import new_file, reserve, seal
 

@@ -30,12 +30,12 @@ from bottega.activations.store.statistics import ActivationStatistics, DropReaso
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
 from bottega.activations.template import TemplateRecord, TemplateReply
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import StoreCounts
 from bottega.caching import CacheLease, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import StorageUnavailable, Unavailable
 from bottega.process import open_files
-from bottega.sections import DrawnTensors, SectionLayout
 from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes

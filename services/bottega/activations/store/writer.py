@@ -15,10 +15,10 @@ from bottega.activations.store.recordings import PendingRecording, PendingRecord
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
+from bottega.addons.edits.wire import DrawnTensors
 from bottega.blobstore import BlobDisk, BlobWriter, RecordChanges, StoreCounts
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.process import open_files
-from bottega.sections import DrawnTensors
 from bottega.v1.activations_pb2 import RecordingHeader
 
 # Extra room for ends of recordings, half a MiB each, so that one waiting section too many does not cost a template.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from bottega.addons.cache.wire import prompt_digest
 from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.predictor.predictor import MatchPredictor
@@ -28,7 +29,6 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import CacheCounts, LatentStatistics, ModelStatistics
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
-from bottega.latents import prompt_digest
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording, CacheStarts
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bottega.addons.edits.wire.masked_blocks import may_mask_blocks
 from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.addons.addon import AddOn
@@ -26,7 +27,6 @@ from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.store.result_keys import result_key
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.masked_blocks import may_mask_blocks
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Model
 

@@ -35,6 +35,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bottega.addons.loras.wire.set_key import LoraSetKey, lora_set_key
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway.jobs import specs
@@ -50,7 +51,6 @@ from bottega.gateway.jobs.values import (
     QueuePosition,
     StoredImage,
 )
-from bottega.lora.set_key import LoraSetKey, lora_set_key
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.errors import BadLora, ConfigError
-from bottega.lora.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.safetensors_header import read_header
 
 # Names of a module in Stability's code, by its name in Diffusers.

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import BinaryIO, NoReturn
 
+from bottega.addons.loras.wire.canonical import COMPONENTS, ModuleWeights, headers_of_loras
 from bottega.errors import BadLora
-from bottega.lora.canonical import COMPONENTS, ModuleWeights, headers_of_loras
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import (

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.errors import BadLora
-from bottega.lora.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.plain_text import excerpt
 

@@ -27,8 +27,8 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import Field, StrictBool, TypeAdapter
 
+from bottega.addons.loras.wire.canonical import COMPONENTS
 from bottega.errors import BadLora
-from bottega.lora.canonical import COMPONENTS
 from bottega.plain_text import excerpt
 
 # Diffusers writes a key for each module whose alpha is not the most frequent one. SDXL's UNet has about 800 modules.

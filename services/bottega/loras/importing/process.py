@@ -11,8 +11,8 @@ import errno
 import os
 from pathlib import Path
 
+from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
-from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert
 from bottega.loras.importing.source import sources

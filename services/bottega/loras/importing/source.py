@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from bottega.addons.loras.wire.weights_files import PEFT_CONFIG, LoraFile, find_weights
 from bottega.errors import BadLora
-from bottega.lora.weights_files import PEFT_CONFIG, LoraFile, find_weights
 from bottega.loras.importing.peft_config import AdapterConfig, read_adapter_config
 from bottega.storage.contained_paths import open_below
 

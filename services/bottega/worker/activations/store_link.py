@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bottega import kinds
+from bottega.addons.edits.wire import messages
+from bottega.addons.edits.wire.messages import WORKER_LIMITS, ActivationMessageKind
 from bottega.errors import BottegaError, DataLoss, NoSharedMemory, TooLarge
 from bottega.rpc.status import from_job_error, job_error_from_json
-from bottega.sections import messages
-from bottega.sections.messages import WORKER_LIMITS, ActivationMessageKind
 from bottega.transport import (
     Connection,
     Incoming,

@@ -15,8 +15,8 @@ from torch import Tensor
 from bottega import rules
 from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.diffusion.rows import Half
-from bottega.sections import DrawnTensors, SectionLayout
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer
 from bottega.v1.trace_pb2 import StoreTimes
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.sections.messages import CHUNK_BYTES, STORE_LIMITS
-from bottega.sections.pieces import SectionChunks
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
+from bottega.addons.edits.wire.messages import CHUNK_BYTES, STORE_LIMITS
+from bottega.addons.edits.wire.pieces import SectionChunks
 from bottega.transport import Connection, Link, PieceSize, WholeMessage
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader
 from bottega.worker.activations.load_meter import LoadMeter

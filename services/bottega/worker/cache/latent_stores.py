@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
+from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.diffusion.engine.store_work import StoreWork
-from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from bottega import kinds
 from bottega.addons.cache.engine import LatentQuestion
+from bottega.addons.cache.wire.messages import CacheMessageKind, starts_message
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
-from bottega.latents.messages import CacheMessageKind, starts_message
 from bottega.transport import (
     Connection,
     Incoming,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from bottega.addons.cache.wire import format_start
 from bottega.addons.controlnets.engine import base_layout
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.loras.engine.addon import EngineLoras
@@ -32,7 +33,6 @@ from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError, MethodNotServed
-from bottega.latents import format_start
 from bottega.planning import Shape
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bottega import kinds
+from bottega.addons.loras.wire import messages
+from bottega.addons.loras.wire.canonical import MAX_FILE_BYTES
+from bottega.addons.loras.wire.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
 from bottega.errors import BottegaError, DataLoss, InternalError
-from bottega.lora import messages
-from bottega.lora.canonical import MAX_FILE_BYTES
-from bottega.lora.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
     Connection,

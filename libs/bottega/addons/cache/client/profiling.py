@@ -20,6 +20,8 @@ from zlib import crc32
 
 from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile
+from bottega.addons.cache.wire import format_start
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import FleetStatus
 from bottega.client.types.messages import as_list, describe
@@ -27,8 +29,6 @@ from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import Parameters
 from bottega.errors import CacheEntryGone, Unavailable, Violation
-from bottega.latents import format_start
-from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words, fraction_of
 from bottega.planning.skip_profile import LEAST_SAMPLES
 from bottega.rules import refuse

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import mean
 
 from bottega.addons.cache.client.types import CacheProfile
+from bottega.addons.cache.wire import has_enough_words
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.errors import InvalidRequest
-from bottega.latents import has_enough_words
-from bottega.latents.names import FRACTIONS
 from bottega.planning import BALANCED_ALPHA, FAST_ALPHA, LengthClass, QualitySample, SkipProfile, measured_class
 from bottega.planning.skip_profile import SHORT_WORDS
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from bottega import kinds, rules
+from bottega.addons.cache.wire import ENTRY_PATTERN, parse_start
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, Violation
-from bottega.latents import ENTRY_PATTERN, parse_start
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
 

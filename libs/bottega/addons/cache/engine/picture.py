@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bottega.addons.cache.wire import format_start
 from bottega.diffusion.engine.events import CachedStart
 from bottega.diffusion.engine.request import Request
 from bottega.errors import InvalidRequest
-from bottega.latents import format_start
 from bottega.v1.cache_pb2 import CacheStart
 
 

@@ -10,12 +10,12 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from bottega.addons.cache.wire import recorded_steps
+from bottega.addons.cache.wire.messages import MAX_PICTURE_SIDE
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.latents import recorded_steps
-from bottega.latents.messages import MAX_PICTURE_SIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,6 +26,7 @@ from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
 from bottega.addons.edits.engine.recordings.keys import RecordingKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
+from bottega.addons.edits.wire.masked_blocks import taken_from
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, encode_image
@@ -36,7 +37,6 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.masked_blocks import taken_from
 from bottega.v1.activations_pb2 import EditDecision
 
 if TYPE_CHECKING:

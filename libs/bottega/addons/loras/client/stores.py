@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from bottega import kinds, rules
+from bottega.addons.loras.wire.weights_files import LoraFile, find_weights
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.fleet import FleetMember
 from bottega.client.types.messages import build_message, describe
 from bottega.errors import BadLora, LoraNotFound, NoLora, Violation
-from bottega.lora.weights_files import LoraFile, find_weights
 from bottega.rpc.channel import Target
 from bottega.v1.lora_pb2 import GetLoraRequest, ListLorasRequest, StoredLora, UploadLoraHead, UploadLoraRequest
 from bottega.v1.lora_pb2_grpc import LoraServiceStub

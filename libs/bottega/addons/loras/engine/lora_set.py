@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
+from bottega.addons.loras.wire.canonical import spellings
 from bottega.diffusion.rows import Factors, LoraSet, SetKey, Term
 from bottega.errors import LoraUnusable
-from bottega.lora.canonical import spellings
 
 
 def make_set(

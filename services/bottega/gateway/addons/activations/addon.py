@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.addons.edits.wire.masked_blocks import pin_edit
 from bottega.clocks import Clock
 from bottega.errors import RecordingNotKept
 from bottega.gateway.addons.activations.client import GrpcActivationsClient
@@ -30,7 +31,6 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.tenants.access import Access
-from bottega.masked_blocks import pin_edit
 from bottega.planning import Shape, rounded_share
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from bottega import kinds
-from bottega.errors import NoCache, Violation
-from bottega.gateway.addons.addon import NO_SAVINGS, AddOn, AddOnContext, ExpectedSavings, Resolution
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
-from bottega.latents import (
+from bottega.addons.cache.wire import (
     LEAST_WORDS,
     has_enough_words,
     is_cacheable,
@@ -31,6 +24,13 @@ from bottega.latents import (
     pin_start,
     recorded_steps,
 )
+from bottega.errors import NoCache, Violation
+from bottega.gateway.addons.addon import NO_SAVINGS, AddOn, AddOnContext, ExpectedSavings, Resolution
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.addons.loras.wire.set_key import LoraSetKey
 from bottega.errors import LoraUnusable, NoLora, Violation
 from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Resolution, WorkerCosts
 from bottega.gateway.addons.loras.client import GrpcLoraClient
@@ -18,7 +19,6 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.tenants.access import Access
-from bottega.lora.set_key import LoraSetKey
 from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras

@@ -19,12 +19,12 @@ from bottega.addons.cache.client.profiling import (
 )
 from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
 from bottega.addons.cache.client.types import CachedEntry, entry_from
+from bottega.addons.cache.wire import parse_start, recorded_steps
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import fleet_from
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import CacheUse, Parameters, Provenance
 from bottega.errors import CacheEntryGone, InvalidRequest, NoCache, Unavailable
-from bottega.latents import parse_start, recorded_steps
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.v1.cache_pb2 import CacheEntry
 from bottega.v1.fleet_pb2 import ListMembersResponse

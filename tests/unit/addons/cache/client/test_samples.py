@@ -22,8 +22,8 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import profile_from, profile_to_wire
+from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.errors import InvalidRequest
-from bottega.latents.names import FRACTIONS
 from bottega.miniature.scenes import read_caption
 from bottega.planning import count_words
 

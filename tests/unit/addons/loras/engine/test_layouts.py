@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bottega.addons.loras.engine import UNET, Layers
+from bottega.addons.loras.wire import canonical
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert
 from bottega.loras.importing.source import sources

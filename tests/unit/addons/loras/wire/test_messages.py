@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.lora import messages
+from bottega.addons.loras.wire import messages
 from bottega.v1.trace_pb2 import StoreTimes
 
 ALL = StoreTimes(**{field.name: 0.1 for field in StoreTimes.DESCRIPTOR.fields})

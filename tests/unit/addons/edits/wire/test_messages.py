@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.sections.messages import ActivationMessageKind
+from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
+from bottega.addons.edits.wire.messages import ActivationMessageKind
 from bottega.transport import BytesMessage, DType, Layout, TensorSpec, WholeMessage, kind_of, number_spec, pack_number
 from bottega.transport.channel.buffers import checked, on_host
 from bottega.v1 import activations_pb2 as pb

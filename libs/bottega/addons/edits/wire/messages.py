@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from bottega.sections.section import MAX_DRAWN_BYTES, MAX_SECTION_BYTES, DrawnTensors, SectionLayout
+from bottega.addons.edits.wire.section import MAX_DRAWN_BYTES, MAX_SECTION_BYTES, DrawnTensors, SectionLayout
 from bottega.store_times import check_times
 from bottega.transport import (
     BytesMessage,

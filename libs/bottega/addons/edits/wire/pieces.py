@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bottega.sections import messages
-from bottega.sections.section import SectionLayout
+from bottega.addons.edits.wire import messages
+from bottega.addons.edits.wire.section import SectionLayout
 from bottega.transport import Deadline, Link
 from bottega.v1.trace_pb2 import StoreTimes
 

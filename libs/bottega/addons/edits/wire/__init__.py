@@ -1,5 +1,5 @@
 """Sections of recorded activations: their files, and the messages of workers and stores about them."""
 
-from bottega.sections.section import SECTION_ALIGNMENT, DrawnTensors, SectionLayout, SectionTensor
+from bottega.addons.edits.wire.section import SECTION_ALIGNMENT, DrawnTensors, SectionLayout, SectionTensor
 
 __all__ = ["SECTION_ALIGNMENT", "DrawnTensors", "SectionLayout", "SectionTensor"]

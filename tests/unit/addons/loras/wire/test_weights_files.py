@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bottega.addons.loras.wire.weights_files import find_weights
 from bottega.errors import BadLora
-from bottega.lora.weights_files import find_weights
 
 _PEFT = ("adapter_model.safetensors", "adapter_config.json")
 _DIFFUSERS = "pytorch_lora_weights.safetensors"

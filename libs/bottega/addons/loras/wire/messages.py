@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from google.protobuf.message import DecodeError
 
-from bottega.lora.canonical import CanonicalLora
+from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.store_times import check_times
 from bottega.transport import BytesMessage, DType, Layout, TensorSpec, number_spec, pack_number, read_number
 from bottega.v1.trace_pb2 import StoreTimes

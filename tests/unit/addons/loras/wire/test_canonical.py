@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
+from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData
 from bottega.errors import BadLora
-from bottega.lora import canonical
-from bottega.lora.canonical import ModuleWeights, TensorData
 
 _TEXT = "encoder.layers.0.self_attn.q_proj"
 _LINEAR = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"

@@ -1,7 +1,14 @@
 """Cached latents: their names, which requests may start from them, and the messages between workers and caches."""
 
-from bottega.latents.names import ENTRY_PATTERN, format_start, parse_start, prompt_digest, recorded_steps
-from bottega.latents.starts import LEAST_WORDS, has_enough_words, is_cacheable, is_switched_off, may_start, pin_start
+from bottega.addons.cache.wire.names import ENTRY_PATTERN, format_start, parse_start, prompt_digest, recorded_steps
+from bottega.addons.cache.wire.starts import (
+    LEAST_WORDS,
+    has_enough_words,
+    is_cacheable,
+    is_switched_off,
+    may_start,
+    pin_start,
+)
 
 __all__ = [
     "ENTRY_PATTERN",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.sections import SECTION_ALIGNMENT, DrawnTensors, SectionLayout
-from bottega.sections.section import MAX_SECTION_BYTES, MAX_TENSORS, OWNER_BYTES, owner
+from bottega.addons.edits.wire import SECTION_ALIGNMENT, DrawnTensors, SectionLayout
+from bottega.addons.edits.wire.section import MAX_SECTION_BYTES, MAX_TENSORS, OWNER_BYTES, owner
 from bottega.v1 import activations_pb2
 
 

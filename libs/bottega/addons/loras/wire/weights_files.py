@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bottega.addons.loras.wire.canonical import COMPONENTS
 from bottega.errors import BadLora
-from bottega.lora.canonical import COMPONENTS
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
