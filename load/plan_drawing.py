@@ -9,7 +9,7 @@ import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
 
-from bottega.planning.block_loading import BlockCost, StepPlan
+from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan
 
 WIDTH = 1720
 # Of what is drawn, which is then made smaller: Pillow draws no edge between two pixels.

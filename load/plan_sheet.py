@@ -14,8 +14,8 @@ from pathlib import Path
 import PIL.Image
 
 from bottega.addons.edits.client.block_worth import HALVES, masked_s, nearest_share
+from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
 from bottega.client import BlockProfile, Client
-from bottega.planning.block_loading import BlockCost, StepPlan, plan_steps
 from load.plan_drawing import Bar, PlanSheet, draw_plan
 
 _STEPS = 2

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.planning import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
+from bottega.addons.cache.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.cache_predictor import predict, retrain_s
 from load.bench.cache_replay import STEPS, Replayed, profile, replay

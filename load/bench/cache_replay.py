@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bottega.addons.cache.planning.eviction import EvictionPolicy
 from bottega.addons.cache.wire import prompt_digest, recorded_steps
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import LatentStatistics
 from bottega.cache.store.store import LatentStore
 from bottega.clocks import Clock
-from bottega.planning import EvictionPolicy
 from bottega.transport import DType
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheQuestion, CacheRecording, CacheThreshold

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bottega.planning import BlockCost
+from bottega.addons.edits.planning.block_loading import BlockCost
 
 
 def decide_one_by_one(steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0) -> list[bool]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from bottega.addons.edits.engine.loading.planner import EditReader, LoadPlanner, LoadPolicy, PlannedStep
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.recordings.source import ActivationSource
-from bottega.planning import BlockCost, StepPlan
-from bottega.planning.block_loading import follow
+from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, follow
 from load.bench.greedy_loading import decide_one_by_one
 
 # For a load that is to be waited for whatever happens.

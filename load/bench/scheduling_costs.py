@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bottega.addons.edits.planning.work_fit import WorkFit
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import JobFailed
 from bottega.diffusion.engine.limits import EngineLimits
-from bottega.planning import WorkFit
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk
 from load.bench.edit_model import EDIT_SHAPE

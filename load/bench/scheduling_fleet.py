@@ -16,9 +16,10 @@ from typing import Protocol
 
 import torch
 
+from bottega.addons.edits.planning.block_loading import BlockCost, plan_step
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.rows import GroupKey
-from bottega.planning import BlockCost, RowFractions, StepTimes, plan_step
+from bottega.planning import RowFractions, StepTimes
 from load.bench.scheduling_costs import TurnCosts
 
 SHAPE = (64, 64)

@@ -3,6 +3,7 @@
 from bottega.addons.cache.client.profiling import CacheMeasurement, MeasuredCache
 from bottega.addons.cache.client.samples import PromptPair
 from bottega.addons.cache.client.types import CachedEntry, CachedModel, CacheProfile, CacheStats
+from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
 from bottega.addons.controlnets.client.types import (
     AddedControlNet,
     ControlNetHost,
@@ -70,7 +71,6 @@ from bottega.client.types.provenance import (
     Truncation,
 )
 from bottega.client.types.trace import JobTrace, TraceSpan
-from bottega.planning import LengthClass, SkipProfile
 
 __all__ = [
     "AccelerationTrial",

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bottega import rules
+from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, fallback_profile
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.blobstore import ProfileFolder
 from bottega.errors import Violation
-from bottega.planning.skip_profile import LengthClass, SkipProfile, fallback_profile
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.generation_pb2 import Fidelity

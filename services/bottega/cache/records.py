@@ -15,6 +15,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
+from bottega.addons.cache.planning.eviction import Usage
 from bottega.blobstore import (
     BlobDisk,
     BlobRecords,
@@ -27,7 +28,6 @@ from bottega.blobstore import (
 )
 from bottega.blobstore.tables import Values
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
-from bottega.planning.eviction import Usage
 from bottega.transport import DType
 from bottega.v1.generation_pb2 import GenerationSpec
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from bottega import kinds, rules
+from bottega.addons.cache.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.cache.config import CacheConfig
 from bottega.cache.metrics import CacheStatistics
 from bottega.cache.profiles import check_profile
@@ -16,7 +17,6 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
 from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable
-from bottega.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.rpc.fleet_membership import Listening
 from bottega.rpc.store_server import StoreServer
 from bottega.v1 import fleet_pb2

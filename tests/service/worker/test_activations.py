@@ -14,12 +14,11 @@ import torch
 from bottega import kinds
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
+from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, follow
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
-from bottega.planning import BlockCost, StepPlan
-from bottega.planning.block_loading import follow
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
 from bottega.worker.activations import ActivationLinkSettings, ActivationSettings, StoreActivations

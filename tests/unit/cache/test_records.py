@@ -8,10 +8,10 @@ import sqlite3
 
 import pytest
 
+from bottega.addons.cache.planning.eviction import Usage
 from bottega.blobstore import StoredRow
 from bottega.cache.latent import KeptLatent
 from bottega.cache.records import SCHEMA, latent_row, read_latent
-from bottega.planning.eviction import Usage
 
 LATENT = KeptLatent(digest=b"d" * 32, usage=Usage(frequency=3.0, step=5, used_at=7.0, created_at=2.0))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from google.protobuf import json_format
 
+from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, skip_step
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.diffusion.model.model import digest
 from bottega.miniature import WEIGHTS
 from bottega.model_files import check_model_folder
-from bottega.planning import LengthClass, SkipProfile, skip_step
 from bottega.v1.cache_pb2 import CacheProfile
 
 

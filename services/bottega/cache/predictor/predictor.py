@@ -1,8 +1,8 @@
 """Predicts whether a search will find anything, and skips searches that would not, if that pays.
 
 Each key with enough entries has a model of its entries' embeddings, which is trained in the background, again whenever
-a share of the entries has changed. `bottega.planning.predictor_use` decides from measurements whether predictions are
-used. Source: Nirvana (NSDI'24), section 5.2.
+a share of the entries has changed. `bottega.addons.cache.planning.predictor_use` decides from measurements whether
+predictions are used. Source: Nirvana (NSDI'24), section 5.2.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bottega.addons.cache.planning.predictor_use import PredictorRates, PredictorSwitch
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from bottega.cache.predictor.one_class import OneClassModel, train
-from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 from bottega.storage import SerialThread
 
 # Threads that answer requests go first on the same core. It is not higher, because training must still make progress on

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bottega.addons.cache.planning.eviction import EvictionHeap, EvictionPolicy, Usage
 from bottega.blobstore import RecordChanges
 from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.records import latent_name, picture_name, usage_values
 from bottega.cache.store.selector import Candidate
-from bottega.planning.eviction import EvictionHeap, EvictionPolicy, Usage
 
 
 @dataclass(slots=True, kw_only=True)

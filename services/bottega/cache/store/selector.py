@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from bottega.planning.skip_profile import SkipProfile, served_step, skip_steps
+from bottega.addons.cache.planning.skip_profile import SkipProfile, served_step, skip_steps
 
 # Decimals of a similarity. In single precision, cosines of one prompt's embeddings differ from 1 by less.
 _DIGITS = 5

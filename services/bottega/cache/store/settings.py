@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.planning.eviction import LCBFU, EvictionPolicy
+from bottega.addons.cache.planning.eviction import LCBFU, EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bottega.addons.cache.planning.predictor_use import PredictorSwitch
 from bottega.cache.index import KeyedIndex
 from bottega.cache.index.vector_index import unit_vectors
 from bottega.cache.predictor.predictor import MatchPrediction, MatchPredictor, PredictorSettings
-from bottega.planning.predictor_use import PredictorSwitch
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 WIDTH = 32

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
 from bottega.cache.store.selector import Candidate, Exploration, select_latents
-from bottega.planning.skip_profile import LengthClass, SkipProfile
 
 _PROFILE = SkipProfile(
     classes=(

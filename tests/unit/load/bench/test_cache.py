@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.planning import FIFO, LCBFU
+from bottega.addons.cache.planning.eviction import FIFO, LCBFU
 from load.bench.cache_replay import STEPS, profile, replay
 from load.bench.cache_thresholds import thresholds
 

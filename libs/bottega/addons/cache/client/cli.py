@@ -10,6 +10,7 @@ import click
 
 from bottega import errors, kinds
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile, CacheStats
+from bottega.addons.cache.planning.skip_profile import LengthClass
 from bottega.addons.cache.wire import ENTRY_PATTERN, parse_start
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client.cli.addons import GenerationPart
@@ -31,7 +32,6 @@ from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.provenance import Parameters, Provenance
 from bottega.errors import BottegaError
-from bottega.planning import LengthClass
 
 # Commands of a module that is imported on demand: the options of `warm` are those of all add-ons, of this one too.
 _DRAWING = ("profile", "warm")

@@ -33,6 +33,7 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import CacheProfile, profile_to_wire
+from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, SHARE
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.options import address_option, connect, fleet_option
@@ -51,7 +52,6 @@ from bottega.client.sdk.clients import Client
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, NotFinite
-from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
 
 _MODEL = "the model"
 # Pairs between two lines of progress.

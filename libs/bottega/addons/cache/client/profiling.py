@@ -3,7 +3,7 @@
 The first prompt of each pair is drawn exactly, so that the cache records it. The second prompt is drawn from noise, and
 then from each latent of the first one, with the same seed. Seeds differ from draw to draw: a single picture may be
 right by chance, so a pair's qualities are means over its draws.
-Source: Nirvana (NSDI'24), Algorithm 2; bottega.planning.skip_profile explains how it is read.
+Source: Nirvana (NSDI'24), Algorithm 2; bottega.addons.cache.planning.skip_profile explains how it is read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zlib import crc32
 
 from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, SampleFile, measured_profile
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile
+from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, count_words, fraction_of
 from bottega.addons.cache.wire import format_start
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client.sdk.aio import AsyncGatewayClient
@@ -29,8 +30,6 @@ from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import Parameters
 from bottega.errors import CacheEntryGone, Unavailable, Violation
-from bottega.planning import count_words, fraction_of
-from bottega.planning.skip_profile import LEAST_SAMPLES
 from bottega.rules import refuse
 
 MOST_PAIRS = 5_000

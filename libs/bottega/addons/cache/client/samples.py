@@ -13,11 +13,18 @@ from pathlib import Path
 from statistics import mean
 
 from bottega.addons.cache.client.types import CacheProfile
+from bottega.addons.cache.planning.skip_profile import (
+    BALANCED_ALPHA,
+    FAST_ALPHA,
+    SHORT_WORDS,
+    LengthClass,
+    QualitySample,
+    SkipProfile,
+    measured_class,
+)
 from bottega.addons.cache.wire import has_enough_words
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.errors import InvalidRequest
-from bottega.planning import BALANCED_ALPHA, FAST_ALPHA, LengthClass, QualitySample, SkipProfile, measured_class
-from bottega.planning.skip_profile import SHORT_WORDS
 
 # Numbers of refinements between the two prompts: mostly one, as in a session, and seldom so many that little is left in
 # common.

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.client.types.provenance import Parameters, parameters_from
 from bottega.client.types.values import moment_from, value_from
 from bottega.errors import InternalError
-from bottega.planning import LengthClass, SkipProfile
 from bottega.v1 import cache_pb2
 
 _NOTHING = SkipProfile(classes=())

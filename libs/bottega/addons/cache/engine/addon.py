@@ -24,6 +24,7 @@ from bottega.addons.cache.engine.order import PIN_FIELD, StartOrder, read_decisi
 from bottega.addons.cache.engine.picture import StartingPicture
 from bottega.addons.cache.engine.recorder import LatentRecorder
 from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, LatentSource
+from bottega.addons.cache.planning.skip_profile import count_words
 from bottega.addons.cache.wire import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
 from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
@@ -36,7 +37,6 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
-from bottega.planning import count_words
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -13,6 +13,7 @@ import click
 
 from bottega import errors, rules
 from bottega.addons.controlnets.client.types import AddedControlNet, MeasuredProfile, ProfileCase, ServedControlNet
+from bottega.addons.controlnets.planning import LEAST_SIMILARITY
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
@@ -22,7 +23,6 @@ from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
 from bottega.errors import BottegaError, Violation
-from bottega.planning import LEAST_SIMILARITY
 
 _HUB = "hub:"
 

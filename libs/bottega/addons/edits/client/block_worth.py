@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from bottega.addons.edits.client.types import BlockProfile, ProfiledBlock
-from bottega.planning.template_blocks import BlockValue, choose
+from bottega.addons.edits.planning.template_blocks import BlockValue, choose
 
 HALVES = 2
 """Halves of guidance: with the prompt, and without it or with the negative one."""

@@ -34,6 +34,7 @@ from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Reco
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.edits.planning.template_blocks import BlockValue, choose
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions
@@ -47,7 +48,6 @@ from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import MethodNotServed, Unavailable
 from bottega.planning import StepTable
-from bottega.planning.template_blocks import BlockValue, choose
 from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse, Template
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -27,6 +27,7 @@ from bottega.addons.loras.client.types import (
     quarantined_from,
     stored_from,
 )
+from bottega.addons.loras.planning import latest_step
 from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
@@ -38,7 +39,6 @@ from bottega.client.types.messages import as_list, build_message, describe
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import LoraUse
 from bottega.errors import InternalError, LoraNotFound, LoraUnusable, Violation
-from bottega.planning import latest_step
 from bottega.rules import refuse
 from bottega.v1 import lora_pb2
 

@@ -22,10 +22,10 @@ from bottega.addons.cache.client.samples import (
     use_of,
 )
 from bottega.addons.cache.client.types import profile_from, profile_to_wire
+from bottega.addons.cache.planning.skip_profile import count_words
 from bottega.addons.cache.wire.names import FRACTIONS
 from bottega.errors import InvalidRequest
 from bottega.miniature.scenes import read_caption
-from bottega.planning import count_words
 
 
 def test_lines_make_pairs_with_the_line_before_unless_one_is_empty_or_short() -> None:

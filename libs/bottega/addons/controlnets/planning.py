@@ -1,15 +1,11 @@
-"""Bounds on approximations with add-ons: ControlNet residuals of the step before, and late LoRAs."""
+"""Decides whether steps use the ControlNet residuals of the step before."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 # Below this cosine between the residuals of adjacent steps, old residuals belong to another picture.
 LEAST_SIMILARITY = 0.99
 # Waiting for less than this share of a step does not justify an approximation.
 _LEAST_GAIN = 0.1
-# Below this cosine between the latents with and without a LoRA, the picture without it has become another one.
-LEAST_LATENT_SIMILARITY = 0.99
 
 
 def pipelines(similarity: float, *, answer_s: float, transfer_s: float, encoder_s: float, step_s: float) -> bool:
@@ -27,16 +23,3 @@ def pipelines(similarity: float, *, answer_s: float, transfer_s: float, encoder_
     if similarity < LEAST_SIMILARITY or answer_s <= 0.0 or step_s <= 0.0:
         return False
     return min(answer_s - encoder_s, transfer_s) > _LEAST_GAIN * step_s
-
-
-def latest_step(similarities: Sequence[float]) -> int:
-    """Return the first step at which missing the LoRA leads too far away, or the number of steps if none does.
-
-    Source: Katz, bounded asynchronous loading: the bound is where the latents begin to differ.
-
-    Args:
-        similarities: After each step, the cosine of the latents with and without the LoRA.
-    """
-    return next(
-        (step for step, cosine in enumerate(similarities) if not cosine >= LEAST_LATENT_SIMILARITY), len(similarities)
-    )

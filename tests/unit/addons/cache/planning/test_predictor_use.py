@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bottega.planning import PredictorRates, PredictorSwitch
+from bottega.addons.cache.planning.predictor_use import PredictorRates, PredictorSwitch
 
 
 def _rates(hit_rate: float, specificity: float, recall: float, lookup_s: float, saved_s: float) -> PredictorRates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.planning import pipelines
+from bottega.addons.controlnets.planning import pipelines
 
 
 @pytest.mark.parametrize(

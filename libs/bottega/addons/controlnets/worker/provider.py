@@ -19,10 +19,10 @@ from torch import Tensor
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.planning import pipelines
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
-from bottega.planning import pipelines
 from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink, smoothed
 from bottega.worker.controlnets.session import PlacedSession

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bottega.addons.cache.wire.names import FRACTIONS, recorded_steps
-from bottega.prompt_words import split_words
+from bottega.addons.cache.wire.prompt_words import split_words
 
 BALANCED_ALPHA = 0.9
 """A picture must exceed this share of the uncached picture's quality (Nirvana's alpha)."""

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.planning.template_blocks import BlockValue, choose
+from bottega.addons.edits.planning.template_blocks import BlockValue, choose
 
 _values = st.lists(st.tuples(st.floats(-1.0, 5.0), st.integers(0, 12)), max_size=9).map(
     lambda pairs: [

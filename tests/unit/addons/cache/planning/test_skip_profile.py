@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.addons.cache.wire import recorded_steps
-from bottega.planning import (
+from bottega.addons.cache.planning.skip_profile import (
     NIRVANA_768,
     LengthClass,
     QualitySample,
@@ -23,6 +22,7 @@ from bottega.planning import (
     skip_step,
     skip_steps,
 )
+from bottega.addons.cache.wire import recorded_steps
 
 PROFILE = SkipProfile(
     classes=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.addons.cache.wire import has_enough_words
-from bottega.prompt_words import split_words
+from bottega.addons.cache.wire.prompt_words import split_words
 
 
 @pytest.mark.parametrize(

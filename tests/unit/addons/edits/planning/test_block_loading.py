@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.planning import BlockCost, least_end_s, plan_step, plan_steps
-from bottega.planning.block_loading import follow
+from bottega.addons.edits.planning.block_loading import BlockCost, follow, least_end_s, plan_step, plan_steps
 from load.bench.greedy_loading import decide_one_by_one
 from tests.support.processor_speed import on_this_machine
 
