@@ -10,11 +10,11 @@ import numpy as np
 import PIL.Image
 import torch
 
+from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.diffusion.engine.events import JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ControlSpec
-from bottega.worker.config import ControlNetsConfig
 from bottega.worker.engine.runtime import Runtime
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 
+from bottega.addons.edits.config import EditsConfig
 from bottega.diffusion.engine.events import EditRecord, EngineRecord, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.spec import EditSpec
-from bottega.worker.config import EditsConfig
 from bottega.worker.engine.runtime import Runtime
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig

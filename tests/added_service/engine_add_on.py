@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.engine.addons import EngineAddOnContext
 from tests.added_service.calls import messages
 from tests.added_service.service_spec import KIND
 

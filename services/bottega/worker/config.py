@@ -9,6 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from bottega.addons.cache.config import CachedStartsConfig
+from bottega.addons.controlnets.config import ControlNetsConfig
+from bottega.addons.edits.config import EditsConfig
+from bottega.addons.loras.config import LorasConfig
 from bottega.device_names import DeviceName
 from bottega.errors import ConfigError
 from bottega.model_files import check_model_folder, folder_of
@@ -42,95 +46,6 @@ class VaeConfig:
 
     Larger ones are decoded in tiles: that needs less memory and blends the edges of tiles, and the provenance says that
     such pictures are not exact. 0: only pictures for which memory is short are decoded in tiles.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlNetsConfig:
-    """Settings of ControlNets on a worker."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    folders: dict[str, str] = field(default_factory=dict)
-    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
-    budget_bytes: AtLeastOne = 8 << 30
-    """Bound on the bytes of ControlNet weights that are loaded at once."""
-    silence_s: Seconds = 5.0
-    """Seconds of silence after which a ControlNet server counts as dead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LorasConfig:
-    """Settings of LoRAs on a worker."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    budget_bytes: AtLeastOne = 1 << 30
-    """Bound on the bytes of LoRAs that are kept beside those that requests wait for.
-
-    Groups of requests with several LoRAs may use half as much again. On a GPU both together use at most a quarter of
-    the memory that the model leaves.
-    """
-    timeout_s: Seconds = 60.0
-    """Seconds for which a request waits for its LoRAs."""
-    silence_s: Seconds = 5.0
-    """Seconds of silence after which a LoRA store counts as dead."""
-    pristine: Literal["device", "host"] = "device"
-    """Where the original weights are kept while LoRAs are merged into them.
-
-    They take as many bytes as the weights that the LoRAs change.
-    """
-    merge_half_precision: bool = False
-    """Merge LoRAs into float16 and bfloat16 weights when that saves time.
-
-    Merged weights round differently from stock Diffusers, so such pictures say that they are not exact. false: LoRAs in
-    half precision are computed beside the weights, as stock does.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedStartsConfig:
-    """Settings of starts from cached latents."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    timeout_s: Seconds = 10.0
-    """Seconds for which a request waits for a cached latent that it names itself."""
-    silence_s: Seconds = 5.0
-    """Seconds of silence after which an approximate cache counts as dead."""
-    recording_bytes: NotNegative = 64 << 20
-    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditsConfig:
-    """Settings of edits that reuse recorded activations."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    activations_mib: NotNegative = 512
-    """Bound in MiB on recorded activations of edited images, which later edits use again.
-
-    It includes those loaded from activation stores of other hosts. 0: record nothing and use no store.
-    """
-    template_mib: NotNegative = 0
-    """Bound in MiB on the activations of one image.
-
-    Beyond it only the blocks that save most time are recorded. 0: as activations_mib.
-    """
-    upload_mib: NotNegative = 512
-    """Bound in MiB on recordings that wait to be sent to a store.
-
-    A recording for which the store has no room stays in this worker.
-    """
-    silence_s: Seconds = 5.0
-    """Seconds of silence after which an activation store counts as dead."""
-    mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
-    """Tokens around a mask, at the finest level of attention, that masked blocks compute as well."""
-    sparse_convolutions: bool = True
-    """Let masked blocks of edits convolve only around the mask.
-
-    It is faster for small masks and doubles the bytes of each recording.
     """
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.checkup.machine import (
     check_cores,
@@ -29,7 +30,7 @@ from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
-from bottega.worker.config import ControlNetsConfig, EngineConfig, WorkerConfig
+from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.config import check_model as check_worker_model
 from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model

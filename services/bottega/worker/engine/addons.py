@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
 from bottega.manifest import load_object, read_services
-from bottega.transport import DeviceLinks, LinkCounters, OfferSource
-from bottega.worker.config import EngineConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAddOnContext:
-    """The values from which the factory of an engine add-on makes it."""
-
-    config: EngineConfig
-    model: Model
-    offers: OfferSource
-    """Opens links to services."""
-    counters: LinkCounters
-    """Counts all links of the process."""
-    heartbeat: Heartbeat
-    """Beats while a turn runs."""
-    devices: DeviceLinks | None = None
-    """Links between devices, where they are possible."""
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.device_links import device_links
 from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.registry import candidates
@@ -27,7 +28,7 @@ from bottega.rpc.status import from_job_error
 from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.addons import EngineAddOnContext, load_addons
+from bottega.worker.engine.addons import load_addons
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
@@ -135,9 +136,15 @@ def load_runtime(
     heartbeat.subscribe_covered(reporter.advance)
     devices = device_links(config.links.devices, model.device, budget=model.memory)
     context = EngineAddOnContext(
-        config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
+        sections=[getattr(config, field.name) for field in fields(config)],
+        fixed_rows=config.fixed_rows,
+        model=model,
+        offers=link_requests,
+        counters=counters,
+        heartbeat=heartbeat,
+        devices=devices,
     )
-    peer = _leader(context) if config.peer.address else None
+    peer = _leader(config, context) if config.peer.address else None
     reporter.begin("preparing add-ons")
     engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
     accelerations = candidates(config.accelerations, model)
@@ -183,8 +190,8 @@ def _limits(config: EngineConfig) -> EngineLimits:
     )
 
 
-def _leader(context: EngineAddOnContext) -> Leader:
-    config, model = context.config, context.model
+def _leader(config: EngineConfig, context: EngineAddOnContext) -> Leader:
+    model = context.model
     return Leader(
         config.peer.address,
         terms={"model_hash": model.digest, "dtype": model.dtype_name},

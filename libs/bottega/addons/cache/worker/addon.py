@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bottega.addons.cache.config import CachedStartsConfig
 from bottega.addons.cache.engine.addon import EngineCachedStarts
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.worker.cache.latent_stores import LatentStores
 from bottega.worker.cache.store_link import CacheLinkSettings
-from bottega.worker.engine.addons import EngineAddOnContext
 
 
 def create(context: EngineAddOnContext) -> WorkerCachedStarts:
@@ -17,15 +18,15 @@ class WorkerCachedStarts(EngineCachedStarts):
     """The add-on for cached latents."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
-        config = context.config
+        config = context.section(CachedStartsConfig)
         self._stores = LatentStores(
             model_name=context.model.name,
             offers=context.offers,
-            budget_bytes=config.cache.recording_bytes,
-            settings=CacheLinkSettings(silence_s=config.cache.silence_s),
+            budget_bytes=config.recording_bytes,
+            settings=CacheLinkSettings(silence_s=config.silence_s),
             counters=context.counters,
         )
-        super().__init__(context.model, self._stores, timeout_s=config.cache.timeout_s)
+        super().__init__(context.model, self._stores, timeout_s=config.timeout_s)
 
     @property
     def open_links(self) -> int:

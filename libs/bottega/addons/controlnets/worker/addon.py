@@ -6,29 +6,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bottega import kinds
+from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets, base_layout, find_controlnet
 from bottega.addons.controlnets.engine.addon import EngineControlNets
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.diffusion.model.model import Model
 from bottega.model_files.digest import controlnet_digest
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING as LOADING
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
 from bottega.v1.hosted_pb2 import Hosted
-from bottega.worker.config import EngineConfig
 from bottega.worker.controlnets.provider import RemoteControlNets
 from bottega.worker.controlnets.server_link import ControlLinkSettings
-from bottega.worker.engine.addons import EngineAddOnContext
 
 
 def create(context: EngineAddOnContext) -> WorkerControlNets:
     """Return the add-on that the manifest names."""
-    local = ConfiguredControlNets(context.model, context.config)
+    config = context.section(ControlNetsConfig)
+    local = ConfiguredControlNets(context.model, config, fixed_rows=context.fixed_rows)
     remote = RemoteControlNets(
         base=local.base,
         model=context.model,
         offers=context.offers,
         local=local.controlnets,
-        settings=ControlLinkSettings(silence_s=context.config.controlnets.silence_s, devices=context.devices),
+        settings=ControlLinkSettings(silence_s=config.silence_s, devices=context.devices),
         counters=context.counters,
         heartbeat=context.heartbeat,
     )
@@ -68,10 +69,10 @@ class ConfiguredControlNets:
         OSError: A file cannot be read.
     """
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: ControlNetsConfig, *, fixed_rows: int) -> None:
         self.base = base_layout(model.backbone.unet.config, model.latent_scale)
         """The layout that ControlNets of this model have."""
-        folders = {name: Path(folder) for name, folder in config.controlnets.folders.items()}
+        folders = {name: Path(folder) for name, folder in config.folders.items()}
         self._sources = {
             name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
         }
@@ -81,10 +82,10 @@ class ConfiguredControlNets:
         self._cache: ControlNetCache | None = None
         if folders:
             weights_bytes = sum(source.size_bytes for source in self._sources.values())
-            budget_bytes = min(config.controlnets.budget_bytes, weights_bytes)
+            budget_bytes = min(config.budget_bytes, weights_bytes)
             model.memory.reserve("ControlNets", budget_bytes)
             self._cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
-            self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=config.fixed_rows)
+            self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=fixed_rows)
 
     def report(self) -> list[Hosted]:
         """Return all of them for the fleet, by name."""

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bottega import kinds
+from bottega.addons.edits.config import EditsConfig
 from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.interface.worker import EngineAddOnContext
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.worker.activations.store_activations import ActivationSettings, StoreActivations
 from bottega.worker.activations.store_link import ActivationLinkSettings
-from bottega.worker.engine.addons import EngineAddOnContext
 
 # The API's bound on reported templates.
 _MAX_HOSTED = 256
@@ -25,10 +26,10 @@ class WorkerEdits(EngineEdits):
     """The add-on for edits."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
-        config, model = context.config, context.model
-        link = ActivationLinkSettings(silence_s=config.edits.silence_s, upload_bytes=config.edits.upload_mib << 20)
+        config, model = context.section(EditsConfig), context.model
+        link = ActivationLinkSettings(silence_s=config.silence_s, upload_bytes=config.upload_mib << 20)
         settings = ActivationSettings(
-            budget_bytes=config.edits.activations_mib << 20,
+            budget_bytes=config.activations_mib << 20,
             model_name=model.name,
             latent_scale=model.latent_scale,
             pinned=model.device.type == "cuda",
@@ -38,10 +39,10 @@ class WorkerEdits(EngineEdits):
         super().__init__(
             model,
             self._stores,
-            margin=config.edits.mask_margin,
-            fixed_rows=config.fixed_rows > 0,
-            sparse=config.edits.sparse_convolutions,
-            template_budget_bytes=config.edits.template_mib << 20,
+            margin=config.mask_margin,
+            fixed_rows=context.fixed_rows > 0,
+            sparse=config.sparse_convolutions,
+            template_budget_bytes=config.template_mib << 20,
             heartbeat=context.heartbeat,
         )
 

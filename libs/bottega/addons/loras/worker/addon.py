@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bottega import kinds
+from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
-from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras.cache import LoraCache
 from bottega.worker.loras.store_link import LoraLinkSettings
 
@@ -26,10 +27,10 @@ class WorkerLoras(EngineLoras):
     """The add-on for LoRAs."""
 
     def __init__(self, context: EngineAddOnContext) -> None:
-        config = context.config
+        config = context.section(LorasConfig)
         # The cache of LoRAs, and half as much for stacks of them that groups need.
         reserved_bytes = context.model.memory.reserve_up_to(
-            "LoRAs", config.loras.budget_bytes + config.loras.budget_bytes // 2, share=_MEMORY_SHARE
+            "LoRAs", config.budget_bytes + config.budget_bytes // 2, share=_MEMORY_SHARE
         )
         budget_bytes = -(-2 * reserved_bytes // 3)
         self._cache = LoraCache(
@@ -37,17 +38,17 @@ class WorkerLoras(EngineLoras):
             device=context.model.device,
             dtype=context.model.dtype,
             budget_bytes=budget_bytes,
-            settings=LoraLinkSettings(silence_s=config.loras.silence_s),
+            settings=LoraLinkSettings(silence_s=config.silence_s),
             counters=context.counters,
         )
         super().__init__(
             context.model,
             self._cache,
-            patches=not config.fixed_rows,
-            merges_half=config.loras.merge_half_precision,
-            pristine_on_host=config.loras.pristine == "host",
+            patches=not context.fixed_rows,
+            merges_half=config.merge_half_precision,
+            pristine_on_host=config.pristine == "host",
             stacked_bytes=budget_bytes // 2,
-            timeout_s=config.loras.timeout_s,
+            timeout_s=config.timeout_s,
         )
 
     def hosted(self) -> Sequence[Hosted]:

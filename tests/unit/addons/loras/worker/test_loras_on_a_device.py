@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.loras.config import LorasConfig
 from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.transport import LinkCounters, ServiceOffer
-from bottega.worker.config import EngineConfig, LorasConfig
-from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras import addon as worker_loras
 from tests.support.manual_engine import load
 from tests.support.memory_device import MemoryDevice
@@ -38,7 +38,8 @@ def made_on(model: Model, device_mib: int, *, budget_bytes: int) -> MemoryPlan:
     device = MemoryDevice((device_mib + LIBRARIES_MIB) * MIB)
     plan = open_memory_plan(device, 0)
     context = EngineAddOnContext(
-        config=EngineConfig(loras=LorasConfig(budget_bytes=budget_bytes)),
+        sections=[LorasConfig(budget_bytes=budget_bytes)],
+        fixed_rows=0,
         model=replace(model, runtime=device, memory=plan),
         offers=NoOffers(),
         counters=LinkCounters(),

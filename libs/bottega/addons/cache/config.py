@@ -1,0 +1,27 @@
+"""The worker's settings of cached latents. The module imports no torch, because the worker's front reads it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from bottega.strict import STRICT
+
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStartsConfig:
+    """Settings of starts from cached latents."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    timeout_s: Seconds = 10.0
+    """Seconds for which a request waits for a cached latent that it names itself."""
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which an approximate cache counts as dead."""
+    recording_bytes: NotNegative = 64 << 20
+    """Bound on the bytes of recordings that wait to be sent to the cache. More is dropped."""

@@ -1,0 +1,27 @@
+"""The worker's settings of ControlNets. The module imports no torch, because the worker's front reads it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from bottega.strict import STRICT
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlNetsConfig:
+    """Settings of ControlNets on a worker."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    folders: dict[str, str] = field(default_factory=dict)
+    """Folders of ControlNets, by name, that the engine runs itself when no server hosts them."""
+    budget_bytes: AtLeastOne = 8 << 30
+    """Bound on the bytes of ControlNet weights that are loaded at once."""
+    silence_s: Seconds = 5.0
+    """Seconds of silence after which a ControlNet server counts as dead."""

@@ -1,0 +1,1 @@
+"""What services and the add-ons that they load agree on."""
