@@ -109,12 +109,12 @@ class EditLoading:
 
         from bottega.addons.edits.engine.addon import EngineEdits
         from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+        from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
         from bottega.diffusion.engine.engine import Engine
         from bottega.diffusion.engine.limits import EngineLimits
         from bottega.diffusion.model.model import load_model
         from bottega.transport import LinkCounters
         from bottega.v1.fleet_pb2 import ServiceAddress
-        from bottega.worker.activations import ActivationLinkSettings, ActivationSettings, StoreActivations
         from load.bench.edit_model import SIZE
         from load.bench.edit_steps import template
         from load.bench.loading_policies import planners

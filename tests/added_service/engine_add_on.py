@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.addons.controlnets.engine.provider import ControlHosts
+from bottega.addons.controlnets.worker import ControlLinkSettings, RemoteControlNets
 from bottega.diffusion.engine.events import JobAdvanced
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.transport import Limits, OfferSource, ServiceOffer
-from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
 from tests.samples.small_model import SIZE

@@ -171,9 +171,9 @@ def _serve() -> None:
     import torch
 
     from bottega.addons.loras.engine import LoraHandle, LoraRef
+    from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
     from bottega.transport import LinkCounters
     from bottega.v1.fleet_pb2 import ServiceAddress
-    from bottega.worker.loras import LoraCache, LoraLinkSettings
 
     offers = QueuedOffers()
     source = LoraCache(

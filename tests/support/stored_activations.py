@@ -13,10 +13,10 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.wire import DrawnTensors
+from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
 from bottega.diffusion.rows import Half
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import SectionKey
-from bottega.worker.activations import ActivationLinkSettings, ActivationSettings, StoreActivations
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.scripted_activation_store import ScriptedStore, Section, StoreOffers
 from tests.support.waiting import EVENTUALLY_S, wait_until

@@ -112,7 +112,7 @@ class ServiceSpec:
     engine_add_on: str = ""
     """"MODULE:FUNCTION" of the part in workers' engines, or "".
 
-    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.worker).
+    It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.engine_context).
     """
     unit: UnitSettings = field(default_factory=UnitSettings)
 

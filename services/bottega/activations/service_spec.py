@@ -28,7 +28,7 @@ SPEC = ServiceSpec(
     config="bottega.activations.config:ActivationsConfig",
     example={"name": "activations"},
     add_on="bottega.gateway.addons.activations.addon:create",
-    engine_add_on="bottega.worker.activations.addon:create",
+    engine_add_on="bottega.addons.edits.worker.addon:create",
     install="bottega-services[activations]",
     unit=UnitSettings(links=True),
 )

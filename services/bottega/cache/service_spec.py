@@ -28,7 +28,7 @@ SPEC = ServiceSpec(
     config_check="bottega.cache.server:read_profiles",
     example={"name": "cache"},
     add_on="bottega.gateway.addons.cache.addon:create",
-    engine_add_on="bottega.worker.cache.addon:create",
+    engine_add_on="bottega.addons.cache.worker.addon:create",
     requires=("faiss-cpu", "numpy", "scikit-learn"),
     install="bottega-services[cache]",
     unit=UnitSettings(links=True, reads_models=True),

@@ -39,7 +39,7 @@ SPEC = ServiceSpec(
     },
     count=_COUNT,
     add_on="bottega.gateway.addons.controlnets.addon:create",
-    engine_add_on="bottega.worker.controlnets.addon:create",
+    engine_add_on="bottega.addons.controlnets.worker.addon:create",
     folders=("controlnets",),
     requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),
     install="bottega-services[controlnet]",

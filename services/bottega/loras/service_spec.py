@@ -33,7 +33,7 @@ SPEC = ServiceSpec(
         "loras": {name: {"path": f"miniature/{name}"} for name in ("striped", "checked", "dusk")},
     },
     add_on="bottega.gateway.addons.loras.addon:create",
-    engine_add_on="bottega.worker.loras.addon:create",
+    engine_add_on="bottega.addons.loras.worker.addon:create",
     requires=("numpy",),
     install="bottega-services[loras]",
     unit=UnitSettings(links=True, reads_models=True),

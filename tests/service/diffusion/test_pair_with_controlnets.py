@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from diffusers import ControlNetModel
 
+from bottega.addons.controlnets.worker import RemoteControlNets
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import placed

@@ -18,10 +18,10 @@ from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.wire import messages
+from bottega.addons.edits.worker.load_meter import LoadMeter
+from bottega.addons.edits.worker.stored_step import SectionFetch, StoredStep
+from bottega.addons.edits.worker.template import AnsweredSection
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
-from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import AnsweredSection
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore
 from tests.support.stored_activations import (
     KEY,

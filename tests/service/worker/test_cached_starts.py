@@ -11,6 +11,7 @@ import torch
 
 from bottega.addons.cache.engine.addon import EngineCachedStarts, JobCachedStarts
 from bottega.addons.cache.wire import format_start
+from bottega.addons.cache.worker import CacheLinkSettings, LatentStores
 from bottega.addons.loras.engine import UNET
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
@@ -25,7 +26,6 @@ from bottega.rpc.links_config import LinksConfig
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.cache import CacheLinkSettings, LatentStores
 from tests.fakes.scripted_latents import cached
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import small_model

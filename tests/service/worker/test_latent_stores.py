@@ -15,13 +15,13 @@ from torch import Tensor
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.wire import messages
 from bottega.addons.cache.wire.messages import CacheMessage
+from bottega.addons.cache.worker import CacheLinkSettings, LatentStores, latent_stores
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
 from bottega.transport import LinkCounters
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.generation_pb2 import SAMPLER_EULER
 from bottega.v1.trace_pb2 import StoreTimes
-from bottega.worker.cache import CacheLinkSettings, LatentStores, latent_stores
 from tests.fakes.scripted_cache import CacheOffers, ScriptedCache
 from tests.support.waiting import EVENTUALLY_S, wait_until
 

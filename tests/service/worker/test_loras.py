@@ -15,6 +15,7 @@ import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
@@ -22,7 +23,6 @@ from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.samples.lora_files import Part, delta, kohya, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
+from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
 from bottega.transport import LinkCounters
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.shared_loras import LARGE, SMALL, QueuedOffers, Shelf, canonical_file, shelf
 from tests.support.waiting import wait_until
 

@@ -18,6 +18,9 @@ from bottega.addons.controlnets.engine.messages import (
     residuals_layout,
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
+from bottega.addons.controlnets.worker import server_link
+from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.diffusion.rows import Half
 from bottega.diffusion.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
@@ -31,9 +34,6 @@ from bottega.transport import (
     ServiceOffer,
     TcpEndpoint,
 )
-from bottega.worker.controlnets import server_link
-from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink
-from bottega.worker.controlnets.step_result import StepResult
 from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
 

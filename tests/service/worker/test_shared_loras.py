@@ -13,6 +13,7 @@ import torch
 from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.messages import LoraMessageKind
+from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
 from bottega.errors import BadFrame, DataLoss
 from bottega.transport import (
     Backend,
@@ -26,7 +27,6 @@ from bottega.transport import (
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
-from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.link_peer import peers
 from tests.support.shared_loras import (
     LARGE,

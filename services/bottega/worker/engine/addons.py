@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bottega import kinds
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.errors import ConfigError
 from bottega.manifest import load_object, read_services

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.device_links import device_links
 from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.registry import candidates

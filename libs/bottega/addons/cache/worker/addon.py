@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bottega.addons.cache.config import CachedStartsConfig
 from bottega.addons.cache.engine.addon import EngineCachedStarts
-from bottega.addons.interface.worker import EngineAddOnContext
-from bottega.worker.cache.latent_stores import LatentStores
-from bottega.worker.cache.store_link import CacheLinkSettings
+from bottega.addons.cache.worker.latent_stores import LatentStores
+from bottega.addons.cache.worker.store_link import CacheLinkSettings
+from bottega.addons.interface.engine_context import EngineAddOnContext
 
 
 def create(context: EngineAddOnContext) -> WorkerCachedStarts:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.wire.messages import CacheMessage
+from bottega.addons.cache.worker.messages import recording_of
+from bottega.addons.cache.worker.store_link import CacheLinkSettings, CacheStoreLink
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.cache.messages import recording_of
-from bottega.worker.cache.store_link import CacheLinkSettings, CacheStoreLink
 
 _log = logging.getLogger(__name__)
 

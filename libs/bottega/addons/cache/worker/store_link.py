@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bottega import kinds
 from bottega.addons.cache.engine import LatentQuestion
 from bottega.addons.cache.wire.messages import CacheMessageKind, starts_message
+from bottega.addons.cache.worker import messages
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.transport import (
     Connection,
@@ -28,10 +29,9 @@ from bottega.transport import (
 )
 from bottega.v1.cache_pb2 import CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.cache import messages
 
 if TYPE_CHECKING:
-    from bottega.worker.cache.latent_stores import LatentStores
+    from bottega.addons.cache.worker.latent_stores import LatentStores
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 `RemoteControlNets` is the engine's ControlNetProvider.
 """
 
-from bottega.worker.controlnets.provider import RemoteControlNets, StalenessPolicy
-from bottega.worker.controlnets.server_link import ControlLinkSettings
+from bottega.addons.controlnets.worker.provider import RemoteControlNets, StalenessPolicy
+from bottega.addons.controlnets.worker.server_link import ControlLinkSettings
 
 __all__ = ["ControlLinkSettings", "StalenessPolicy", "RemoteControlNets"]

@@ -9,15 +9,15 @@ from bottega import kinds
 from bottega.addons.controlnets.config import ControlNetsConfig
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets, base_layout, find_controlnet
 from bottega.addons.controlnets.engine.addon import EngineControlNets
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.controlnets.worker.provider import RemoteControlNets
+from bottega.addons.controlnets.worker.server_link import ControlLinkSettings
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.diffusion.model.model import Model
 from bottega.model_files.digest import controlnet_digest
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING as LOADING
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
 from bottega.v1.hosted_pb2 import Hosted
-from bottega.worker.controlnets.provider import RemoteControlNets
-from bottega.worker.controlnets.server_link import ControlLinkSettings
 
 
 def create(context: EngineAddOnContext) -> WorkerControlNets:

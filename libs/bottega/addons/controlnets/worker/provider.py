@@ -20,14 +20,14 @@ from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.addons.controlnets.planning import pipelines
+from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, smoothed
+from bottega.addons.controlnets.worker.session import PlacedSession
+from bottega.addons.controlnets.worker.session_manager import SessionManager
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.transport import LinkCounters, OfferSource
-from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink, smoothed
-from bottega.worker.controlnets.session import PlacedSession
-from bottega.worker.controlnets.session_manager import SessionManager
-from bottega.worker.controlnets.step_result import StepResult
 
 # How often a wait beats and checks whether a ControlNet was loaded in this process.
 _LOOK_S = 0.1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from bottega import kinds
 from bottega.addons.controlnets.engine.messages import ControlMessageKind, ControlStep, read_refusal, step_message
 from bottega.addons.controlnets.engine.provider import ControlServer
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
 from bottega.rpc.status import from_job_error, job_error_from_json
@@ -33,7 +34,6 @@ from bottega.transport import (
     number_message,
     read_number,
 )
-from bottega.worker.controlnets.step_result import StepResult
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import torch
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
 from bottega.addons.controlnets.engine.messages import Opening, SessionSpec, open_message
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlServer
+from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink
+from bottega.addons.controlnets.worker.session import PlacedSession, SessionLease
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
 from bottega.transport import LinkCounters, OfferSource
-from bottega.worker.controlnets.server_link import ChangeCondition, ControlLinkSettings, ServerLink
-from bottega.worker.controlnets.session import PlacedSession, SessionLease
 
 # When to retry requests whose ControlNets no server runs: servers come back within some seconds.
 _RETRY_AFTER_S = 3.0

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from bottega import kinds
 from bottega.addons.edits.config import EditsConfig
 from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.edits.worker.store_activations import ActivationSettings, StoreActivations
+from bottega.addons.edits.worker.store_link import ActivationLinkSettings
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
-from bottega.worker.activations.store_activations import ActivationSettings, StoreActivations
-from bottega.worker.activations.store_link import ActivationLinkSettings
 
 # The API's bound on reported templates.
 _MAX_HOSTED = 256

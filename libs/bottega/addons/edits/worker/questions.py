@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from bottega.addons.edits.engine.recordings.keys import RecordingKey
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.worker.store_link import ActivationStoreLink
+from bottega.addons.edits.worker.template import AnsweredTemplate
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import TemplateQuestion
-from bottega.worker.activations.store_link import ActivationStoreLink
-from bottega.worker.activations.template import AnsweredTemplate
 
 # Questions without an answer. A worker holds at most some tens of jobs.
 _MAX_QUESTIONS = 1024

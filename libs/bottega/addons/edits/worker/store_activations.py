@@ -20,15 +20,15 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
+from bottega.addons.edits.worker.load_meter import LoadMeter
+from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
+from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink
+from bottega.addons.edits.worker.stored_step import StoredStep
+from bottega.addons.edits.worker.template import AnsweredSection, AnsweredTemplate
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.questions import LinkAnswer, TemplateQuestions
-from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
-from bottega.worker.activations.stored_step import StoredStep
-from bottega.worker.activations.template import AnsweredSection, AnsweredTemplate
 
 # Stores that are linked. A fleet has one, or a few.
 _MAX_STORES = 16

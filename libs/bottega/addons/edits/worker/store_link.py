@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING
 from bottega import kinds
 from bottega.addons.edits.wire import messages
 from bottega.addons.edits.wire.messages import WORKER_LIMITS, ActivationMessageKind
+from bottega.addons.edits.worker.load_meter import LinkPace, LoadMeter
+from bottega.addons.edits.worker.stored_step import SectionFetch, StoredStep
+from bottega.addons.edits.worker.template import read_template
+from bottega.addons.edits.worker.uploads import Uploads
 from bottega.errors import BottegaError, DataLoss, NoSharedMemory, TooLarge
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
@@ -32,13 +36,9 @@ from bottega.transport import (
 from bottega.v1.activations_pb2 import ChunkHeader, SectionRequest, TemplateQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
-from bottega.worker.activations.load_meter import LinkPace, LoadMeter
-from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import read_template
-from bottega.worker.activations.uploads import Uploads
 
 if TYPE_CHECKING:
-    from bottega.worker.activations.questions import TemplateQuestions
+    from bottega.addons.edits.worker.questions import TemplateQuestions
 
 _log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.step import LoadTime
 from bottega.addons.edits.wire.section import OWNER_BYTES, SectionTensor, owner
+from bottega.addons.edits.worker.load_meter import LoadMeter
+from bottega.addons.edits.worker.template import AnsweredSection
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.errors import DataLoss
 from bottega.v1.trace_pb2 import StoreTimes
-from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.template import AnsweredSection
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -23,10 +23,10 @@ from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
 from bottega.addons.edits.wire.messages import CHUNK_BYTES, STORE_LIMITS
 from bottega.addons.edits.wire.pieces import SectionChunks
+from bottega.addons.edits.worker.load_meter import LoadMeter
+from bottega.addons.edits.worker.template import pack_map, section_key
 from bottega.transport import Connection, Link, PieceSize, WholeMessage
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader
-from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.template import pack_map, section_key
 
 _log = logging.getLogger(__name__)
 

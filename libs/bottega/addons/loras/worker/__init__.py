@@ -1,6 +1,6 @@
 """The LoRAs of a worker's engine: fetched from stores by digest, over links, and kept within a budget of bytes."""
 
-from bottega.worker.loras.cache import LoraCache
-from bottega.worker.loras.store_link import LoraLinkSettings
+from bottega.addons.loras.worker.cache import LoraCache
+from bottega.addons.loras.worker.store_link import LoraLinkSettings
 
 __all__ = ["LoraCache", "LoraLinkSettings"]

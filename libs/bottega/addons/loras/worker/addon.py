@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bottega import kinds
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.engine.addon import EngineLoras
+from bottega.addons.loras.worker.cache import LoraCache
+from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
-from bottega.worker.loras.cache import LoraCache
-from bottega.worker.loras.store_link import LoraLinkSettings
 
 # Share of the memory that the model and earlier add-ons leave; the rest is for forward passes.
 _MEMORY_SHARE = 0.25

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from bottega.addons.loras.engine import LoraHandle, LoraRef
+from bottega.addons.loras.worker.download import DownloadHandle, LoraDownload
+from bottega.addons.loras.worker.store_link import LoraLinkSettings, StoreLink
 from bottega.caching import LruCache
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.worker.loras.download import DownloadHandle, LoraDownload
-from bottega.worker.loras.store_link import LoraLinkSettings, StoreLink
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from bottega import kinds
 from bottega.addons.loras.wire import messages
 from bottega.addons.loras.wire.canonical import MAX_FILE_BYTES
 from bottega.addons.loras.wire.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
+from bottega.addons.loras.worker.download import LoraDownload
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
@@ -36,7 +37,6 @@ from bottega.transport import (
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
-from bottega.worker.loras.download import LoraDownload
 
 _log = logging.getLogger(__name__)
 

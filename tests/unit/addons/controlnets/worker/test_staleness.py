@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput
-from bottega.worker.controlnets import StalenessPolicy
+from bottega.addons.controlnets.worker import StalenessPolicy
 from tests.fakes.fake_time import FakeTime
 
 CONTROL = ControlInput(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.worker.activations.load_meter import LoadMeter
+from bottega.addons.edits.worker.load_meter import LoadMeter
 from tests.fakes.fake_time import FakeTime
 
 

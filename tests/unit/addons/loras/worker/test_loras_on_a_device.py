@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.addons.interface.worker import EngineAddOnContext
+from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
+from bottega.addons.loras.worker import addon as worker_loras
 from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.transport import LinkCounters, ServiceOffer
-from bottega.worker.loras import addon as worker_loras
 from tests.support.manual_engine import load
 from tests.support.memory_device import MemoryDevice
 
