@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.interface.gateway_addon import AddOnMetrics
+from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.member import Member
 from bottega.gateway.addons.activations.addon import ActivationsAddOn
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.values import JobRequest
-from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.policy import RunningShares
 from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning.step_table import MAX_POINTS
@@ -72,7 +72,7 @@ class _Desk:
     async def measure(self, looks: int) -> list[float]:
         clock = FakeTime().clock()
         fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(256), clock=clock)
-        activations = ActivationsAddOn(fleet, GatewayMetrics(CollectorRegistry()), clock)
+        activations = ActivationsAddOn(fleet, AddOnMetrics(CollectorRegistry()), clock)
         activations._note_response("127.0.0.1:1", _answer())
         shop = Shop(addons=[activations])
         members = [shop.worker(f"w{number}") for number in range(WORKERS)]

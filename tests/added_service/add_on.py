@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
+from bottega.addons.interface.gateway_addon import AddOn, AddOnContext
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import QueueFull
-from bottega.gateway.addons.addon import AddOn, AddOnContext
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.rpc.channel import open_channel

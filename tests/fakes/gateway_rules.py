@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
+from bottega.addons.interface.member import Member
 from bottega.errors import BottegaError, WorkerLost
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
@@ -117,15 +117,17 @@ class Shop:
         """A life of the gateway begins, with what the one before has left; without room it waits for `heal`."""
         clock = self.time.clock()
         self.registry = CollectorRegistry()
-        metrics = GatewayMetrics(self.registry)
+        metrics, of_addons = GatewayMetrics(self.registry), AddOnMetrics(self.registry)
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
         self.storage = memory_storage(clock, self.shelf)
         self.log = JobRepository(storage=self.storage, clock=clock)
-        self.controlnets = ControlNetAddOn(fleet=self.fleet, connect=self._connect_server, metrics=metrics, clock=clock)
+        self.controlnets = ControlNetAddOn(
+            fleet=self.fleet, connect=self._connect_server, metrics=of_addons, clock=clock
+        )
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
-        addons = (LoraAddOn(self.fleet, metrics), self.controlnets, *self._addons)
+        addons = (LoraAddOn(self.fleet, of_addons), self.controlnets, *self._addons)
         self.controller = JobController(
             config=config,
             fleet=self.fleet,

@@ -6,13 +6,12 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
 from bottega.clocks import Clock
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.addons.cache.addon import CacheAddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.metrics import GatewayMetrics
 from bottega.rpc.channel import Target
 from tests.samples.controlnet_hosts import bounds
 
@@ -21,7 +20,7 @@ def sample_addons() -> tuple[AddOn, ...]:
     """As the gateway lists them."""
     clock = Clock()
     fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(1), clock=clock)
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = AddOnMetrics(CollectorRegistry())
     return (
         LoraAddOn(fleet, metrics),
         CacheAddOn(fleet, metrics),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bottega.addons.interface.job import JobRequest
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.values import JobRequest
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 from bottega.v1.image_pb2 import PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime

@@ -107,7 +107,7 @@ class ServiceSpec:
     add_on: str = ""
     """"MODULE:FUNCTION" of the gateway's part, or "".
 
-    It makes an AddOn from an AddOnContext (bottega.gateway.addons.addon), for jobs that use this service.
+    It makes an AddOn from an AddOnContext (bottega.addons.interface.gateway_addon), for jobs that use this service.
     """
     engine_add_on: str = ""
     """"MODULE:FUNCTION" of the part in workers' engines, or "".

@@ -26,11 +26,11 @@ import time
 from pathlib import Path
 
 from bottega import kinds
+from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, AddOnMetrics
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
-from bottega.gateway.addons.addon import AddOn, AddOnContext
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import FleetNotServedHere, FleetService
 from bottega.gateway.api.image_service import ImageService
@@ -78,7 +78,14 @@ class Gateway:
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
         fleet = _fleet(config, metrics, clock)
-        addons = _addons(AddOnContext(fleet=fleet, metrics=metrics, clock=clock, channels=self.server.channels))
+        addons = _addons(
+            AddOnContext(
+                fleet=fleet,
+                metrics=AddOnMetrics(self.server.registry),
+                clock=clock,
+                channels=self.server.channels,
+            )
+        )
         self._storage = _storage(config, metrics, clock)
         self._jobs = JobRepository(storage=self._storage, clock=clock)
         self._controller = JobController(

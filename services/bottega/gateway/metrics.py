@@ -96,31 +96,6 @@ class GatewayMetrics:
             registry=registry,
         )
         self.running = Gauge("bottega_running_jobs", "Jobs that a worker has.", registry=registry)
-        self.prefetches = Counter(
-            "bottega_prefetches",
-            "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
-            ("kind", "outcome"),
-            registry=registry,
-        )
-        self.controlnets = Gauge(
-            "bottega_controlnets",
-            "ControlNets that servers host, by state; each counts for each of its servers.",
-            ("state",),
-            registry=registry,
-        )
-        self.cached_pictures = Counter(
-            "bottega_cached_pictures", "Pictures of completed jobs that started from cached latents.", registry=registry
-        )
-        self.skipped_steps = Counter(
-            "bottega_skipped_steps", "Denoising steps that cached latents saved completed jobs.", registry=registry
-        )
-        self.edits = Counter(
-            "bottega_edit_attempts",
-            "Attempts at edits that may use recorded activations, by where the template was: worker (which got it),"
-            " memory or disk (of a store), nowhere.",
-            ("template",),
-            registry=registry,
-        )
         self._registry = registry
 
     def job_ended(self, outcome: str, *, seconds: float, reason: str, tenant: str) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from prometheus_client import CollectorRegistry, Counter
+
+from bottega import kinds
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.member import Member
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, Violation
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Channels
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -23,12 +25,45 @@ from bottega.v1.image_pb2 import AdapterKind
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 
+class FleetView(Protocol):
+    """The fleet of a gateway, as add-ons see it."""
+
+    def services(self, kind: str) -> list[Member]:
+        """Return the services of a kind that are here, by name."""
+
+    def last_seen(self, model: str) -> image_pb2.Model:
+        """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
+
+    def grace_s(self, member: Member) -> float:
+        """Return how many seconds to wait for items that a member hosted, after it has left or dropped them."""
+
+    def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
+        """Give no work to a service for a moment, because it did not accept its last work."""
+
+
+class AddOnMetrics:
+    """The metrics that several add-ons of a gateway share.
+
+    Args:
+        registry: Registry of the gateway's process, for an add-on's own metrics too.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.prefetches = Counter(
+            "bottega_prefetches",
+            "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
+            ("kind", "outcome"),
+            registry=registry,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddOnContext:
     """The parts of a gateway that an add-on may use."""
 
-    fleet: Fleet
-    metrics: GatewayMetrics
+    fleet: FleetView
+    metrics: AddOnMetrics
     clock: Clock
     channels: Channels
     """Channels of the gateway's process."""
@@ -162,7 +197,7 @@ class AddOn:
         """
         return Resolution()
 
-    def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
+    def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
         """Add the decisions that a job must keep to, to draw the same pictures as `before`.
 
         Args:
@@ -188,7 +223,7 @@ class AddOn:
 
     # Scheduling of a job.
 
-    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
         """Take note of a new job, before it is queued.
 
         Args:
@@ -196,22 +231,22 @@ class AddOn:
             admitted: False if it is refused because it would miss its deadline. Similar jobs may follow.
         """
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
         """Make services load the things that the first jobs of a queue will need."""
 
-    def cost_key(self, job: Job) -> Hashable:
+    def cost_key(self, job: AddOnJob) -> Hashable:
         """Return a key that is equal for jobs with equal costs; None for a job without costs."""
         return None
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return a job's costs at workers of its model."""
         return NO_COSTS
 
-    def expected_savings(self, job: Job) -> ExpectedSavings:
+    def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         """Return the steps and tokens that a job without a checkpoint will probably save, measured on similar jobs."""
         return NO_SAVINGS
 
-    def unavailable(self, job: Job) -> BottegaError | None:
+    def unavailable(self, job: AddOnJob) -> BottegaError | None:
         """Return the error of a waiting job that can never run; None for others."""
         return None
 
@@ -220,17 +255,17 @@ class AddOn:
     final_errors: tuple[type[BottegaError], ...] = ()
     """Errors of an attempt that would occur at every worker, so that the job is not tried again."""
 
-    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Fill in `request.addons[kind]`, the order for the add-on of that kind in the worker's engine."""
 
-    def end_attempt(self, job: Job) -> None:
+    def end_attempt(self, job: AddOnJob) -> None:
         """Release the things that the job's attempt used, however it ended."""
 
-    def back_off(self, job: Job, error: BottegaError) -> bool:
+    def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
         """Return whether an attempt was returned because of a service of this add-on, and let that service rest."""
         return False
 
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
+    def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         """Complete the provenance of a job that has all its images, and learn from it.
 
         Decisions that depended on timing are written into the provenance's parameters, so that they draw the same
@@ -239,7 +274,7 @@ class AddOn:
 
     # Life of the gateway and of the services.
 
-    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
         """Begin background work. `live_jobs` returns the jobs that have not ended."""
 
     def member_changed(self, member: Member) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from prometheus_client import Counter
+
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.metrics import GatewayMetrics
 from bottega.rpc.channel import Target
 
 # A service responds at once, and loads afterwards.
@@ -54,13 +55,13 @@ class ServicePrefetcher:
     Args:
         kind: The kind of the services.
         connect: Makes the client of a service.
-        metrics: Counts the calls.
+        calls: Counts the calls, by kind and outcome.
     """
 
-    def __init__(self, kind: str, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics) -> None:
+    def __init__(self, kind: str, connect: Callable[[Target], PrefetchClient], calls: Counter) -> None:
         self._kind = kind
         self._connect = connect
-        self._metrics = metrics
+        self._calls = calls
         self._queues: dict[Member, _ServiceQueue] = {}
         self._tasks = BackgroundTasks(f"prefetching of {kind}")
 
@@ -101,5 +102,5 @@ class ServicePrefetcher:
                 facts = {"member": service.name, "kind": self._kind, "text": error.message}
                 _log.info("a service could not prefetch", extra=facts)
             finally:
-                self._metrics.prefetches.labels(self._kind, outcome).inc()
+                self._calls.labels(self._kind, outcome).inc()
             await asyncio.sleep(_PAUSE_S)

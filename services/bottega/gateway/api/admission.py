@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bottega import rules
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import AddOn, RequiredModel, Resolution
+from bottega.addons.interface.job import JobRequest
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
     BottegaError,
@@ -28,7 +31,6 @@ from bottega.errors import (
     Violation,
 )
 from bottega.fair_order import Share
-from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSources
 from bottega.gateway.api.validation import ImageInspector, SeenImages
@@ -39,10 +41,9 @@ from bottega.gateway.jobs.provenance import answered_provenance
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import Storage, digest
-from bottega.gateway.jobs.values import JobRequest, JobTimes
+from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.tenants.access import Access
 from bottega.gateway.tenants.quotas import Admittance
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority

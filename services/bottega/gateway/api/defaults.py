@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from bottega.gateway.addons.addon import Resolution
+from bottega.addons.interface.gateway_addon import Resolution
 from bottega.rules import takes_karras_sigmas
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec

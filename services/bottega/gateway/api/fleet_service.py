@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import psutil
 
+from bottega.addons.interface.member import Member
 from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes

@@ -13,8 +13,9 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import AddOn
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
 from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
@@ -24,7 +25,6 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
 from bottega.gateway.jobs.values import QueuePosition, StoredImage
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.tenants.access import Access
 from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.interceptor import response_flow
 from bottega.rpc.operation import logs

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bottega.addons.edits.wire.masked_blocks import may_mask_blocks
+from bottega.addons.interface.gateway_addon import AddOn
+from bottega.addons.interface.job import JobRequest
 from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.validation import SeenImages
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.store.result_keys import result_key
-from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Model

@@ -12,10 +12,10 @@ from typing import Protocol
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
+from bottega.addons.interface.gateway_addon import AddOn
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
 from bottega.fair_order import Share
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import choice_of, strength_of
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (

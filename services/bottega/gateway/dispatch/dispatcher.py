@@ -11,11 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from bottega.addons.interface.gateway_addon import AddOn
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
-from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.provenance import completed_provenance

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable
 
 from bottega import kinds, rules
+from bottega.addons.interface.access import ANYTHING, Access
+from bottega.addons.interface.member import Member, hosted_by_kind
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.members import FleetObserver, Member, SeenModels, hosted_by_kind
+from bottega.gateway.fleet.members import FleetObserver, SeenModels
 from bottega.gateway.fleet.validation import check_load, check_registration
-from bottega.gateway.tenants.access import ANYTHING, Access
 from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2

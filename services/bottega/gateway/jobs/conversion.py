@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from bottega.addons.interface.job import JobLosses, JobRequest
 from bottega.clocks import Clock
 from bottega.errors import BottegaError
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
 from bottega.gateway.jobs.store.result_keys import key_of_result
-from bottega.gateway.jobs.values import JobLosses, JobOutcome, JobRequest
+from bottega.gateway.jobs.values import JobOutcome
 from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error
 from bottega.v1.error_pb2 import JobError

@@ -35,22 +35,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.addons.loras.wire.set_key import LoraSetKey, lora_set_key
+from bottega.addons.interface.job import JobLosses, JobRequest, JobSteps
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.store import LIVE
-from bottega.gateway.jobs.values import (
-    JobCheckpoint,
-    JobLosses,
-    JobOutcome,
-    JobPreview,
-    JobRequest,
-    JobSteps,
-    JobTimes,
-    QueuePosition,
-    StoredImage,
-)
+from bottega.gateway.jobs.values import JobCheckpoint, JobOutcome, JobPreview, JobTimes, QueuePosition, StoredImage
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
@@ -141,8 +131,8 @@ class Job:
     """Names of its ControlNets, one for each in the spec."""
     loras: tuple[str, ...] = field(init=False)
     """Digests of its LoRAs, one for each in the spec."""
-    lora_set: LoraSetKey = field(init=False)
-    """Its LoRAs with their scales."""
+    lora_set: tuple[tuple[str, float], ...] = field(init=False)
+    """Sorted pairs of digest and scale of its LoRAs."""
 
     def __post_init__(self) -> None:
         now, now_wall = self.clock.monotonic(), self.clock.wall()
@@ -152,7 +142,7 @@ class Job:
         self.num_images, self.rows = self.spec.num_images, specs.rows(self.spec)
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.loras = tuple(lora.digest for lora in self.bare.loras)
-        self.lora_set = lora_set_key(self.bare.loras)
+        self.lora_set = tuple(sorted((lora.digest, lora.scale) for lora in self.bare.loras))
         self.steps.total = specs.steps_to_run(self.spec) * self.num_images
         if self.losses.deaths:
             self.losses.quarantined_until = self.steps.total  # how far it was is not stored

@@ -1,4 +1,4 @@
-"""Parts of a job: its request, its place in the queue, what its attempts have brought and lost, its times, its end."""
+"""Parts of a job: its place in the queue, what its attempts have brought, its times, its end."""
 
 from __future__ import annotations
 
@@ -6,80 +6,8 @@ import math
 from dataclasses import dataclass
 
 from bottega.errors import BottegaError
-from bottega.planning import Shape
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import PRIORITY_NORMAL, JobState, Priority
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRequest:
-    """The request that a job was made of, without its spec."""
-
-    fingerprint: str
-    """Hash of the spec as the caller sent it."""
-    shape: Shape = (0, 0)
-    """Height and width of the latent."""
-    request_id: str = ""
-    """The caller's idempotency key; empty if it gave none."""
-    log_id: str = ""
-    """Identifier of the job in log lines."""
-    image_digest: str = ""
-    """Digest of the input image."""
-    mask_digest: str = ""
-    """Digest of the mask of an edit."""
-    kept_latents: str = ""
-    """Digest of the input image's kept latents; empty if there are none, or the edit may not use them."""
-    result_size: tuple[int, int] = (0, 0)
-    """Width and height of its pictures in pixels if they are not the spec's; else (0, 0)."""
-    template: str = ""
-    """Name of an edit's source image, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
-    computed_share: float = 1.0
-    """Share of its tokens that an edit computes at a worker that has these activations."""
-    size_bytes: int = 0
-    """Size of the request."""
-    tenant: str = ""
-    """The tenant that it belongs to; empty if no keys are configured."""
-    peer: str = ""
-    """Owner whose share the job counts for when jobs are forgotten: the tenant, else the host; empty if unknown."""
-    ends_with_caller: bool = False
-    """Whether only its caller can ask for the job, so that a restarted gateway does not resume it."""
-    priority: Priority.ValueType = PRIORITY_NORMAL
-    """Priority among the jobs of the same tenant."""
-
-
-@dataclass(slots=True, kw_only=True)
-class JobSteps:
-    """Denoising steps over all images."""
-
-    done: int = 0
-    total: int = 0
-    repeated: int = 0
-    """Number of steps that a later attempt made again."""
-
-
-@dataclass(slots=True, kw_only=True)
-class JobLosses:
-    """The attempts of a job that brought no image."""
-
-    deaths: int = 0
-    """Number of workers that died while they ran it exclusively."""
-    beside_others: int = 0
-    """Number of workers that died with it beside others, or were cut off."""
-    returns: int = 0
-    """Number of attempts that workers refused or returned."""
-    quarantined_until: int | None = None
-    """Number of steps within which it may have killed a worker; None if none died."""
-    last_worker: str = ""
-    """The worker that was lost last."""
-    last_at: float = 0.0
-    """When that was, on the monotonic clock."""
-
-    def quarantine(self, steps: JobSteps) -> None:
-        """Quarantine a job, after a worker died with it, until it has got further.
-
-        After a second death it stays quarantined: its fatal step may come late, and other jobs must not be near then.
-        """
-        self.quarantined_until = steps.done if self.quarantined_until is None else steps.total
+from bottega.v1.image_pb2 import JobState
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed
-from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job

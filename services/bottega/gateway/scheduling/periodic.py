@@ -14,10 +14,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoWorker
-from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.controller import JobController

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.dispatch.connection import WorkerConnection
 from bottega.gateway.dispatch.dispatcher import Dispatcher
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.queue import JobQueue

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 
+from bottega.addons.interface.member import Member
 from bottega.clocks import Clock
 from bottega.gateway.dispatch.dispatcher import Dispatcher
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository

@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
+from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
+from bottega.addons.interface.member import Member
 from bottega.gateway.dispatch.dispatcher import Dispatcher
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import pytest
 
+from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, ExpectedSavings, WorkerCosts
+from bottega.addons.interface.member import Member
 from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, ExpectedSavings, WorkerCosts
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 from bottega import kinds
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.gateway.dispatch.connection import MAX_STALE, WorkerClient, WorkerConnection
-from bottega.gateway.fleet.members import Member
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.worker_pb2 import AttemptId, WatchCheckpointsResponse
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from bottega.addons.interface.member import Member
 from bottega.errors import BottegaError, FleetFull, InvalidRequest, QueueFull
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS, JoinBounds, PendingJoins
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2
 from tests.fakes.fake_time import FakeTime

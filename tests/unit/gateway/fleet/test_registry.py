@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from bottega import kinds
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.member import Member
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.tenants.access import Access
 from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.hosted_pb2 import LeftOut

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from bottega.addons.interface.gateway_addon import AddOn, WorkerCosts
+from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
     DeadlineUnmeetable,
@@ -23,9 +25,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.addons.addon import AddOn, WorkerCosts
 from bottega.gateway.dispatch.connection import DispatchedAttempt
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
 from bottega.gateway.scheduling import periodic
 from bottega.planning import MAX_BACKLOG

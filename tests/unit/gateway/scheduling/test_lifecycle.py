@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bottega import kinds
+from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
     InvalidRequest,
@@ -32,7 +33,6 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import MAX_ATTEMPTS, Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.channel import Target

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
+from prometheus_client import Counter
 
 from bottega import kinds
 from bottega.addons.cache.wire import (
@@ -24,13 +25,19 @@ from bottega.addons.cache.wire import (
     pin_start,
     recorded_steps,
 )
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import (
+    NO_SAVINGS,
+    AddOn,
+    AddOnContext,
+    AddOnMetrics,
+    ExpectedSavings,
+    FleetView,
+    Resolution,
+)
+from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.member import Member
 from bottega.errors import NoCache, Violation
-from bottega.gateway.addons.addon import NO_SAVINGS, AddOn, AddOnContext, ExpectedSavings, Resolution
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
@@ -66,9 +73,18 @@ class CacheAddOn(AddOn):
     # Another worker would not get the entry of a pin in time either.
     final_errors = (NoCache,)
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
+    def __init__(self, fleet: FleetView, metrics: AddOnMetrics) -> None:
         self._fleet = fleet
-        self._metrics = metrics
+        self._pictures = Counter(
+            "bottega_cached_pictures",
+            "Pictures of completed jobs that started from cached latents.",
+            registry=metrics.registry,
+        )
+        self._skipped_steps = Counter(
+            "bottega_skipped_steps",
+            "Denoising steps that cached latents saved completed jobs.",
+            registry=metrics.registry,
+        )
         self._rates = HitRates()
         self._keys: OrderedDict[str, RateKey] = OrderedDict()  # by job
 
@@ -91,7 +107,7 @@ class CacheAddOn(AddOn):
             raise NoCache(text, retry_after_s=_RETRY_AFTER_S)
         return ResolvedCache()
 
-    def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
+    def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
         """Let each picture start from the same cached latent, or from noise, as before.
 
         A pin in the request itself needs no decision.
@@ -102,11 +118,11 @@ class CacheAddOn(AddOn):
         decision = CacheDecision(starts=[starts.get(image, CacheStart()) for image in range(before.num_images)])
         decisions.by_kind[kinds.CACHE] = decision.SerializeToString()
 
-    def expected_savings(self, job: Job) -> ExpectedSavings:
+    def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         """Return the steps that a job skips by its decision or pin, or else as similar jobs did lately."""
         return ExpectedSavings(skipped_steps=self._skipped_steps(job)) if _may_skip(job) else NO_SAVINGS
 
-    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Write whether pictures may start from cached latents, and may be recorded."""
         spec = job.bare
         order = CacheOrder(
@@ -120,7 +136,7 @@ class CacheAddOn(AddOn):
         if order.read or order.record:
             request.addons[kinds.CACHE] = order.SerializeToString()
 
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
+    def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         """Pin the latent from which the picture started, and learn how many steps similar requests skip.
 
         Several pictures get no pin: if some of them started from cached latents, each can only be drawn again by
@@ -135,14 +151,14 @@ class CacheAddOn(AddOn):
             if 0 <= start.image < job.num_images:
                 skipped[start.image] = max(0, start.skipped_steps)
         started = {start.image for start in starts} & set(range(job.num_images))
-        self._metrics.cached_pictures.inc(len(started))
-        self._metrics.skipped_steps.inc(sum(skipped))
+        self._pictures.inc(len(started))
+        self._skipped_steps.inc(sum(skipped))
         if may_start(job.bare) and not job.bare.techniques.cache_entry:
             key = key or rate_key(job.bare, job.request.tenant)
             for steps in skipped:
                 self._rates.record(key, steps)
 
-    def _skipped_steps(self, job: Job) -> float:
+    def _skipped_steps(self, job: AddOnJob) -> float:
         if job.bare.techniques.cache_entry:
             return parse_start(job.bare.techniques.cache_entry)[1] - 1  # one step may be made twice, with fresh noise
         decided = _decision_of(job)
@@ -150,7 +166,7 @@ class CacheAddOn(AddOn):
             return sum(start.step - 1 for start in decided.starts if start.entry)
         return job.num_images * self._rates.skipped_steps(self._key(job))
 
-    def _key(self, job: Job) -> RateKey:
+    def _key(self, job: AddOnJob) -> RateKey:
         key = self._keys.get(job.job_id)
         if key is None:
             key = self._keys[job.job_id] = rate_key(job.bare, job.request.tenant)
@@ -224,14 +240,14 @@ def _check_cache(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.{name}", description=rule)
 
 
-def _may_skip(job: Job) -> bool:
+def _may_skip(job: AddOnJob) -> bool:
     """Return whether a job may skip steps because of its pin, its decision or, before it has drawn, its spec."""
     if job.bare.techniques.cache_entry or _decision_of(job) is not None:
         return True
     return may_start(job.bare) and not _has_drawn(job)
 
 
-def _may_start_from_latents(job: Job) -> bool:
+def _may_start_from_latents(job: AddOnJob) -> bool:
     """Return whether some pictures start from latents by pin or decision, or may while nothing is decided."""
     if job.bare.techniques.cache_entry:
         return True
@@ -239,7 +255,7 @@ def _may_start_from_latents(job: Job) -> bool:
     return not _has_drawn(job) if decided is None else any(start.entry for start in decided.starts)
 
 
-def _decision_of(job: Job) -> CacheDecision | None:
+def _decision_of(job: AddOnJob) -> CacheDecision | None:
     """Return the decision of earlier attempts; None without one that can be decoded."""
     if kinds.CACHE not in job.decisions.by_kind:
         return None
@@ -258,7 +274,7 @@ def _start(use: CacheUse) -> CacheStart:
     return CacheStart(entry=entry, step=step, similarity=use.similarity, without_loras=use.without_loras)
 
 
-def _has_drawn(job: Job) -> bool:
+def _has_drawn(job: AddOnJob) -> bool:
     """Return whether an earlier attempt may have begun to draw, from noise unless it has decided otherwise.
 
     False if workers returned all earlier attempts before they drew.

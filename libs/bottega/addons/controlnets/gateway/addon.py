@@ -13,18 +13,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from prometheus_client import Gauge
+
 from bottega import kinds
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import (
+    NO_COSTS,
+    PREFETCHED_JOBS,
+    AddOn,
+    AddOnContext,
+    AddOnMetrics,
+    FleetView,
+    Resolution,
+    WorkerCosts,
+)
+from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.member import Member
+from bottega.addons.interface.prefetch import PrefetchClient, ServicePrefetcher
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoControlNet, Violation
-from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
-from bottega.gateway.addons.prefetch import PrefetchClient, ServicePrefetcher
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Target
 from bottega.rules import check_controlnets
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
@@ -74,25 +83,31 @@ class ControlNetAddOn(AddOn):
     Args:
         fleet: The fleet.
         connect: Makes the client of a server.
-        metrics: Metrics of the gateway.
+        metrics: Metrics of the gateway's add-ons.
         clock: The clock.
     """
 
     adapter_kind = image_pb2.ADAPTER_KIND_CONTROLNET
 
     def __init__(
-        self, *, fleet: Fleet, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics, clock: Clock
+        self, *, fleet: FleetView, connect: Callable[[Target], PrefetchClient], metrics: AddOnMetrics, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
-        self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics)
+        self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics.prefetches)
         self._assigned: dict[str, tuple[tuple[str, str], ...]] = {}  # pairs of server and ControlNet, by job
         self._sessions: Counter[str] = Counter()  # by server
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
+        hosted = Gauge(
+            "bottega_controlnets",
+            "ControlNets that servers host, by state; each counts for each of its servers.",
+            ("state",),
+            registry=metrics.registry,
+        )
         for state, number in HostedState.items()[1:]:
             name = state.removeprefix("HOSTED_STATE_").lower()
-            metrics.controlnets.labels(name).set_function(functools.partial(self._hosts.count, number))
+            hosted.labels(name).set_function(functools.partial(self._hosts.count, number))
 
     def is_named(self, spec: GenerationSpec) -> bool:
         """Return whether a request names a ControlNet."""
@@ -126,11 +141,11 @@ class ControlNetAddOn(AddOn):
         found = [self._hosts.version(net.name, model) for net in spec.controlnets]
         return found if all(found) else None
 
-    def cost_key(self, job: Job) -> tuple[str, ...] | None:
+    def cost_key(self, job: AddOnJob) -> tuple[str, ...] | None:
         """Return the names of the ControlNets."""
         return job.controlnets or None
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the workers that host the ControlNets that no server hosts, and the seconds to load them."""
         costs = NO_COSTS
         for name in dict.fromkeys(job.controlnets):
@@ -142,14 +157,14 @@ class ControlNetAddOn(AddOn):
             costs = WorkerCosts(load_s=load_s, eligible=eligible)
         return costs
 
-    def unavailable(self, job: Job) -> NoControlNet | None:
+    def unavailable(self, job: AddOnJob) -> NoControlNet | None:
         """Return the error of a job with a ControlNet that nobody hosts, or did within the grace."""
         model = job.bare.model
         base = self._fleet.last_seen(model).base
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
         """Let servers load ControlNets that are only on their disks."""
         for job in itertools.islice(jobs, PREFETCHED_JOBS):
             for choice in self._choices(job, None) if job.controlnets else ():
@@ -157,7 +172,7 @@ class ControlNetAddOn(AddOn):
                     if candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK:
                         self._prefetcher.request(server, [choice.name])
 
-    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Write the hosts of each ControlNet in the spec, and count the sessions."""
         if not job.controlnets:
             return
@@ -171,7 +186,7 @@ class ControlNetAddOn(AddOn):
         placements = ControlNetPlacements(hosts=[_hosts(choice) for choice in choices])
         request.addons[kinds.CONTROLNET] = placements.SerializeToString()
 
-    def end_attempt(self, job: Job) -> None:
+    def end_attempt(self, job: AddOnJob) -> None:
         """Count the sessions of the attempt no longer."""
         assigned = self._assigned.pop(job.job_id, ())
         self._sessions.subtract(server for server, _ in assigned)
@@ -179,7 +194,7 @@ class ControlNetAddOn(AddOn):
         self._sessions += Counter()  # drops entries of zero
         self._nets += Counter()
 
-    def back_off(self, job: Job, error: BottegaError) -> bool:
+    def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
         """Let the servers that an attempt did not reach rest for a moment, or its worker if it had no servers."""
         if not isinstance(error, NoControlNet):
             return False
@@ -208,7 +223,7 @@ class ControlNetAddOn(AddOn):
         own = access.own(name)
         return own if own and self._hosts.is_there(own) else name
 
-    def _choices(self, job: Job, worker: Member | None) -> Iterator[_Choice]:
+    def _choices(self, job: AddOnJob, worker: Member | None) -> Iterator[_Choice]:
         """Yield the choice for each ControlNet of a job. Each choice counts the sessions of those before it."""
         before: Counter[str] = Counter()
         versions = dict(job.versions)
@@ -235,17 +250,17 @@ class ControlNetAddOn(AddOn):
             server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name]
         )
 
-    def _digest_at(self, worker: Member | None, job: Job, name: str) -> str:
+    def _digest_at(self, worker: Member | None, job: AddOnJob, name: str) -> str:
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
 
-    def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
+    def _servers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Yield the ControlNet servers that accept new sessions with a ControlNet."""
         now = self._clock.monotonic()
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
                 yield member, net
 
-    def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
+    def _workers(self, job: AddOnJob, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Yield the workers of the job's model that host a ControlNet themselves."""
         for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.serves(job.bare.model):

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bottega import kinds
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.member import Member
 from bottega.clocks import Clock
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.tenants.access import Access
 from bottega.v1 import image_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 

@@ -10,27 +10,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from prometheus_client import Counter
+
 from bottega import kinds
 from bottega.addons.edits.wire.masked_blocks import pin_edit
-from bottega.clocks import Clock
-from bottega.errors import RecordingNotKept
-from bottega.gateway.addons.activations.client import GrpcActivationsClient
-from bottega.gateway.addons.addon import (
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
     NO_SAVINGS,
     AddOn,
     AddOnContext,
+    AddOnMetrics,
     ExpectedSavings,
+    FleetView,
     Resolution,
     SecondsByWorker,
     WorkerCosts,
 )
-from bottega.gateway.addons.prefetch import ServicePrefetcher
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
+from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.member import Member
+from bottega.addons.interface.prefetch import ServicePrefetcher
+from bottega.clocks import Clock
+from bottega.errors import RecordingNotKept
+from bottega.gateway.addons.activations.client import GrpcActivationsClient
 from bottega.planning import Shape, rounded_share
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
@@ -66,16 +68,24 @@ def create(context: AddOnContext) -> ActivationsAddOn:
 class ActivationsAddOn(AddOn):
     """The templates of edits, as a gateway deals with them."""
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
+    def __init__(self, fleet: FleetView, metrics: AddOnMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
         self._fleet = fleet
-        self._metrics = metrics
+        self._edits = Counter(
+            "bottega_edit_attempts",
+            "Attempts at edits that may use recorded activations, by where the template was: worker (which got it),"
+            " memory or disk (of a store), nowhere.",
+            ("template",),
+            registry=metrics.registry,
+        )
         self._clock = clock
         self._residences = Residences()
         self._costs = LoadingCosts()
         # Workers that report that they compute all tokens of every edit.
         self._unmasked: set[str] = set()
         self._prefetcher = ServicePrefetcher(
-            kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_response), metrics
+            kinds.ACTIVATIONS,
+            lambda target: GrpcActivationsClient(target, channels, self._note_response),
+            metrics.prefetches,
         )
 
     def is_named(self, spec: GenerationSpec) -> bool:
@@ -91,18 +101,18 @@ class ActivationsAddOn(AddOn):
         )
         raise RecordingNotKept(text, metadata={"recording": recording})
 
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
+    def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         """Write the recording that an edit took activations from, or that it took none."""
         pin_edit(provenance.parameters, provenance.mask.recording)
 
-    def cost_key(self, job: Job) -> Hashable:
+    def cost_key(self, job: AddOnJob) -> Hashable:
         """Return the template, the share that is computed, and the size of the job."""
         request = job.request
         if not request.template:
             return None
         return request.template, request.computed_share, request.shape, job.rows, job.steps.total
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
 
         An edit computes all tokens if its template is nowhere, and at a worker that does not mask.
@@ -121,14 +131,14 @@ class ActivationsAddOn(AddOn):
         shares = dict.fromkeys(self._unmasked.intersection(workers), 1.0)
         return WorkerCosts(load_s=SecondsByWorker(workers, seconds), shares=shares, share=share)
 
-    def expected_savings(self, job: Job) -> ExpectedSavings:
+    def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         """Return the share of tokens that an edit's mask leaves to compute, if its template is somewhere."""
         template = job.request.template
         if not template or self._residence(template) == "nowhere":
             return NO_SAVINGS
         return ExpectedSavings(computed_share=job.request.computed_share)
 
-    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
         """Ask the stores for a job's template if it is not known whether they have it, or not asked lately.
 
         A known template is loaded when the job is one of the first of its queue: loading it sooner would evict the
@@ -140,13 +150,13 @@ class ActivationsAddOn(AddOn):
         if not admitted or stored is None or now - stored.asked_at > _STALE_S:
             self.prefetch([job])
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
         """Ask the stores to load the jobs' templates, which may have been evicted while the jobs waited."""
         templates = [job.request.template for job in jobs if job.request.template]
         for store in self._fleet.services(kinds.ACTIVATIONS) if templates else ():
             self._prefetcher.request(store, templates)
 
-    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Write the order of an edit, or of a picture that is recorded for edits, and prefetch an edit's template.
 
         The stores count the prefetched template as used.
@@ -158,7 +168,7 @@ class ActivationsAddOn(AddOn):
         request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
         if template:
             self.prefetch([job])
-            self._metrics.edits.labels(self._residence(template, worker.name)).inc()
+            self._edits.labels(self._residence(template, worker.name)).inc()
 
     def member_changed(self, member: Member) -> None:
         """Take note of the templates in a worker's memory, and of its step times."""
@@ -285,7 +295,7 @@ class LoadingCosts:
         self._kinds: dict[_Kind, dict[str, _TurnCost]] = {}
 
     def seconds_at(
-        self, job: Job, workers: Mapping[str, Member], *, disk_s: float, having: Set[str] = frozenset()
+        self, job: AddOnJob, workers: Mapping[str, Member], *, disk_s: float, having: Set[str] = frozenset()
     ) -> Callable[[str], float]:
         """Return a function from a worker's name to the seconds that loading adds to the job there.
 

@@ -8,17 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega import kinds
-from bottega.addons.loras.wire.set_key import LoraSetKey
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import (
+    AddOn,
+    AddOnContext,
+    AddOnMetrics,
+    FleetView,
+    RequiredModel,
+    Resolution,
+    WorkerCosts,
+)
+from bottega.addons.interface.job import AddOnJob
+from bottega.addons.interface.member import Member
+from bottega.addons.interface.prefetch import ServicePrefetcher
 from bottega.errors import LoraUnusable, NoLora, Violation
-from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Resolution, WorkerCosts
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.addons.loras.resolver import LoraResolver
-from bottega.gateway.addons.prefetch import ServicePrefetcher
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import Access
 from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
@@ -39,6 +44,9 @@ _MAX_SIZES = 16_384
 _INTO_SHARE = 2 / 3
 _OUT_SHARE = 1 / 3
 
+# Sorted pairs of digest and scale, so that the order of a request's LoRAs does not matter; empty without LoRAs.
+_LoraSetKey = tuple[tuple[str, float], ...]
+
 
 def create(context: AddOnContext) -> LoraAddOn:
     """Return the add-on for a gateway."""
@@ -53,9 +61,11 @@ class LoraAddOn(AddOn):
     # Another worker would not get the LoRAs either.
     final_errors = (NoLora,)
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, channels: Channels = PLAINTEXT) -> None:
+    def __init__(self, fleet: FleetView, metrics: AddOnMetrics, channels: Channels = PLAINTEXT) -> None:
         self._resolver = LoraResolver(fleet, channels)
-        self._prefetcher = ServicePrefetcher(kinds.LORAS, functools.partial(GrpcLoraClient, channels=channels), metrics)
+        self._prefetcher = ServicePrefetcher(
+            kinds.LORAS, functools.partial(GrpcLoraClient, channels=channels), metrics.prefetches
+        )
         self._sizes = LoraSizes()
 
     def is_named(self, spec: GenerationSpec) -> bool:
@@ -93,25 +103,25 @@ class LoraAddOn(AddOn):
             if name not in hidden
         ]
 
-    def cost_key(self, job: Job) -> LoraSetKey:
+    def cost_key(self, job: AddOnJob) -> _LoraSetKey:
         """Return the job's set. A job without LoRAs also has costs, at workers that have a set in their weights."""
         return job.lora_set
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the time that workers need to fetch LoRAs and to change their weights."""
         return WorkerCosts(load_s=lora_costs(job.lora_set, workers, self._sizes))
 
-    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
         """Make the stores load the LoRAs that a worker will fetch soon."""
         for store in self._resolver.stores() if job.loras and admitted else ():
             self._prefetcher.request(store, job.loras)
 
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
+    def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         """Write the step at which each LoRA was applied."""
         for lora, use in zip(provenance.parameters.loras, provenance.loras, strict=False):
             lora.from_step = use.from_step
 
-    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
         """Begin to protect the LoRAs that jobs need from deletion."""
         self._resolver.start(lambda: (digest for job in live_jobs() for digest in job.loras))
 
@@ -204,7 +214,7 @@ class LoraSizes:
         return sum(self._sizes.get(digest, _USUAL_BYTES) for digest in digests) / _FETCHED_BYTES_PER_S
 
 
-def lora_costs(loras: LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
+def lora_costs(loras: _LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
     """Return the seconds that workers need for a job's set, or for a job without LoRAs; missing workers need none.
 
     With these costs, of workers that would finish at the same time, one that has the set in its weights gets the job,
@@ -228,7 +238,7 @@ def _restore_s(member: Member) -> float:
     return _OUT_SHARE * hosted.switch_s if hosted.applied else 0.0
 
 
-def _swap_s(loras: LoraSetKey, member: Member) -> float:
+def _swap_s(loras: _LoraSetKey, member: Member) -> float:
     """Return the seconds until a worker has a set in its weights."""
     hosted = member.hosts(kinds.LORAS)
     if loras == hosted.applied:

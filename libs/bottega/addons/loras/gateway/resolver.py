@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from bottega import kinds
+from bottega.addons.interface.access import Access
+from bottega.addons.interface.gateway_addon import FleetView
+from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.addons.loras.client import GrpcLoraClient
-from bottega.gateway.fleet.members import Member
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Channels
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
@@ -42,7 +42,7 @@ class LoraResolver:
         channels: Channels of the gateway's process.
     """
 
-    def __init__(self, fleet: Fleet, channels: Channels) -> None:
+    def __init__(self, fleet: FleetView, channels: Channels) -> None:
         self._fleet = fleet
         self._channels = channels
         self._clients: dict[str, GrpcLoraClient] = {}

@@ -10,6 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.interface.access import ANYTHING
+from bottega.addons.interface.gateway_addon import AddOnMetrics
+from bottega.addons.interface.job import JobRequest
 from bottega.clocks import Clock
 from bottega.errors import (
     BottegaError,
@@ -24,9 +27,7 @@ from bottega.gateway.addons.cache.addon import CacheAddOn, HitRates, ResolvedCac
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.values import JobCheckpoint, JobRequest
-from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.tenants.access import ANYTHING
+from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.fleet_pb2 import Registration
@@ -58,7 +59,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def cache(registry: CollectorRegistry) -> CacheAddOn:
     fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(8), clock=Clock())
-    return CacheAddOn(fleet, GatewayMetrics(registry))
+    return CacheAddOn(fleet, AddOnMetrics(registry))
 
 
 @pytest.fixture

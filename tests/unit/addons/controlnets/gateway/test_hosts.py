@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bottega import kinds
+from bottega.addons.interface.access import ANYTHING, Access
+from bottega.addons.interface.member import Member
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, NoControlNet
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.tenants.access import ANYTHING, Access
 from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted

@@ -8,16 +8,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.interface.access import ANYTHING
+from bottega.addons.interface.gateway_addon import AddOnMetrics
+from bottega.addons.interface.job import JobRequest
+from bottega.addons.interface.member import Member, hosted_by_kind
 from bottega.errors import RecordingNotKept
 from bottega.gateway.addons.activations import addon as activations_addon
 from bottega.gateway.addons.activations.addon import ActivationsAddOn, Residences
-from bottega.gateway.fleet.members import Member, hosted_by_kind
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.values import JobRequest
-from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.policy import RunningShares
-from bottega.gateway.tenants.access import ANYTHING
 from bottega.gateway.tenants.quotas import TenantTerms
 from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (
@@ -63,7 +63,7 @@ class _OneAddOn(ActivationsAddOn):
     def __init__(self, time: FakeTime) -> None:
         clock = time.clock()
         fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(8), clock=clock)
-        super().__init__(fleet, GatewayMetrics(CollectorRegistry()), clock)
+        super().__init__(fleet, AddOnMetrics(CollectorRegistry()), clock)
 
 
 @pytest.fixture

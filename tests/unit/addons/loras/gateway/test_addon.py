@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bottega import kinds
+from bottega.addons.interface.member import Member, hosted_by_kind
 from bottega.gateway.addons.loras.addon import LoraSizes, lora_costs
-from bottega.gateway.fleet.members import Member, hosted_by_kind
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
 from bottega.v1.lora_pb2 import StoredLora
 from tests.samples.hosted_loras import applied, at_hand
