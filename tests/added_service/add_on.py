@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
-from bottega.addons.interface.gateway_addon import AddOn, AddOnContext
+from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, FleetView
+from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import QueueFull
-from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs.job import Job
 from bottega.rpc.channel import open_channel
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK
 from bottega.v1.worker_pb2 import RunAttemptRequest
@@ -33,16 +32,16 @@ def create(context: AddOnContext) -> ColourAddOn:
 class ColourAddOn(AddOn):
     """All stores of colours of a gateway."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
         self._calls = BackgroundTasks("prefetching colours", max_tasks=_MOST_CALLS)
 
-    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
         """Prefetch for an admitted job, because a worker may be free for it at once."""
         if admitted:
             self.prefetch([job])
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
         """Has the stores load the colours that these name and that are on the disk only."""
         wanted = {name for job in jobs for name in _named(job)}
         for store in self._fleet.services(KIND):
@@ -53,7 +52,7 @@ class ColourAddOn(AddOn):
                 except QueueFull:
                     return  # it loads them when they are needed
 
-    def prepare_attempt(self, job: Job, worker: Member, request: RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: RunAttemptRequest) -> None:
         """Says which colours the prompt names."""
         if names := _named(job):
             request.addons[KIND] = messages.ColourOrder(names=names).SerializeToString()
@@ -75,5 +74,5 @@ class ColourAddOn(AddOn):
                 _log.info("colours are not prefetched", extra={"text": error.details()})
 
 
-def _named(job: Job) -> list[str]:
+def _named(job: AddOnJob) -> list[str]:
     return [name for name in COLOURS if name in job.bare.prompt]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
 from bottega.addons.interface.member import Member
+from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.errors import BottegaError, WorkerLost
-from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
-from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job

@@ -6,11 +6,11 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from bottega.addons.cache.gateway.addon import CacheAddOn
+from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
+from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.clocks import Clock
-from bottega.gateway.addons.cache.addon import CacheAddOn
-from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
-from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.fleet.registry import Fleet
 from bottega.rpc.channel import Target
 from tests.samples.controlnet_hosts import bounds

@@ -27,7 +27,7 @@ SPEC = ServiceSpec(
     configure=_configure,
     config="bottega.activations.config:ActivationsConfig",
     example={"name": "activations"},
-    add_on="bottega.gateway.addons.activations.addon:create",
+    add_on="bottega.addons.edits.gateway.addon:create",
     engine_add_on="bottega.addons.edits.worker.addon:create",
     install="bottega-services[activations]",
     unit=UnitSettings(links=True),

@@ -38,7 +38,7 @@ SPEC = ServiceSpec(
         "controlnets": {"edges": "miniature/edges", "layout": "miniature/layout"},
     },
     count=_COUNT,
-    add_on="bottega.gateway.addons.controlnets.addon:create",
+    add_on="bottega.addons.controlnets.gateway.addon:create",
     engine_add_on="bottega.addons.controlnets.worker.addon:create",
     folders=("controlnets",),
     requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),

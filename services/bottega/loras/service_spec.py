@@ -32,7 +32,7 @@ SPEC = ServiceSpec(
         "name": "loras",
         "loras": {name: {"path": f"miniature/{name}"} for name in ("striped", "checked", "dusk")},
     },
-    add_on="bottega.gateway.addons.loras.addon:create",
+    add_on="bottega.addons.loras.gateway.addon:create",
     engine_add_on="bottega.addons.loras.worker.addon:create",
     requires=("numpy",),
     install="bottega-services[loras]",

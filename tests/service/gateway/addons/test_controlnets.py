@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from bottega import errors
-from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
+from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
 from bottega.v1 import hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import ON_DISK, hosted

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 import pytest
 
 from bottega.addons.interface.gateway_addon import NO_COSTS, AddOn, ExpectedSavings, WorkerCosts
+from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
-from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
@@ -29,34 +29,34 @@ class Easels(AddOn):
         self.skipped = 0.0
         self.calls: list[str] = []
 
-    def cost_key(self, job: Job) -> str:
+    def cost_key(self, job: AddOnJob) -> str:
         return "easel"
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         return self.costs
 
-    def expected_savings(self, job: Job) -> ExpectedSavings:
+    def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         return ExpectedSavings(skipped_steps=self.skipped)
 
-    def job_arrived(self, job: Job, *, admitted: bool) -> None:
+    def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
         self.calls.append("arrived" if admitted else "refused")
 
-    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         self.calls.append(f"begin at {worker.name}")
         request.addons["easel"] = b"oak"
 
-    def end_attempt(self, job: Job) -> None:
+    def end_attempt(self, job: AddOnJob) -> None:
         self.calls.append("end")
 
-    def job_completed(self, job: Job, provenance: Provenance) -> None:
+    def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
         self.calls.append("completed")
         provenance.parameters.prompt = "at the second easel"
 
-    def back_off(self, job: Job, error: BottegaError) -> bool:
+    def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
         self.calls.append("back off")
         return isinstance(error, QueueFull)
 
-    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+    def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
         self.calls.append("start")
 
     def member_lost(self, member: Member) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bottega import rules
+from bottega.addons.controlnets.gateway.addon import ResolvedControlNets
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.interface.access import ANYTHING
-from bottega.gateway.addons.controlnets.addon import ResolvedControlNets
-from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
-from bottega.gateway.addons.loras.addon import ResolvedLoras
+from bottega.addons.loras.gateway.addon import ResolvedLoras
 from bottega.gateway.api import defaults, validation
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques

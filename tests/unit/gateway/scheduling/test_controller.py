@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from bottega.addons.interface.gateway_addon import AddOn, WorkerCosts
+from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.errors import (
     BottegaError,
@@ -356,10 +357,10 @@ class _Loads(AddOn):
 
     load_s: float
 
-    def cost_key(self, job: Job) -> Hashable:
+    def cost_key(self, job: AddOnJob) -> Hashable:
         return self.load_s
 
-    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+    def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         return WorkerCosts(load_s=dict.fromkeys(workers, self.load_s))
 
 

@@ -80,7 +80,7 @@ class CacheAddOn(AddOn):
             "Pictures of completed jobs that started from cached latents.",
             registry=metrics.registry,
         )
-        self._skipped_steps = Counter(
+        self._saved_steps = Counter(
             "bottega_skipped_steps",
             "Denoising steps that cached latents saved completed jobs.",
             registry=metrics.registry,
@@ -152,7 +152,7 @@ class CacheAddOn(AddOn):
                 skipped[start.image] = max(0, start.skipped_steps)
         started = {start.image for start in starts} & set(range(job.num_images))
         self._pictures.inc(len(started))
-        self._skipped_steps.inc(sum(skipped))
+        self._saved_steps.inc(sum(skipped))
         if may_start(job.bare) and not job.bare.techniques.cache_entry:
             key = key or rate_key(job.bare, job.request.tenant)
             for steps in skipped:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 from prometheus_client import Gauge
 
 from bottega import kinds
+from bottega.addons.controlnets.gateway.client import GrpcControlNetClient
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
@@ -32,8 +34,6 @@ from bottega.addons.interface.member import Member
 from bottega.addons.interface.prefetch import PrefetchClient, ServicePrefetcher
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoControlNet, Violation
-from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
-from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
 from bottega.rpc.channel import Target
 from bottega.rules import check_controlnets
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from bottega import kinds
+from bottega.addons.edits.gateway.client import GrpcActivationsClient
 from bottega.addons.edits.wire.masked_blocks import pin_edit
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
@@ -32,7 +33,6 @@ from bottega.addons.interface.member import Member
 from bottega.addons.interface.prefetch import ServicePrefetcher
 from bottega.clocks import Clock
 from bottega.errors import RecordingNotKept
-from bottega.gateway.addons.activations.client import GrpcActivationsClient
 from bottega.planning import Shape, rounded_share
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2

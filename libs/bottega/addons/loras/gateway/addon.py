@@ -21,9 +21,9 @@ from bottega.addons.interface.gateway_addon import (
 from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.addons.interface.prefetch import ServicePrefetcher
+from bottega.addons.loras.gateway.client import GrpcLoraClient
+from bottega.addons.loras.gateway.resolver import LoraResolver
 from bottega.errors import LoraUnusable, NoLora, Violation
-from bottega.gateway.addons.loras.client import GrpcLoraClient
-from bottega.gateway.addons.loras.resolver import LoraResolver
 from bottega.planning import steps_to_run
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras

@@ -11,9 +11,9 @@ from bottega import kinds
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import FleetView
 from bottega.addons.interface.member import Member
+from bottega.addons.loras.gateway.client import GrpcLoraClient
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
-from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.rpc.channel import Channels
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.cache.gateway.addon import CacheAddOn, HitRates, ResolvedCache, rate_key
 from bottega.addons.interface.access import ANYTHING
 from bottega.addons.interface.gateway_addon import AddOnMetrics
 from bottega.addons.interface.job import JobRequest
@@ -23,7 +24,6 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.addons.cache.addon import CacheAddOn, HitRates, ResolvedCache, rate_key
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -223,6 +223,7 @@ async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) ->
         await cache.resolve(pinned, ANYTHING)
     assert refused.value.retry_after_s
     await cache.resolve(GenerationSpec(techniques=ON), ANYTHING)
+    assert isinstance(cache._fleet, Fleet)
     cache._fleet.join(again(Registration(kind=kinds.CACHE, name="cache", address="127.0.0.1:1")))
     await cache.resolve(pinned, ANYTHING)
 
@@ -449,7 +450,7 @@ def test_older_pictures_count_less_and_less() -> None:
 
 
 def test_keys_that_nobody_draws_with_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.gateway.addons.cache.addon._MAX_KEYS", 2)
+    monkeypatch.setattr("bottega.addons.cache.gateway.addon._MAX_KEYS", 2)
     rates = HitRates()
     keys = [rate_key(GenerationSpec(model=name), "") for name in "abc"]
     for key in (keys[0], keys[1], keys[0], keys[2]):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bottega import kinds
+from bottega.addons.controlnets.gateway.hosts import ControlNetHosts
 from bottega.addons.interface.access import ANYTHING, Access
 from bottega.addons.interface.member import Member
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, NoControlNet
-from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
 from bottega.gateway.fleet.registry import Fleet
 from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, image_pb2

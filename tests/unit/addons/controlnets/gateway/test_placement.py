@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from bottega.addons.controlnets.gateway.addon import ServerCandidate, best_first
 from bottega.addons.interface.member import Member
 from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
-from bottega.gateway.addons.controlnets.addon import ServerCandidate, best_first
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.v1 import image_pb2

@@ -8,13 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.addons.edits.gateway import addon as activations_addon
+from bottega.addons.edits.gateway.addon import ActivationsAddOn, Residences
 from bottega.addons.interface.access import ANYTHING
 from bottega.addons.interface.gateway_addon import AddOnMetrics
 from bottega.addons.interface.job import JobRequest
 from bottega.addons.interface.member import Member, hosted_by_kind
 from bottega.errors import RecordingNotKept
-from bottega.gateway.addons.activations import addon as activations_addon
-from bottega.gateway.addons.activations.addon import ActivationsAddOn, Residences
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.policy import RunningShares
@@ -107,6 +107,7 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
     shop: Shop, time: FakeTime
 ) -> None:
     addon, worker = _activations(shop), shop.worker("w1")
+    assert isinstance(addon._fleet, Fleet)
     store = addon._fleet.join(again(Registration(kind=kinds.ACTIVATIONS, name="store", address=STORE)))
     near, far = _edit(shop), _edit(shop, DOG)
 

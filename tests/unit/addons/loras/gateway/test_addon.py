@@ -6,7 +6,7 @@ import pytest
 
 from bottega import kinds
 from bottega.addons.interface.member import Member, hosted_by_kind
-from bottega.gateway.addons.loras.addon import LoraSizes, lora_costs
+from bottega.addons.loras.gateway.addon import LoraSizes, lora_costs
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
 from bottega.v1.lora_pb2 import StoredLora
 from tests.samples.hosted_loras import applied, at_hand
@@ -54,7 +54,7 @@ def test_the_very_set_in_the_weights_costs_nothing_and_every_other_a_swap() -> N
 
 
 def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.gateway.addons.loras.addon._MAX_SIZES", 2)
+    monkeypatch.setattr("bottega.addons.loras.gateway.addon._MAX_SIZES", 2)
     sizes = LoraSizes()
     for number in ("1", "2", "1", "3"):
         sizes.record([StoredLora(digest=number, size_bytes=1_000_000)])
