@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bottega.diffusion.model.backbone import Backbone
@@ -104,3 +105,16 @@ class Operations:
     write_sums: SumWriter | None = None
     moves: Moves | None = None
     guided_euler: GuidedEuler | None = None
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in a weight's shape as [first dimension, all others], in the order of its memory."""
+    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).flatten(1)
+    return tensor.view(tensor.shape[0], -1)
+
+
+def down_matrix(weight_sum: WeightSum) -> Tensor:
+    """Return the factors' `down` as [rank, columns], with the columns in the order of `as_matrix` of the weight."""
+    down, weight = weight_sum.factors.down, weight_sum.weight
+    return down.flatten(1) if weight.is_contiguous() else down.permute(0, 2, 3, 1).flatten(1)

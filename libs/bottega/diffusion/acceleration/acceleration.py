@@ -22,7 +22,7 @@ class Acceleration(Protocol):
     name: str
     """For example "kernels.group_norm_silu" or "attention.cudnn"; [a-z0-9_.-], at most 64 characters."""
     probe: str
-    """The engine's probe that shows the gain: "forward", "decode", "patch", "step", "masked" or "copies"."""
+    """The probe that shows the gain: one of the engine, such as "forward" or "decode", or of an add-on."""
     tolerance: float
     """Largest allowed |difference| of the probe's results, as a share of the plain result's largest |value|."""
     excludes: Sequence[str]

@@ -96,7 +96,7 @@ class SelfCheck:
         if instead:
             return f"{instead[0]} is kept instead"
         if candidate.probe not in self._probes:
-            return f"there is no probe {candidate.probe} to show its gain"
+            return f"nothing that this worker serves uses it: there is no probe {candidate.probe} to show its gain"
         if candidate.name in self._trials.fatal:
             return "an engine ended while it was tried"
         if len(self._trials.fatal) >= _MOST_FATAL:

@@ -29,6 +29,7 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.hosted_pb2 import Hosted
 
 if TYPE_CHECKING:
+    from bottega.diffusion.acceleration.acceleration import Probe
     from bottega.diffusion.engine.encode import Conditions
     from bottega.diffusion.engine.events import EngineRecord
     from bottega.diffusion.engine.forward import Prediction, RowWeights
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from bottega.diffusion.engine.residuals import ResidualProvider
     from bottega.diffusion.engine.spans import TracedSpan
     from bottega.diffusion.model.backbone import Backbone
+    from bottega.diffusion.model.model import Model
     from bottega.diffusion.parallel.offload import OffloadedPart
 
 
@@ -233,6 +235,10 @@ class EngineAddOn:
             row: A row of the model's usual size.
             predict: Runs a forward of such rows.
         """
+
+    def probes(self, model: Model) -> Mapping[str, Probe]:
+        """Return probes that show the gain of accelerations of the add-on's own operations, by name."""
+        return {}
 
     # What the worker reports of it.
 

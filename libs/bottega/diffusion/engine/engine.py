@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult, Probe
+from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.self_check import SelfCheck, SelfCheckSettings
 from bottega.diffusion.acceleration.trial_log import TrialLog
@@ -209,7 +209,6 @@ class Engine:
         *,
         deadline_s: float,
         trials: TrialLog | None = None,
-        probes: Mapping[str, Probe] = MappingProxyType({}),
     ) -> None:
         """Keep those accelerations that are faster here and give the same result.
 
@@ -218,7 +217,6 @@ class Engine:
         Args:
             deadline_s: See `SelfCheckSettings`.
             trials: See `SelfCheck`.
-            probes: Probes of features, in addition to the engine's own.
 
         Raises:
             InternalError: See `SelfCheck.run`.
@@ -226,9 +224,11 @@ class Engine:
         if not candidates:
             return
         request = sample_job(self.model, self._device_clock).requests[0]
-        own = engine_probes(self.model, self._denoiser.forward, request.rows(), request.latent)
+        probes = dict(engine_probes(self.model, self._denoiser.forward, request.rows(), request.latent))
+        for addon in self.addons:
+            probes.update(addon.probes(self.model))
         settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self.beat, deadline_s=deadline_s)
-        self.accelerations = SelfCheck(self.model, {**own, **probes}, settings, trials).run(candidates)
+        self.accelerations = SelfCheck(self.model, probes, settings, trials).run(candidates)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.device_links import device_links
-from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.registry import candidates
 from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.device.threads import compute_with
@@ -150,12 +149,7 @@ def load_runtime(
     accelerations = candidates(config.accelerations, model)
     if accelerations:
         reporter.begin("checking accelerations")
-    engine.check_accelerations(
-        accelerations,
-        deadline_s=config.self_check_s,
-        trials=TrialLog(trials),
-        probes=feature_probes(model) if accelerations else {},
-    )
+    engine.check_accelerations(accelerations, deadline_s=config.self_check_s, trials=TrialLog(trials))
     reporter.begin("warming up")
     engine.warm_up()
     heartbeat.unsubscribe(reporter.advance)

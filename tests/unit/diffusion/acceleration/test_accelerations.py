@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from bottega.addons.edits.engine.masked.probe import masked_probe
+from bottega.addons.loras.engine.probe import patch_probe
 from bottega.diffusion.acceleration import attention
+from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.acceleration.attention import AttentionBackend
 from bottega.diffusion.acceleration.compiled import RegionalCompile
-from bottega.diffusion.acceleration.kernels.operations import feature_probes
 from bottega.diffusion.acceleration.memory import ChannelsLast
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates
+from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.denoiser import Denoiser
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.forward import Network
@@ -221,7 +224,8 @@ def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: 
     engine = Engine(model, EngineLimits())
     request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
     forward = Denoiser(Network(backbone=model.backbone)).forward
-    probes = {**engine_probes(model, forward, request.rows(), request.latent), **feature_probes(model)}
+    of_addons = {"masked": masked_probe(model), "patch": patch_probe(model)}
+    probes = {**engine_probes(model, forward, request.rows(), request.latent), **of_addons}
     assert {each.probe for each in all_accelerations()} <= probes.keys()
     with torch.inference_mode():
         for name, probe in probes.items():
@@ -247,6 +251,28 @@ def test_what_is_tried_follows_the_configuration(model: Model) -> None:
     assert chosen.name == "channels_last.vae"
     with pytest.raises(ConfigError, match=r"unknown warp_drive; use auto, off, or names of: .*channels_last\.vae"):
         candidates(["warp_drive"], model)
+
+
+class Probing(EngineAddOn):
+    """It computes something of its own."""
+
+    kind = "probing"
+
+    def probes(self, model: Model) -> Mapping[str, Probe]:
+        return {"own": lambda: [torch.ones(1)]}
+
+
+@pytest.mark.parametrize("addons", [[Probing()], []], ids=["with", "without"])
+def test_an_acceleration_of_an_add_on_is_tried_where_the_engine_has_that(
+    model: Model, addons: list[EngineAddOn]
+) -> None:
+    engine, acceleration = Engine(model, EngineLimits(), addons=addons), ChannelsLast("vae")
+    acceleration.probe = "own"
+    engine.check_accelerations([acceleration], deadline_s=60.0)
+    (result,) = engine.accelerations
+    assert (result.speedup > 0) == bool(addons)
+    assert ("nothing that this worker serves uses it" in result.reason) == (not addons)
+    acceleration.disable()
 
 
 def test_an_engine_computes_by_what_its_check_has_kept(model: Model) -> None:

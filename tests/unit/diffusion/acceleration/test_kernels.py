@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UNET, LoraSet, Patcher
 from bottega.diffusion.acceleration.acceleration import Acceleration
@@ -21,7 +22,6 @@ from bottega.diffusion.acceleration.kernels.operations import (
     KernelMoves,
     LoraPatch,
     MaskedMoves,
-    masked_probe,
 )
 from bottega.diffusion.acceleration.probes import step_probe
 from bottega.diffusion.acceleration.registry import all_accelerations

@@ -20,6 +20,7 @@ from bottega.addons.edits.engine.loading.profile import measure_blocks
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
+from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.addons.edits.engine.masked.tokens import finest_stride
 from bottega.addons.edits.engine.masked.work import BlockWork
@@ -35,6 +36,7 @@ from bottega.addons.edits.engine.recordings.source import ActivationSource, Temp
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.edits.planning.template_blocks import BlockValue, choose
+from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions
@@ -183,6 +185,9 @@ class EngineEdits(EngineAddOn):
         """Learn the time of a forward over masked rows."""
         if not self.unusable:
             self.times.observe(rows, seconds)
+
+    def probes(self, model: Model) -> Mapping[str, Probe]:
+        return {} if self.unusable else {"masked": masked_probe(model)}
 
     def stop(self) -> None:
         """Close the links of the source."""

@@ -23,8 +23,10 @@ from bottega.addons.loras.engine import (
     left_out_by_stock,
 )
 from bottega.addons.loras.engine.offload import RemoteLoras, loras_part, read_loras
+from bottega.addons.loras.engine.probe import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
+from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord, LoraRecord
@@ -178,6 +180,9 @@ class EngineLoras(EngineAddOn):
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
         """Learn the cost of unmerged LoRAs."""
         return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
+
+    def probes(self, model: Model) -> Mapping[str, Probe]:
+        return {"patch": patch_probe(model)}
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """Measure the costs of unmerged and merged LoRAs with a LoRA that changes nothing."""

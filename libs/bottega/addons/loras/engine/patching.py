@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.device.threads import compute_alone
-from bottega.diffusion.operations import Operations, WeightSum
+from bottega.diffusion.operations import Operations, WeightSum, as_matrix, down_matrix
 from bottega.diffusion.rows import Factors, LoraSet
 
 # Bytes of weights. For fewer, waking threads, a tenth of a millisecond each, takes longer than the work they take over.
@@ -143,19 +143,6 @@ class Patcher:
 def _threads() -> ThreadPoolExecutor:
     """Return threads that are kept, because a new thread's first product takes milliseconds longer than the next."""
     return ThreadPoolExecutor(thread_name_prefix="patch", initializer=compute_alone)
-
-
-def as_matrix(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in a weight's shape as [first dimension, all others], in the order of its memory."""
-    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).flatten(1)
-    return tensor.view(tensor.shape[0], -1)
-
-
-def down_matrix(weight_sum: WeightSum) -> Tensor:
-    """Return the factors' `down` as [rank, columns], with the columns in the order of `as_matrix` of the weight."""
-    down, weight = weight_sum.factors.down, weight_sum.weight
-    return down.flatten(1) if weight.is_contiguous() else down.permute(0, 2, 3, 1).flatten(1)
 
 
 def _write_sums(sums: Iterable[WeightSum]) -> None:

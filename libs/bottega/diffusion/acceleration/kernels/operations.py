@@ -1,42 +1,22 @@
-"""Accelerations by kernels that replace `Operations`, and the probes that show the gain of those for LoRAs and edits.
-
-The probes have the model's own sizes and use the model's current operations.
-"""
+"""Accelerations by kernels that replace `Operations`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bottega.addons.edits.engine.masked.packing import pack_rows
-from bottega.addons.edits.engine.masked.support import unsupported as cannot_mask
-from bottega.addons.edits.engine.masked.tokens import MaskTokens
-from bottega.addons.edits.engine.sparse.pieces import Tiles
-from bottega.addons.edits.engine.sparse.rectangles import Rectangle
-from bottega.addons.loras.engine.lora import UNET
-from bottega.addons.loras.engine.patching import Patcher, as_matrix, down_matrix
-from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.acceleration.kernels.availability import unavailable
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.operations import EulerStep, Operations, WeightSum
-from bottega.diffusion.rows import Factors, LoraSet
+from bottega.diffusion.operations import EulerStep, Operations, WeightSum, as_matrix, down_matrix
 
 if TYPE_CHECKING:
     from bottega.kernels.lora_patch import PatchedLayer
 
-_RANK = 32
-# Bytes of weights that the probe's LoRA patches, which are copied meanwhile, and number of layers that are compared.
-_PATCHED_BYTES = 256 << 20
-_COMPARED_LAYERS = 4
-# Side of the probe's mask, as a share of the picture's: a fifth of the area.
-_MASKED = 0.45
-# Both halves of a guided request.
-_ROWS = 2
 # Enough for some tens of running edits, at each level of their networks, for each kind of layer.
 _KNOWN_CORNERS = 1024
 
@@ -83,10 +63,6 @@ class MaskedMoves(_KernelOperation):
 
     def __init__(self) -> None:
         super().__init__("moves", ("tile_moves", "token_moves"), KernelMoves())
-
-    def unsupported(self, model: Model) -> str:
-        why = cannot_mask(model.backbone.unet)
-        return super().unsupported(model) or (f"edits are computed in full: {why}" if why else "")
 
 
 class KernelMoves:
@@ -207,78 +183,3 @@ def _layer(item: WeightSum) -> PatchedLayer:
         up=item.factors.up.contiguous(),
         down=down_matrix(item).contiguous(),
     )
-
-
-def feature_probes(model: Model) -> Mapping[str, Probe]:
-    """Return the probes by name: "patch" and "masked"."""
-    return {"patch": _patch_probe(model), "masked": masked_probe(model)}
-
-
-def masked_probe(model: Model) -> Probe:
-    """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
-    height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
-    channels = int(model.backbone.unet.config.block_out_channels[0])
-    generator = torch.Generator("cpu").manual_seed(0)
-    maps = torch.randn(_ROWS, channels, height, width, generator=generator).to(model.device, model.dtype)
-    recorded = torch.randn(height * width, channels, generator=generator).to(model.device, torch.float16)
-    box = _middle(height, width)
-    mask = torch.zeros(height, width, dtype=torch.bool)
-    mask[box.rows, box.columns] = True
-    tokens = MaskTokens(mask).at(height, width)
-
-    def run() -> Sequence[Tensor]:
-        moves = model.operations.moves
-        packing = pack_rows([tokens] * _ROWS, height * width, model.device, moves)
-        items = packing.pack(maps.flatten(2).transpose(1, 2))
-        merged = packing.merge(items, [recorded] * _ROWS)
-        rows = tuple(range(_ROWS))
-        tiles = Tiles(rows=rows, rectangles=(box,) * _ROWS, size=(height, width), offsets=(*rows, _ROWS), moves=moves)
-        cut = tiles.take([maps], margin=1)
-        pasted = maps.clone()
-        tiles.paste(pasted, tiles.core(cut, 1) * 2)
-        return items, merged, cut, pasted
-
-    return run
-
-
-def _patch_probe(model: Model) -> Probe:
-    """Return a probe that patches a LoRA and restores the weights bit for bit."""
-    unet = model.backbone.unet
-    layers = dict(_layers(unet))
-    generator = torch.Generator("cpu").manual_seed(0)
-    factors = {path: _factors(layer, generator) for path, layer in layers.items()}
-    loras = LoraSet(key=(("self-check", 1.0),), components={UNET: factors})
-    compared = list(layers.values())[:_COMPARED_LAYERS]
-
-    def run() -> Sequence[Tensor]:
-        patcher = Patcher(unet, UNET, operations=model.operations)
-        try:
-            patcher.patch(loras)
-            return [layer.weight.detach().clone() for layer in compared]
-        finally:
-            patcher.restore()
-
-    return run
-
-
-def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield projections of attention, which most LoRAs patch, up to a total size."""
-    size_bytes = 0
-    for path, module in unet.named_modules():
-        if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
-            size_bytes += module.weight.nbytes
-            if size_bytes > _PATCHED_BYTES:
-                return
-            yield path, module
-
-
-def _factors(layer: nn.Linear, generator: torch.Generator) -> Factors:
-    weight = layer.weight
-    down = torch.randn(_RANK, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
-    up = torch.randn(weight.shape[0], _RANK, generator=generator) * 0.05
-    return Factors(down=down.to(weight), up=up.to(weight))
-
-
-def _middle(height: int, width: int) -> Rectangle:
-    size = max(1, round(height * _MASKED)), max(1, round(width * _MASKED))
-    return Rectangle(top=(height - size[0]) // 2, left=(width - size[1]) // 2, height=size[0], width=size[1])
