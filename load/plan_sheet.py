@@ -13,7 +13,7 @@ from pathlib import Path
 
 import PIL.Image
 
-from bottega.addons.edits.client.block_worth import HALVES, masked_s, nearest_share
+from bottega.addons.edits.client.cli_profile import HALVES, masked_s, nearest_share
 from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
 from bottega.client import BlockProfile, Client
 from load.plan_drawing import Bar, PlanSheet, draw_plan

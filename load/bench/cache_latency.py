@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from bottega.addons.cache.wire import recorded_steps
-from bottega.addons.cache.wire.names import FRACTIONS
+from bottega.addons.cache.wire.starts import FRACTIONS
 from bottega.client import CacheProfile, LengthClass, Picture, SkipProfile
 from bottega.client.types.options import SamplerName
 from load.bench.bench_model import BenchShape, write_bench_model

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from bottega import kinds
-from bottega.addons.cache.wire.names import FRACTIONS
+from bottega.addons.cache.wire.starts import FRACTIONS
 from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
 from load.bench.scratch import scratch
 from load.gpu_report import sides

@@ -22,7 +22,7 @@ from bottega.addons.cache.client.samples import Method, PairSample, PromptPair, 
 from bottega.addons.cache.client.types import CachedEntry, CacheProfile
 from bottega.addons.cache.planning.skip_profile import LEAST_SAMPLES, count_words, fraction_of
 from bottega.addons.cache.wire import format_start
-from bottega.addons.cache.wire.names import FRACTIONS
+from bottega.addons.cache.wire.starts import FRACTIONS
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.fleet import FleetStatus
 from bottega.client.types.messages import as_list, describe

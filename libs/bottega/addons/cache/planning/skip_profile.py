@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bottega.addons.cache.wire.names import FRACTIONS, recorded_steps
 from bottega.addons.cache.wire.prompt_words import split_words
+from bottega.addons.cache.wire.starts import FRACTIONS, recorded_steps
 
 BALANCED_ALPHA = 0.9
 """A picture must exceed this share of the uncached picture's quality (Nirvana's alpha)."""
@@ -46,7 +46,7 @@ class LengthClass:
     thresholds: Mapping[float, float]
     """Least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
 
-    Fractions are from bottega.addons.cache.wire.names.FRACTIONS. A fraction that is not named is never skipped.
+    Fractions are from bottega.addons.cache.wire.starts.FRACTIONS. A fraction that is not named is never skipped.
     Thresholds never fall with the fraction, because a latent that may replace more steps may replace fewer.
     """
 

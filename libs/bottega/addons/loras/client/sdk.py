@@ -27,7 +27,6 @@ from bottega.addons.loras.client.types import (
     quarantined_from,
     stored_from,
 )
-from bottega.addons.loras.planning import latest_step
 from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
@@ -57,6 +56,8 @@ LEAST_PROMPTS = 4
 """Least number of prompts of a profile: one picture says little about the next one."""
 
 _SEEDS = 2
+# Below this cosine between the latents with and without a LoRA, the picture without it has become another one.
+_LEAST_LATENT_SIMILARITY = 0.99
 
 
 class AsyncLoraMethods(AsyncGatewayClient):
@@ -303,3 +304,16 @@ def _measured_use(picture: Picture, name: str) -> LoraUse:
 
 
 ADD_ON = ClientAddOn(kind=kinds.LORAS, title="LoRA store", hosted_title="LoRAs")
+
+
+def latest_step(similarities: Sequence[float]) -> int:
+    """Return the first step at which missing the LoRA leads too far away, or the number of steps if none does.
+
+    Source: Katz, bounded asynchronous loading: the bound is where the latents begin to differ.
+
+    Args:
+        similarities: After each step, the cosine of the latents with and without the LoRA.
+    """
+    return next(
+        (step for step, cosine in enumerate(similarities) if not cosine >= _LEAST_LATENT_SIMILARITY), len(similarities)
+    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.addons.edits.client.block_worth import HALVES, worth
+from bottega.addons.edits.client.cli_profile import HALVES, worth
 from bottega.addons.edits.client.types import profile_from
 from bottega.v1.activations_pb2 import BlockProfile
 

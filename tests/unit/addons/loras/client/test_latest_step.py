@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.addons.loras.planning import latest_step
+from bottega.addons.loras.client.sdk import latest_step
 
 
 @pytest.mark.parametrize(
