@@ -43,7 +43,7 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         result_size=(640, 480),
         size_bytes=1234,
         created_wall=created_wall,
-        deadline_wall=created_wall + 60,
+        deadline_steady=created_wall + 60,
     )
 
 
@@ -100,7 +100,7 @@ def cancelled(*, ended_wall: float, error: bytes = b"why", spec: bytes | None = 
 def _progress(job: JobRecord) -> JobProgress:
     return JobProgress(
         state=job.state,
-        deadline_wall=job.deadline_wall,
+        deadline_steady=job.deadline_steady,
         started_wall=job.started_wall,
         attempt=job.attempt,
         deaths=job.deaths,

@@ -33,7 +33,7 @@ def record_of(job: Job, *, steady: float) -> JobRecord:
         job_id=job.job_id,
         spec=job.bare.SerializeToString(),
         created_wall=job.created_wall,
-        deadline_wall=_deadline_steady(job, steady),
+        deadline_steady=_deadline_steady(job, steady),
     )
 
 
@@ -72,7 +72,7 @@ def progress_of(job: Job, *, steady: float) -> JobProgress:
     """
     return JobProgress(
         state=job.state,
-        deadline_wall=_deadline_steady(job, steady),
+        deadline_steady=_deadline_steady(job, steady),
         started_wall=job.started_wall,
         attempt=job.number,
         deaths=job.losses.deaths,
@@ -106,7 +106,7 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
     """Return the job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
     bare = GenerationSpec.FromString(record.spec)
-    left_s = None if record.deadline_wall is None else record.deadline_wall - steady
+    left_s = None if record.deadline_steady is None else record.deadline_steady - steady
     job = Job(
         clock=clock,
         spec=GenerationSpec.FromString(inputs) if inputs else bare,

@@ -33,7 +33,7 @@ class JobProgress:
     """The status of a live job, which changes until it ends; see JobRecord."""
 
     state: JobState.ValueType
-    deadline_wall: float | None = None
+    deadline_steady: float | None = None
     started_wall: float | None = None
     attempt: int = 0
     """Number of the newest attempt, 0 before the first."""
@@ -95,8 +95,8 @@ class JobRecord:
     template: str = ""
     computed_share: float = 1.0
     size_bytes: int = 0
-    deadline_wall: float | None = None
-    """The job's deadline. In spite of the name, it is on the steady clock."""
+    deadline_steady: float | None = None
+    """The job's deadline, on the steady clock; None if it has none."""
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     started_wall: float | None = None
     ended_wall: float | None = None
@@ -155,7 +155,7 @@ class JobRecord:
         return replace(
             self,
             state=progress.state,
-            deadline_wall=progress.deadline_wall,
+            deadline_steady=progress.deadline_steady,
             started_wall=progress.started_wall if self.started_wall is None else self.started_wall,
             attempt=progress.attempt,
             deaths=progress.deaths,

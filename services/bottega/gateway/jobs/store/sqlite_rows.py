@@ -40,7 +40,7 @@ TYPES = {
     "created_wall": "REAL NOT NULL",
     "started_wall": "REAL",
     "ended_wall": "REAL",
-    "deadline_wall": "REAL",
+    "deadline_steady": "REAL",
     "attempt": "INTEGER NOT NULL",
     "deaths": "INTEGER NOT NULL",
     "decisions": "BLOB NOT NULL",

@@ -16,7 +16,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
-_VERSION = 13
+_VERSION = 14
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
 # Seconds of a day; days are counted since 1970, by UTC.

@@ -74,7 +74,7 @@ async def _complete(store: JobStore, job_id: str, attempt: int) -> bool:
 
 async def test_bytes_and_absent_times_survive(store: JobStore, another: Opener) -> None:
     odd = replace(
-        record(), spec=bytes(range(256)) * 5000, deadline_wall=None, created_wall=1e9 + 1 / 3, fingerprint="ü'%"
+        record(), spec=bytes(range(256)) * 5000, deadline_steady=None, created_wall=1e9 + 1 / 3, fingerprint="ü'%"
     )
     added = await store.add(odd)
     assert await (await another()).get("j1") == added == replace(odd, sequence=added.sequence)

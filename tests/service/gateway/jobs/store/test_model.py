@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         state=st.sampled_from(LIVE),
         deaths=st.integers(0, 3),
         decisions=BYTES,
-        deadline_wall=st.none() | TIMES,
+        deadline_steady=st.none() | TIMES,
         started_wall=TIMES,
     )
     def progress(self, which: int, job_id: str, step: int, **fields: Any) -> None:
