@@ -45,9 +45,13 @@ class StoreLinkHandler(LinkHandler):
         with self._counting:
             self._unsent += 1
             busy = self._unsent > _MOST_UNSENT
-        message = refusal if busy else answer()
-        if not self._connection.post(lambda link: self._send(link, message, refusal)):
-            self._sent()
+        queued = False
+        try:
+            message = refusal if busy else answer()
+            queued = self._connection.post(lambda link: self._send(link, message, refusal))
+        finally:
+            if not queued:
+                self._sent()
 
     def _send(self, link: Link, message: WholeMessage, refusal: WholeMessage) -> None:
         try:
