@@ -84,6 +84,19 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
 
 
+async def test_each_change_of_a_service_is_reported_when_it_happens(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", SERVES), environment={"SOME": "thing"})
+    found = ServiceProcess(
+        plan, tmp_path, Reports(), QUICK, on_change=lambda: seen.append((found.pid is not None, found.serving.is_set()))
+    )
+    async with running(found):
+        await eventually(lambda: seen == [(True, False), (True, True)])
+        assert found.pid is not None
+        psutil.Process(found.pid).kill()
+        await eventually(lambda: seen[2:] == [(False, False), (True, False), (True, True)])
+
+
 @pytest.mark.parametrize("script", [SERVES, DEAF], ids=["it listens", "it is killed after the grace"])
 async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
     reports = Reports()

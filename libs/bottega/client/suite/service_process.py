@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +63,21 @@ class RestartPolicy:
 
 
 class ServiceProcess:
-    """A service that is kept running until it is stopped."""
+    """A service that is kept running until it is stopped.
 
-    def __init__(self, plan: ProcessPlan, logs: Path, listener: ServiceListener, policy: RestartPolicy) -> None:
+    Args:
+        on_change: Called when its process, its progress or `serving` changes.
+    """
+
+    def __init__(
+        self,
+        plan: ProcessPlan,
+        logs: Path,
+        listener: ServiceListener,
+        policy: RestartPolicy,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.name = plan.name
         self.pid: int | None = None
         """PID of its current process; None between two processes."""
@@ -75,6 +87,7 @@ class ServiceProcess:
         self._plan = plan
         self._listener = listener
         self._policy = policy
+        self._on_change = on_change
         self._log = ServiceLog(logs, plan.name)
         self._last_lines: deque[str] = deque(maxlen=12)
         self._ever_served = False
@@ -116,6 +129,7 @@ class ServiceProcess:
         with OutputPipe() as pipe, _stdin_of_supervisor() as stdin:
             process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid
+            self._on_change()
             reading = BackgroundTasks(f"reading what {self.name} writes")
             reading.start(self._read(await pipe.reader()))
             try:
@@ -127,6 +141,7 @@ class ServiceProcess:
                 _end_group(process.pid)
                 self.pid = None
                 self.serving.clear()
+                self._on_change()
                 # The pipe ends with the process group, unless an unrelated process inherited it.
                 await reading.join(_READ_REST_S)
                 await reading.cancel()
@@ -157,10 +172,12 @@ class ServiceProcess:
             fields = fields_of(line)
             if fields.get("event") == "engine starting":
                 self.progress = str(fields.get("progress", ""))
+                self._on_change()
                 self._listener.starting(self.name, self.progress)
             if fields.get("event") == "serving":
                 self._ever_served, self.progress = True, ""
                 self.serving.set()
+                self._on_change()
                 self._listener.serving(self.name, str(fields.get("address", "")))
 
 

@@ -18,7 +18,7 @@ from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.fleet import FleetStatus
 from bottega.errors import DeadlinePassed, Unavailable
 
-# Interval at which the record is updated and, until the suite is ready, the fleet is asked for.
+# Interval at which the fleet is asked for until the suite is ready.
 _LOOK_S = 0.3
 
 
@@ -30,8 +30,11 @@ class Supervisor:
     ) -> None:
         self._plan = plan
         self._state = state
+        self._changed = asyncio.Event()
+        self._written: InstanceRecord | None = None
         self._processes = [
-            ServiceProcess(process, state.logs, listener, policy or RestartPolicy()) for process in plan.processes
+            ServiceProcess(process, state.logs, listener, policy or RestartPolicy(), on_change=self._changed.set)
+            for process in plan.processes
         ]
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[FleetStatus], None]) -> None:
@@ -56,27 +59,32 @@ class Supervisor:
             process.kill()
 
     async def _watch(self, on_ready: Callable[[FleetStatus], None]) -> None:
-        written, ready, settings = None, False, self._plan.settings
-        no_retry = RetryPolicy(patience_s=0.0)
+        settings, no_retry = self._plan.settings, RetryPolicy(patience_s=0.0)
         async with AsyncClient(settings.address, fleet_address=settings.fleet_address, retry=no_retry) as client:
-            while True:
-                if not ready and (fleet := await self._whole_fleet(client)) is not None:
-                    ready = True
-                    on_ready(fleet)
-                record = InstanceRecord(
-                    pid=os.getpid(),
-                    address=settings.address,
-                    fleet_address=settings.fleet_address,
-                    ready=ready,
-                    starting=", ".join(
-                        f"{process.name}: {process.progress}" for process in self._processes if process.progress
-                    ),
-                    children=tuple(self._children()),
-                )
-                if record != written:
-                    self._state.write(record)
-                    written = record
+            while (fleet := await self._whole_fleet(client)) is None:
+                self._record(ready=False)
                 await asyncio.sleep(_LOOK_S)
+        on_ready(fleet)
+        while True:
+            self._changed.clear()
+            self._record(ready=True)
+            await self._changed.wait()
+
+    def _record(self, *, ready: bool) -> None:
+        """Write the state of the suite if it has changed."""
+        record = InstanceRecord(
+            pid=os.getpid(),
+            address=self._plan.settings.address,
+            fleet_address=self._plan.settings.fleet_address,
+            ready=ready,
+            starting=", ".join(
+                f"{process.name}: {process.progress}" for process in self._processes if process.progress
+            ),
+            children=tuple(self._children()),
+        )
+        if record != self._written:
+            self._state.write(record)
+            self._written = record
 
     async def _whole_fleet(self, client: AsyncClient) -> FleetStatus | None:
         """Return the fleet when every service serves and all that join it have reported to it, else None."""
