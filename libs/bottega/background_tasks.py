@@ -1,4 +1,4 @@
-"""Background tasks: they are limited in number, log their failures, and end with their owner."""
+"""Background tasks that end with their owner, and work that runs to its end even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -144,3 +144,37 @@ async def run_until_first_ends(*works: Coroutine[Any, Any, object]) -> None:
 def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT]) -> None:
     if not task.cancelled() and task.exception() is None:
         receiver(task.result())
+
+
+async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return or raise what `work` does. If the caller is cancelled, CancelledError is raised after the work has ended.
+
+    It is for work that must not stop halfway, such as creating or removing a file.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved, because CancelledError is raised in its place
+        raise cancelled
+    return task.result()
+
+
+@contextlib.asynccontextmanager
+async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], object]) -> AsyncIterator[ResultT]:
+    """Yield the result of `make`, and pass it to `unmake` after the block, even if the caller is cancelled.
+
+    Both run in threads, and may raise.
+    """
+    made: list[ResultT] = []
+    try:
+        await run_to_end(asyncio.to_thread(lambda: made.append(make())))
+        yield made[0]
+    finally:
+        for resource in made:
+            await run_to_end(asyncio.to_thread(unmake, resource))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +46,23 @@ class ClockMark:
     """Seconds by which the steady clock is ahead of the monotonic one."""
     steady: float
     """The steady clock's time when the mark was made, in seconds."""
+
+    @classmethod
+    def read(cls, path: Path) -> ClockMark | None:
+        """Return the mark in a file; None if there is no file, or its content is invalid."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            mark = cls(boot=str(content["boot"]), ahead_s=float(content["ahead_s"]), steady=float(content["steady"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return mark if math.isfinite(mark.ahead_s) and math.isfinite(mark.steady) else None
+
+    def write(self, path: Path) -> None:
+        """Write the mark to a file. If the disk cannot be written, the old file stays."""
+        temporary = path.with_name(f"{path.name}.new")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+            temporary.replace(path)
 
 
 class SteadyClock:

@@ -33,8 +33,7 @@ from bottega.diffusion.model.model import load_model
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
 from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import convert
-from bottega.loras.importing.source import sources
+from bottega.loras.importing.converting import convert, sources
 from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress

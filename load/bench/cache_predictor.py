@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.cache.index import KeyedIndex
-from bottega.cache.predictor.one_class import train
-from bottega.cache.predictor.predictor import MatchPredictor, PredictorSettings
+from bottega.cache.predictor import MatchPredictor, PredictorSettings, train
 from tests.support.waiting import wait_until
 
 _KEY = "5e" * 32

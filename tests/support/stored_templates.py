@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.activations.store.intake import SectionIntake
+from bottega.activations.store.recordings import SectionIntake
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore

@@ -4,27 +4,29 @@ Files are written before the records that name them, and deleted after these. Ki
 files without a record, which the next start deletes, or records without a file, whose content then counts as missing.
 A disk that is full or fails makes a store read-only until it can be written again.
 
-- `files`: files in a folder, checked by SHA-256 when they are read
-- `tables`, `records`: the SQLite file, with a checksum in each row
-- `disk`: both of them, with the pending deletions and changes
-- `writer`: the thread that writes, and how it recovers from a failed disk
+- `records`: the SQLite file, with a checksum in each row
+- `disk`: the records and the files, with the pending deletions and changes
+- `writer`: the thread that writes, how it recovers from a failed disk, and counters
 - `profiles`: measured profiles of models, a checked file each
-- `counts`: counters of a store
 
 The store that uses this package supplies the tables and the policy of eviction, and holds its own data in memory.
 """
 
-from bottega.blobstore.counts import StoreCounts
 from bottega.blobstore.disk import BlobDisk, Completion
-from bottega.blobstore.files import BlobFiles
 from bottega.blobstore.profiles import ProfileFolder
-from bottega.blobstore.records import BlobRecords, NewRows, RecordChanges, RecordSchema, StoredRecord
-from bottega.blobstore.tables import RecordTable, StoredRow
-from bottega.blobstore.writer import BlobWriter
+from bottega.blobstore.records import (
+    BlobRecords,
+    NewRows,
+    RecordChanges,
+    RecordSchema,
+    RecordTable,
+    StoredRecord,
+    StoredRow,
+)
+from bottega.blobstore.writer import BlobWriter, StoreCounts
 
 __all__ = [
     "BlobDisk",
-    "BlobFiles",
     "BlobRecords",
     "BlobWriter",
     "Completion",

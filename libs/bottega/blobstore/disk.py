@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.blobstore.files import BlobFiles
-from bottega.blobstore.records import BlobRecords, NewRows, RecordChanges, RecordSchema, StoredRecord
-from bottega.blobstore.tables import Values
+from bottega.blobstore.records import BlobRecords, NewRows, RecordChanges, RecordSchema, StoredRecord, Values
 from bottega.errors import Unavailable
-from bottega.storage import folders, os_errors
+from bottega.storage import BlobFiles, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 
 # Shared values that no part uses any more are deleted after this many parts and records were removed or replaced.

@@ -1,4 +1,4 @@
-"""The thread that writes for a store, and how it recovers from a disk that is full or fails.
+"""The thread that writes for a store, how it recovers from a disk that is full or fails, and the store's counters.
 
 Such a disk makes the store read-only: what arrives is dropped, what exists is served, and the disk is tried again every
 `retry_s` seconds. The same thread reads what the disk has at the start.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import abc
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
+from typing import Generic, TypeVar
 
 from bottega.blobstore.disk import BlobDisk
 from bottega.blobstore.records import RecordChanges
@@ -160,3 +164,38 @@ class BlobWriter(abc.ABC):
         _log.info(f"the disk of {self._name} can be written again")
         if not self._loaded:
             self._load()
+
+
+ReasonT = TypeVar("ReasonT", bound=StrEnum)
+
+
+class StoreCounts(Generic[ReasonT]):
+    """Thread-safe counters: totals by name, and dropped items by reason.
+
+    Args:
+        reasons: The reasons for dropping an item; each count starts at 0.
+    """
+
+    def __init__(self, reasons: type[ReasonT]) -> None:
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter({reason.value: 0 for reason in reasons})
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Increase a total."""
+        with self._lock:
+            self._totals[name] += number
+
+    def total(self, name: str) -> int:
+        """Return a total; 0 if nothing was counted."""
+        return self._totals[name]
+
+    def drop(self, reason: ReasonT, number: int = 1) -> None:
+        """Count dropped items."""
+        with self._lock:
+            self._dropped[reason.value] += number
+
+    def dropped(self) -> dict[str, int]:
+        """Return the numbers of dropped items, by reason."""
+        with self._lock:
+            return dict(self._dropped)

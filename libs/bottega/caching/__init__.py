@@ -5,9 +5,8 @@ Popularity decide which entry is evicted first.
 """
 
 from bottega.caching.load_cache import Lease, LoadCache, Loader
-from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan
+from bottega.caching.load_plan import CacheItem, EvictionOrder, LoadClaim, LoadCommand, LoadCounts, LoadPlan, Popularity
 from bottega.caching.lru_cache import LruCache, LruEntry
-from bottega.caching.popularity import EvictionOrder, Popularity
 from bottega.caching.tiered_cache import TieredCache
 from bottega.caching.tiers import CacheLease, KnownFile, Tier, TierStatistics
 

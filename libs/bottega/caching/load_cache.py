@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan
-from bottega.caching.popularity import Popularity
+from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan, Popularity
 from bottega.errors import BottegaError, Draining, InternalError
 
 ValueT = TypeVar("ValueT")

@@ -6,6 +6,7 @@ Load, backlog and addresses of other services are passed through callbacks.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import random
 import secrets
@@ -69,6 +70,18 @@ class StartingServer(Listening, Protocol):
 
     def extend_start(self, status: str, *, within_s: float) -> None:
         """Report the progress of the start to systemd, and the time until the next report."""
+
+
+def registration_of(server: Listening, *, kind: str, name: str, device: str = "") -> fleet_pb2.Registration:
+    """Return the registration of a service with this server."""
+    return fleet_pb2.Registration(
+        kind=kind,
+        name=name,
+        address=server.address,
+        version=importlib.metadata.version("bottega-services"),
+        metrics_address=server.metrics_address,
+        device=device,
+    )
 
 
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:

@@ -1,42 +1,55 @@
-"""A service that has a store: it offers links to workers, reports to the fleet, and measures its memory."""
+"""A service that has a store: it offers links to workers, reports to the fleet, and measures its memory.
+
+`boot_store` runs it as a process.
+"""
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import importlib.metadata
+import contextlib
 import os
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import Draining
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening
-from bottega.rpc.operation.link_metrics import link_counts
+from bottega.rpc.boot import ServiceHooks, boot
+from bottega.rpc.fleet_membership import FleetMembership, Listening, registration_of
+from bottega.rpc.link_service import add_link_service
+from bottega.rpc.operation.link_metrics import link_counts, link_metrics
+from bottega.rpc.server import Server
+from bottega.rpc.service_config import StoreConfig
+from bottega.state_folder import state_folder
 from bottega.transport import LinkServer, offer_to_wire
 from bottega.v1 import fleet_pb2
-from bottega.v1.link_pb2 import LinkCounts, LinkOffer, OpenLinkRequest
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
+
+ConfigT = TypeVar("ConfigT", bound=StoreConfig)
 
 
-class StoreServer(abc.ABC):
-    """The server of a store. Start it with `start`, end it with `drain` and `stop`. A subclass owns the store.
+class StoreServer(Collector):
+    """The server of a store, and the collector of its metrics. A subclass owns the store.
+
+    Start it with `start`, end it with `drain` and `stop`.
 
     Args:
         kind: The service's kind in the fleet, see bottega.kinds.
-        name: Its name in the fleet; empty is the kind and the process's id.
         what: Names the service in refusals, such as "the activation store".
-        gateway: Address of the fleet; empty joins none.
-        listening: The gRPC server.
-        links: The links to workers.
     """
 
     def __init__(
-        self, *, kind: str, name: str, what: str, gateway: str, listening: Listening, links: LinkServer[Any]
+        self, config: StoreConfig, *, kind: str, what: str, listening: Listening, links: LinkServer[Any]
     ) -> None:
-        self.name = name or f"{kind}-{os.getpid()}"
+        self.name = config.name or f"{kind}-{os.getpid()}"
         self._kind = kind
         self._what = what
-        self._gateway = gateway
+        self._gateway = config.gateway
         self._listening = listening
         self._links = links
         self._membership: FleetMembership | None = None
@@ -45,16 +58,15 @@ class StoreServer(abc.ABC):
         self._draining = False
 
     async def start(self) -> None:
-        """Join the fleet. A subclass opens its store before."""
+        """Open the store and join the fleet.
+
+        Raises ConfigError if the store cannot be opened, StorageUnavailable, DataLoss, and Unavailable if another
+        process uses the folder.
+        """
+        await self._open()
         self._tasks.start(self._memory.run())
         if self._gateway:
-            registration = fleet_pb2.Registration(
-                kind=self._kind,
-                name=self.name,
-                address=self._listening.address,
-                version=importlib.metadata.version("bottega-services"),
-                metrics_address=self._listening.metrics_address,
-            )
+            registration = registration_of(self._listening, kind=self._kind, name=self.name)
             self._membership = FleetMembership(
                 self._gateway, registration, load=self.load, channels=self._listening.channels
             )
@@ -78,12 +90,60 @@ class StoreServer(abc.ABC):
             self._membership.report_soon()
 
     async def stop(self) -> None:
-        """Leave the fleet and end all links. A subclass closes its store afterwards."""
+        """Leave the fleet, end all links, and close the store."""
         if self._membership:
             await self._membership.stop()
         await self._tasks.cancel()
         await asyncio.to_thread(self._links.close)
+        await self._close()
 
-    def link_counts(self) -> LinkCounts:
-        """Return the current figures of the links. Thread-safe."""
-        return link_counts(self._links.counters, open_links=len(self._links.handlers))
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current metrics. Thread-safe."""
+        yield from link_metrics(link_counts(self._links.counters, open_links=len(self._links.handlers)))
+        yield from self._metrics()
+
+    @abc.abstractmethod
+    async def _open(self) -> None:
+        """Open the store."""
+
+    @abc.abstractmethod
+    async def _close(self) -> None:
+        """Write what is pending, and close the store."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> Iterator[Metric]:
+        """Yield the store's metrics. Called in another thread."""
+
+
+def add_store(server: Server, kind: str, store: StoreServer, *, service: str) -> None:
+    """Serve a store's metrics and links on its gRPC server.
+
+    Args:
+        service: Name of the store's own gRPC service, which the caller has added.
+    """
+    server.registry.register(store)
+    server.add_services([service])
+    add_link_service(server, kind, store)
+
+
+def boot_store(
+    kind: str,
+    config: type[ConfigT],
+    build: Callable[[ConfigT, Path], tuple[Server, StoreServer]],
+    *,
+    description: str,
+) -> int:
+    """Run a store as a process and return the exit status; see `boot`.
+
+    Args:
+        build: Returns the server and its store for a configuration and a folder, neither of them started. Called in the
+            event loop.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(settings: ConfigT) -> AsyncIterator[ServiceHooks]:
+        folder = Path(settings.folder) if settings.folder else state_folder() / kind
+        server, store = build(settings, folder)
+        yield ServiceHooks(server=server, warm_up=store.start, finish=store.drain, shut_down=store.stop)
+
+    return boot(kind, config, lifespan, description=description)

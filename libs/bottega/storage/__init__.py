@@ -1,11 +1,13 @@
 """Data that outlives a process: files by content hash, SQLite files, and the thread that does blocking work."""
 
+from bottega.storage.blob_files import BlobFiles
 from bottega.storage.content import ContentStore
-from bottega.storage.content_files import ContentReader
+from bottega.storage.content_reader import ContentReader
 from bottega.storage.sqlite_database import SqliteDatabase, SqliteFile, SqliteSchema
 from bottega.storage.thread import SerialTask, SerialThread, TaskGroups
 
 __all__ = [
+    "BlobFiles",
     "ContentReader",
     "ContentStore",
     "SqliteDatabase",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -17,17 +18,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from bottega.clocks import Clock, SteadyClock
-from bottega.errors import DataLoss, TooLarge
-from bottega.storage import os_errors
-from bottega.storage.content_files import ContentFolder, ContentReader, check, damaged
-from bottega.storage.fair_thread import FairThread
-from bottega.storage.thread import SerialThread
+from bottega.errors import DataLoss, StorageUnavailable, TooLarge
+from bottega.storage import folders, os_errors
+from bottega.storage.blob_files import BlobFiles
+from bottega.storage.content_reader import ContentReader, check, damaged
+from bottega.storage.process_lock import ProcessLock
+from bottega.storage.thread import FairThread, SerialThread
 
 ResultT = TypeVar("ResultT")
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 # Duration of one sweep. An unlink takes some tens of microseconds, or a millisecond for the largest files.
 _SLICE_S = 0.002
-_FOREIGN_NAMES_IN_LOG = 5
 # A file that was changed longer ago gets another time with its next change: file systems count in milliseconds.
 _SETTLED_S = 0.1
 
@@ -78,7 +80,8 @@ class ContentStore:
     def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Clock | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._path = folder
-        self._folder = ContentFolder(folder)
+        self._lock = ProcessLock(folder)
+        self._files = BlobFiles(folder, names=_DIGEST, synced=True)
         self._ttl_s = ttl_s
         self.steady = SteadyClock(clock or Clock())
         """The clock by which images age, whatever the machine's clock is set to. Resume it before `open`: otherwise the
@@ -104,7 +107,7 @@ class ContentStore:
         """Finish pending work and close the folder, so that another process may open it."""
         await self._reader.close()
         await self._writer.close()
-        self._folder.close()
+        self._lock.release()
 
     @contextlib.contextmanager
     def pinned(self, digests: Collection[str]) -> Iterator[None]:
@@ -189,21 +192,17 @@ class ContentStore:
 
     def _open(self) -> None:
         with os_errors.translated():
-            scan = self._folder.open()
+            folders.make_own(self._path)
+            self._lock.acquire()
+            self._files.clear()
+            found = [(file.name, file.stat()) for file in self._files.scan()]
         now = self.steady()
-        files = sorted(scan.files, key=lambda file: file.time)
         self._entries, self._owned, self.size_bytes = {}, {}, 0
-        for file in files:
+        for digest, status in sorted(found, key=lambda file: file[1].st_mtime):
             # A clock that was wrong once must not keep a file for ever: a time in the future counts as now.
-            time = now - max(0.0, now - file.time)
-            self._enter(file.digest, _Entry(owners={""}, size_bytes=file.size_bytes, time=time, trusted=False))
+            time = now - max(0.0, now - status.st_mtime)
+            self._enter(digest, _Entry(owners={""}, size_bytes=status.st_size, time=time, trusted=False))
         self._opened = True
-        if scan.foreign:
-            names = scan.foreign[:_FOREIGN_NAMES_IN_LOG]
-            _log.warning(
-                "the folder of images has other files, which are left alone",
-                extra={"folder": str(self._path), "names": names},
-            )
 
     def _assign(self, owners: Mapping[str, Collection[str]]) -> None:
         found, self._owned = self._entries, {}
@@ -215,11 +214,12 @@ class ContentStore:
         self._keep_in_place()
         with os_errors.translated():
             entry, now = self._entries.get(digest), self.steady()
-            if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
-                self._folder.renew(digest, time=now)
+            confirms = entry is not None and not entry.trusted
+            if entry and self._is_there(digest, len(data), checked=confirms, synced=confirms):
+                os.utime(self._files.path(digest), (now, now))
             else:
                 self._make_room(len(data), owner)
-                self._folder.write(digest, data, time=now)
+                self._files.write(digest, data, time=now)
         others = self._leave(digest)
         self._enter(digest, _Entry(owners={owner, *others}, size_bytes=len(data), time=now, trusted=True))
 
@@ -229,14 +229,11 @@ class ContentStore:
         if entry is None or entry.time + self._ttl_s <= now:
             return False
         with os_errors.translated():
-            if entry.trusted:  # it is certainly on the disk
-                intact = self._folder.is_intact(digest)
-            else:
-                intact = self._folder.confirm(digest, size_bytes=entry.size_bytes, thoroughly=True)
-            if not intact:
+            # A trusted file is certainly on the disk.
+            if not self._is_there(digest, entry.size_bytes, checked=True, synced=not entry.trusted):
                 entry.trusted, entry.damaged = False, True
                 return False
-            self._folder.renew(digest, time=now)
+            os.utime(self._files.path(digest), (now, now))
         owners = self._leave(digest)
         self._enter(digest, _Entry(owners=owners, size_bytes=entry.size_bytes, time=now, trusted=True))
         return True
@@ -246,12 +243,11 @@ class ContentStore:
         entry = self._entries.get(digest)
         if entry is None or owner not in entry.owners or entry.time > put_before:
             return
-        with os_errors.translated():
-            if len(entry.owners) == 1:
-                self._drop(digest)
-            else:
-                entry.owners.discard(owner)
-                self._disown(owner, digest, entry.size_bytes)
+        if len(entry.owners) == 1:
+            self._drop(digest)
+        else:
+            entry.owners.discard(owner)
+            self._disown(owner, digest, entry.size_bytes)
 
     def _read(self, digest: str, owner: str) -> ContentReader | None:
         self._check_opened()
@@ -260,7 +256,7 @@ class ContentStore:
             return None
         with os_errors.translated():
             try:
-                descriptor = self._folder.open_file(digest)
+                descriptor = self._files.open_file(digest)
             except FileNotFoundError:
                 if self._entries.get(digest) is entry:  # this process has not removed it
                     entry.trusted, entry.damaged = False, True
@@ -280,28 +276,45 @@ class ContentStore:
                 entry.checked = version
             return reader
 
+    def _is_there(self, digest: str, size_bytes: int, *, checked: bool, synced: bool) -> bool:
+        """Return whether a file exists with this size; if `checked`, with its hash; if `synced`, also on the disk."""
+        try:
+            descriptor = self._files.open_file(digest)
+        except FileNotFoundError:
+            return False
+        try:
+            if os.fstat(descriptor).st_size != size_bytes:
+                return False
+            if checked:
+                check(descriptor, digest)
+            if synced:
+                folders.sync(self._files.path(digest).parent)
+        except DataLoss:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
     def _probe(self) -> None:
         self._keep_in_place()
-        with os_errors.translated():
-            self._folder.probe()
+        self._files.probe()
 
     def _sweep(self) -> bool:
         self._keep_in_place()
         until = time.perf_counter() + _SLICE_S
         oldest = self.steady() - self._ttl_s
-        with os_errors.translated():
-            while self._entries:
-                digest, entry = next(iter(self._entries.items()))
-                if entry.time > oldest:
-                    break
-                if time.perf_counter() > until:
-                    return True
-                self._drop(digest)
-            while self.size_bytes > self.budget_bytes:
-                if time.perf_counter() > until:
-                    return True
-                if not self._evict_one("", 0):
-                    break
+        while self._entries:
+            digest, entry = next(iter(self._entries.items()))
+            if entry.time > oldest:
+                break
+            if time.perf_counter() > until:
+                return True
+            self._drop(digest)
+        while self.size_bytes > self.budget_bytes:
+            if time.perf_counter() > until:
+                return True
+            if not self._evict_one("", 0):
+                break
         return False
 
     def _make_room(self, size_bytes: int, owner: str) -> None:
@@ -333,8 +346,8 @@ class ContentStore:
         entry = self._entries[digest]
         self._leave(digest)
         try:
-            self._folder.remove(digest)
-        except OSError:
+            self._files.remove([digest])
+        except StorageUnavailable:
             later, self._entries = self._entries, {}
             self._enter(digest, entry, oldest=True)
             self._entries |= later
@@ -373,10 +386,10 @@ class ContentStore:
         """Create and read the folder again if it was deleted since it was opened."""
         self._check_opened()
         with os_errors.translated():
-            if self._folder.in_place:
+            if self._lock.in_place and self._files.in_place:
                 return
         _log.error("the folder of images was deleted; it is created again", extra={"folder": str(self._path)})
-        self._folder.close()
+        self._lock.release()
         self._open()
 
     def _check_opened(self) -> None:

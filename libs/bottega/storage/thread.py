@@ -1,4 +1,4 @@
-"""One thread that runs blocking work in the order in which it was queued.
+"""One thread that runs blocking work in the order in which it was queued, or in turns by owner.
 
 State that only such a thread touches needs no lock. An event loop awaits `run`; threads use `call`, or `post` if nobody
 waits for the result.
@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -31,6 +32,10 @@ _WAIT_S = 30.0
 _LATE_S = 1.0
 # More than a service has calls at once: beyond it the disk is the bottleneck, and callers should get an error.
 _MAX_WAITING = 1024
+# Of a FairThread, one call runs, and the next one waits in the thread's own queue.
+_FAIR_AT_ONCE = 2
+# Maximum number of waiting calls of one owner: more than the streams that a gateway serves at once.
+_MAX_WAITING_OF_OWNER = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -271,3 +276,53 @@ def _deliver(group: Sequence[SerialTask]) -> None:
         assert isinstance(outcome, asyncio.Future)
         with contextlib.suppress(RuntimeError):  # a closed loop awaits nothing
             outcome.get_loop().call_soon_threadsafe(deliver)
+
+
+class FairThread:
+    """A thread that runs blocking work of several owners in turns. It is used from one event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = SerialThread(name)
+        self._running = 0
+        # Waiting calls by owner; the owner whose turn is next comes first.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
+        """Return what `do` returns or raises. Raises StorageUnavailable as SerialThread.run does."""
+        await self._wait_for_turn(owner)
+        try:
+            return await self._thread.run(do)
+        finally:
+            self._end_turn()
+
+    async def close(self) -> None:
+        """End the thread after the work that it has begun."""
+        await self._thread.close()
+
+    async def _wait_for_turn(self, owner: str) -> None:
+        if self._running < _FAIR_AT_ONCE and not self._waiting:
+            self._running += 1
+            return
+        calls = self._waiting.setdefault(owner, deque())
+        if len(calls) >= _MAX_WAITING_OF_OWNER:
+            raise unavailable("too many operations wait for the disk", cause=BUSY)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        calls.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn had come
+                self._end_turn()
+            raise
+
+    def _end_turn(self) -> None:
+        self._running -= 1
+        while self._waiting and self._running < _FAIR_AT_ONCE:
+            owner = next(iter(self._waiting))
+            calls = self._waiting.pop(owner)
+            turn = calls.popleft()
+            if calls:
+                self._waiting[owner] = calls
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)

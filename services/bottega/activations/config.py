@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from bottega.rpc.address import OptionalAddress
 from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.service_config import AtLeastOne, NotNegative, StoreConfig
 from bottega.strict import STRICT
-
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationsConfig:
+class ActivationsConfig(StoreConfig):
     """Settings of an activation store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: Annotated[str, Field(max_length=128)] = ""
-    """Name of this service, unique in the fleet. Empty: "activations-" and the process id."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
-    server: ServerConfig = field(default_factory=ServerConfig)
     links: LimitedLinksConfig = field(default_factory=LimitedLinksConfig)
-    folder: str = ""
-    """Folder of records and activations. Empty: activations/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30
     """Bound on the bytes of activations in memory, which workers of this host share."""
     disk_bytes: AtLeastOne = 256 << 30

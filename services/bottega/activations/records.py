@@ -17,8 +17,7 @@ from google.protobuf.message import DecodeError
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.addons.edits.wire.section import SectionLayout
 from bottega.blobstore import BlobDisk, Completion, NewRows, RecordSchema, RecordTable, StoredRecord, StoredRow
-from bottega.blobstore.records import SharedValues, shared_by_digest, shared_digest
-from bottega.blobstore.tables import Values
+from bottega.blobstore.records import SharedValues, Values, shared_by_digest, shared_digest
 from bottega.v1 import activations_pb2
 from bottega.v1.activations_pb2 import RecordingHeader
 

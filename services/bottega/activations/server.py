@@ -1,19 +1,25 @@
-"""The activation store as a service. `service.py` translates between the store and gRPC."""
+"""The activation store as a service, and its metrics. `service.py` translates between the store and gRPC."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
 
 from bottega import kinds
 from bottega.activations.config import ActivationsConfig
-from bottega.activations.metrics import ActivationServerStatistics
 from bottega.activations.store.settings import ActivationStoreSettings
+from bottega.activations.store.statistics import ActivationStatistics
 from bottega.activations.store.store import ActivationStore
 from bottega.activations.worker_link import ActivationLinks
 from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.operation.metric_families import counter_by, counters, gauge_by, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.v1 import fleet_pb2
+
+_PREFIX = "bottega_activations"
 
 
 class ActivationServer(StoreServer):
@@ -23,21 +29,12 @@ class ActivationServer(StoreServer):
         self._config = config
         self.store = ActivationStore(store_settings(config, folder))
         super().__init__(
+            config,
             kind=kinds.ACTIVATIONS,
-            name=config.name,
             what="the activation store",
-            gateway=config.gateway,
             listening=listening,
             links=ActivationLinks(config.links, store=self.store),
         )
-
-    async def start(self) -> None:
-        """Open the store and join the fleet.
-
-        Raise ConfigError if the store cannot be opened, or Unavailable if another process uses the folder.
-        """
-        await asyncio.to_thread(self.store.start)
-        await super().start()
 
     def load(self) -> fleet_pb2.Load:
         """Return the load that the fleet shows."""
@@ -52,14 +49,16 @@ class ActivationServer(StoreServer):
         await super().drain()
         await asyncio.to_thread(self.store.wait_idle, self._config.server.drain_grace_s)
 
-    async def stop(self) -> None:
-        """Leave the fleet, close all links, and finish writing recordings."""
-        await super().stop()
+    async def _open(self) -> None:
+        await asyncio.to_thread(self.store.start)
+
+    async def _close(self) -> None:
         await asyncio.to_thread(self.store.close)
 
-    def statistics(self) -> ActivationServerStatistics:
-        """Return the current figures. Thread-safe."""
-        return ActivationServerStatistics(store=self.store.statistics(), links=self.link_counts())
+    def _metrics(self) -> Iterator[Metric]:
+        figures = self.store.statistics()
+        yield from _counters(figures)
+        yield from _gauges(figures)
 
 
 def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSettings:
@@ -72,4 +71,43 @@ def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSe
         min_free_bytes=config.min_free_bytes,
         max_waiting_bytes=config.waiting_bytes,
         max_loads=config.loads_at_once,
+    )
+
+
+def _counters(store: ActivationStatistics) -> Iterator[Metric]:
+    lookups = {"hit": store.hits, "miss": store.misses}
+    text = "Look-ups by workers, by whether the template was recorded."
+    yield counter_by("outcome", f"{_PREFIX}_lookups", text, lookups)
+    text = "Sections given to workers: from memory, loaded into memory, or from disk because memory had no room."
+    yield counter_by("tier", f"{_PREFIX}_fetches", text, store.fetches)
+    text = "Sections and recordings that were not kept, by reason."
+    yield counter_by("reason", f"{_PREFIX}_dropped", text, store.dropped)
+    yield from counters(
+        _PREFIX,
+        ("loads", "Files that were loaded into memory.", store.loads),
+        ("loaded_bytes", "Bytes of the files that were loaded into memory.", store.loaded_bytes),
+        ("load_seconds", "Seconds that loading took.", store.load_s),
+        ("recorded", "Templates that were recorded.", store.recorded),
+        ("recorded_sections", "Sections that were recorded, including replacements.", store.recorded_sections),
+        ("evictions", "Templates that were evicted.", store.evictions),
+        ("memory_evictions", "Files that were evicted from memory.", store.memory_evictions),
+        ("damaged", "Damaged files that were found and dropped.", store.damaged),
+    )
+
+
+def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
+    used = {"memory": store.memory_bytes, "disk": store.disk_bytes}
+    text = "Bytes of activations, by tier. Everything in memory is on disk as well."
+    yield gauge_by("tier", f"{_PREFIX}_bytes", text, used)
+    budgets = {"memory": store.memory_budget_bytes, "disk": store.disk_budget_bytes}
+    yield gauge_by("tier", f"{_PREFIX}_budget_bytes", "Upper bound on the bytes of activations, by tier.", budgets)
+    yield from gauges(
+        _PREFIX,
+        ("templates", "Templates.", store.templates),
+        ("sections", "Sections of all templates.", store.sections),
+        ("pinned", "Templates that are never evicted.", store.pinned),
+        ("recording", "Templates that are being recorded.", store.recording),
+        ("waiting_bytes", "Bytes of sections that wait to be written.", store.waiting_bytes),
+        ("disk_bytes_per_second", "Recent rate of loads from disk.", store.disk_bytes_per_s),
+        ("in_trouble", "1 if nothing can be recorded now.", int(bool(store.trouble))),
     )

@@ -1,44 +1,66 @@
 """Links to workers: answers questions about templates, sends sections, and receives recordings.
 
 The receiving thread answers questions. A worker that does not read its answers gets empty ones. The same thread takes
-in recordings, which the store writes later.
+in recordings, which the store writes later. `bottega.rpc.file_links` describes how sections are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from bottega import kinds
-from bottega.activations.section_sender import SectionSender
-from bottega.activations.store.intake import SectionIntake
+from bottega.activations.store.recordings import SectionIntake
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
-from bottega.errors import BottegaError
+from bottega.addons.edits.wire.pieces import SectionPieces, send_chunk
+from bottega.caching import CacheLease
+from bottega.errors import BottegaError, DataLoss, InvalidRequest
+from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
 from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
+from bottega.rpc.store_links import StoreLinks
 from bottega.transport import (
     Connection,
     Incoming,
     Layout,
     Link,
     LinkServerSettings,
+    WholeMessage,
     kind_of,
     read_number,
 )
-from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader, TemplateAnswer
+from bottega.v1.activations_pb2 import ChunkHeader, SectionHeader, SectionRequest, TemplateAnswer
+from bottega.v1.trace_pb2 import StoreTimes
 
 _NOTHING = TemplateAnswer()
 
 
-class ActivationWorkerLink(StoreLinkHandler):
+_LIMITS = FileLimits(
+    piece_bytes=messages.CHUNK_BYTES,
+    slots=messages.WORKER_LIMITS.slots,
+    # A worker has some tens of edits that each request the sections of coming steps.
+    most_open=4096,
+    most_at_once=16,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionRequested(FileRequest):
+    """A worker's request for a section. Its owner is an edit."""
+
+    tensors: tuple[int, ...]
+    """Places of the requested tensors in the section; empty for all."""
+
+
+class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
     """The link of one worker, limited to `bytes_per_s` unless 0. The store identifies the worker by this object."""
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
-        super().__init__(connection)
+        super().__init__(connection, what="sections", bytes_per_s=bytes_per_s, limits=_LIMITS)
         self._store = store
-        self._sections = SectionSender(connection, store=store, bytes_per_s=bytes_per_s)
         self._recorded = SectionReceiver(store, self, on_not_granted=self._say_not_granted)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -51,15 +73,15 @@ class ActivationWorkerLink(StoreLinkHandler):
                 case ActivationMessageKind.QUESTION:
                     self._answer(layout, views)
                 case ActivationMessageKind.FETCH:
-                    self._sections.fetch(*messages.read_fetch(layout, views))
+                    self._fetch(_requested(*messages.read_fetch(layout, views)))
                 case ActivationMessageKind.CANCEL:
-                    self._sections.cancel(read_number(layout, views))
+                    self._cancel(read_number(layout, views))
                 case _:
                     self._record(kind, layout, views)
 
     def on_end(self, cause: BottegaError) -> None:
         """Release the sections that were being sent, and drop the recordings that the worker has not finished."""
-        self._sections.end()
+        super().on_end(cause)
         self._recorded.drop()
         self._store.link_ended(self)
 
@@ -67,14 +89,23 @@ class ActivationWorkerLink(StoreLinkHandler):
         """Expire an idle section; called when no message has come for a moment."""
         self._recorded.expire()
 
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds of silence before the next piece of a section; other messages go first."""
-        return self._sections.idle_s
+    def _borrow(self, request: SectionRequested) -> Future[CacheLease]:
+        return self._store.fetch(request.digest)
 
-    def send_idle(self, link: Link) -> None:
-        """Send the next piece of a section."""
-        self._sections.send_piece(link)
+    def _return(self, lease: CacheLease) -> None:
+        self._store.give_back(lease)
+
+    def _transfer(self, request: SectionRequested, lease: CacheLease) -> FileTransfer:
+        layout = self._store.layout_of(request.digest)
+        if layout is None:
+            raise DataLoss("the section is gone")
+        return SectionTransfer(request, lease, layout)
+
+    def _whole_message(self, number: int, times: StoreTimes) -> WholeMessage:
+        return messages.whole_message(number, times)
+
+    def _refused_message(self, number: int, error: bytes) -> WholeMessage:
+        return messages.refused_message(number, error)
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_question(layout, views)
@@ -125,6 +156,37 @@ class ActivationLinks(StoreLinks[ActivationWorkerLink]):
         return ActivationWorkerLink(connection, store=self._store, bytes_per_s=self._bytes_per_s)
 
 
+class SectionTransfer(FileTransfer):
+    """A section that is being sent. Raises InvalidRequest if tensors are requested that the section does not have."""
+
+    def __init__(self, request: SectionRequested, lease: CacheLease, layout: SectionLayout) -> None:
+        super().__init__(request, lease)
+        self._request = request
+        self._begun = False
+        self._layout = layout
+        try:
+            self._pieces = SectionPieces(layout, request.tensors or None)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    @property
+    def done(self) -> bool:
+        """Whether everything requested was sent."""
+        return self._pieces.done
+
+    def send_piece(self, link: Link, most_bytes: int) -> int:
+        """Send the next chunk; the first one has the store's times."""
+        times = None if self._begun else self._request.times(self.lease)
+        self._begun = True
+        return send_chunk(
+            link,
+            self.number,
+            self._pieces.take(most_bytes),
+            lambda piece, view: self._fill(view, self._layout.offsets[piece.tensor] + piece.start),
+            times=times,
+        )
+
+
 class SectionReceiver:
     """Receives the sections of one link, in the receiving thread.
 
@@ -166,3 +228,7 @@ class SectionReceiver:
         if self._intake is not None:
             self._intake.drop(DropReason.ABANDONED)
             self._intake = None
+
+
+def _requested(number: int, request: SectionRequest) -> SectionRequested:
+    return SectionRequested(number=number, digest=request.digest, tensors=tuple(request.tensors), owner=request.edit)

@@ -7,32 +7,22 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.rpc.address import OptionalAddress
 from bottega.rpc.links_config import LinksConfig
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.service_config import AtLeastOne, NotNegative, StoreConfig
 from bottega.strict import STRICT
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(StoreConfig):
     """Settings of an approximate cache."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: Annotated[str, Field(max_length=128)] = ""
-    """Name of this service, unique in the fleet. Empty: "cache-" and the process id."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
-    server: ServerConfig = field(default_factory=ServerConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
-    folder: str = ""
-    """Folder of records, latents and pictures. Empty: cache/ in Bottega's state folder."""
     budget_bytes: AtLeastOne = 16 << 30
     """Bound on the disk bytes of latents and of the small picture of each entry."""
     min_free_bytes: NotNegative = 1 << 30

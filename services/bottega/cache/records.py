@@ -26,7 +26,7 @@ from bottega.blobstore import (
     StoredRecord,
     StoredRow,
 )
-from bottega.blobstore.tables import Values
+from bottega.blobstore.records import Values
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.transport import DType
 from bottega.v1.generation_pb2 import GenerationSpec

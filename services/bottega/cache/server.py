@@ -1,26 +1,32 @@
-"""The approximate cache as a service. `service.py` translates between the store and gRPC."""
+"""The approximate cache as a service, and its metrics. `service.py` translates between the store and gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf import json_format
+from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
 from bottega.addons.cache.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.cache.config import CacheConfig
-from bottega.cache.metrics import CacheStatistics
+from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.profiles import check_profile
 from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import LatentStatistics
 from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
 from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable
 from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.operation.metric_families import counter_by, counters, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.v1 import fleet_pb2
 from bottega.v1.cache_pb2 import CacheProfile
+
+_PREFIX = "bottega_cache"
 
 _log = logging.getLogger(__name__)
 
@@ -35,21 +41,12 @@ class CacheServer(StoreServer):
         self._profiles = read_profiles(config)
         self.store = LatentStore(store_settings(config, folder))
         super().__init__(
+            config,
             kind=kinds.CACHE,
-            name=config.name,
             what="the approximate cache",
-            gateway=config.gateway,
             listening=listening,
             links=CacheLinks(config.links, store=self.store),
         )
-
-    async def start(self) -> None:
-        """Open the store and join the fleet. Earlier entries are read in the background.
-
-        Raises ConfigError, and Unavailable if another process uses the folder.
-        """
-        await asyncio.to_thread(self._open)
-        await super().start()
 
     def load(self) -> fleet_pb2.Load:
         """Return how busy it is."""
@@ -60,16 +57,20 @@ class CacheServer(StoreServer):
             activity=fleet_pb2.Activity(lookups=sum(lookups.values()), hits=lookups["hit"]),
         )
 
-    async def stop(self) -> None:
-        """Leave the fleet, end every link, and write pending recordings."""
-        await super().stop()
+    async def _open(self) -> None:
+        """Open the store. Earlier entries are read in the background."""
+        await asyncio.to_thread(self._start_store)
+
+    async def _close(self) -> None:
         await asyncio.to_thread(self.store.close)
 
-    def statistics(self) -> CacheStatistics:
-        """Return the current figures. Any thread may call it."""
-        return CacheStatistics(store=self.store.statistics(), links=self.link_counts())
+    def _metrics(self) -> Iterator[Metric]:
+        figures = self.store.statistics()
+        yield from _store_metrics(figures)
+        if figures.predictor is not None:
+            yield from _predictor_metrics(figures.predictor)
 
-    def _open(self) -> None:
+    def _start_store(self) -> None:
         self.store.start()
         for profile in self._profiles:
             try:
@@ -119,3 +120,39 @@ def _policy(config: CacheConfig) -> EvictionPolicy:
     if config.policy == "lcbfu-decayed":
         return decayed_lcbfu(config.half_life)
     return {"lcbfu": LCBFU, "lru": LRU, "lfu": LFU, "fifo": FIFO}[config.policy]
+
+
+def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
+    yield counter_by("outcome", f"{_PREFIX}_lookups", "Questions of workers, by outcome.", store.lookups)
+    yield counter_by("reason", f"{_PREFIX}_dropped", "Recordings that were not kept, by reason.", store.dropped)
+    yield from counters(
+        _PREFIX,
+        ("steps_skipped", "Denoising steps that pictures did not make because of its latents.", store.steps_skipped),
+        ("recorded", "Recordings that were kept.", store.recorded),
+        ("evictions", "Latents that were evicted.", store.evictions),
+        ("holes", "Hits with fewer steps than allowed, as the latent of that step was evicted.", store.holes),
+        ("damaged", "Latents that were found to be damaged, and deleted.", store.damaged),
+    )
+    yield from gauges(
+        _PREFIX,
+        ("bytes", "Bytes of latents and of the pictures of their entries.", store.bytes),
+        ("budget_bytes", "Bytes that latents and pictures may have.", store.budget_bytes),
+        ("entries", "Pictures of which there are latents.", sum(model.entries for model in store.models)),
+        ("latents", "Latents.", sum(model.latents for model in store.models)),
+        ("keys", "Kinds of requests that there are latents of.", sum(model.keys for model in store.models)),
+        ("waiting_bytes", "Bytes of recordings that wait to be written.", store.waiting_bytes),
+        ("in_trouble", "Whether nothing can be recorded now.", int(bool(store.trouble))),
+    )
+
+
+def _predictor_metrics(figures: PredictorStatistics) -> Iterator[Metric]:
+    outcomes = {"hit": figures.predicted_hits, "miss": figures.predicted_misses}
+    text = "Searches that were predicted to find something, or nothing."
+    yield counter_by("outcome", f"{_PREFIX}_predictions", text, outcomes)
+    yield from counters(_PREFIX, ("searches_spared", "Searches not made, as predicted.", figures.skipped))
+    yield from gauges(
+        _PREFIX,
+        ("predictor_on", "Whether a prediction may spare a search.", float(figures.on)),
+        ("predictor_precision", "Share of the predicted hits that were, of late.", figures.rates.precision),
+        ("predictor_recall", "Share of the hits that were predicted, of late.", figures.rates.recall),
+    )

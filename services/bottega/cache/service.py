@@ -89,18 +89,8 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
-    models = [
-        pb.CacheModelStats(
-            model_hash=model.model_hash,
-            entries=model.entries,
-            latents=model.latents,
-            keys=model.keys,
-            has_profile=model.has_profile,
-        )
-        for model in figures.models
-    ]
     return pb.GetCacheStatsResponse(
-        models=models,
+        models=figures.models,
         bytes=figures.bytes,
         budget_bytes=figures.budget_bytes,
         lookups=figures.lookups,

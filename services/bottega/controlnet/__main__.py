@@ -9,13 +9,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from bottega import kinds
-from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore, lock_catalogue, open_catalogue
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.controlnet.profiles import ProfileStore
-from bottega.controlnet.server import ControlNetServer, lock_catalogue, open_catalogue
+from bottega.controlnet.server import ControlNetServer
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import EngineTimeouts
 from bottega.rpc.boot import ServiceHooks, boot

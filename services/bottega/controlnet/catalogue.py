@@ -1,6 +1,7 @@
-"""The catalogue of a server's ControlNets by name and folder: configured ones, and those that callers added.
+"""The catalogue of a server's ControlNets by name and folder, and measured profiles by digest.
 
-Added ones are kept in a SQLite file. The catalogue does not read the folders' files.
+ControlNets are configured, or callers have added them. The added ones and the profiles are kept in one SQLite file. The
+catalogue does not read the folders' files.
 """
 
 from __future__ import annotations
@@ -8,21 +9,82 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from bottega import rules
-from bottega.controlnet.catalogue_schema import sound_rows, with_checksum
-from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable, TooLarge, Violation
-from bottega.storage import SqliteDatabase
+from bottega.blobstore import RecordTable
+from bottega.controlnet.config import ControlNetConfig
+from bottega.errors import (
+    ConfigError,
+    ControlNetExists,
+    InvalidRequest,
+    StorageUnavailable,
+    TooLarge,
+    Unavailable,
+    Violation,
+)
+from bottega.miniature import WEIGHTS
+from bottega.storage import SqliteDatabase, SqliteSchema, folders, os_errors
 from bottega.storage.contained_paths import check_below, listed, resolved_below
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.v1.hosted_pb2 import ResidualProfile
 
 _log = logging.getLogger(__name__)
 
 # Maximum number that a server may report of itself, by the contract of Load.
 _MAX_CONTROLNETS = 1024
 _MAX_PATH_CHARACTERS = 4096
+# Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
+_EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
+# Maximum number of ControlNets, several times what a server hosts. Those that were profiled first are forgotten first.
+_MAX_PROFILED = 4096
+
+_ADDED = RecordTable(name="controlnets", fixed=("name TEXT", "folder TEXT"))
+_PROFILES = RecordTable(name="profiles", fixed=("number INTEGER", "digest TEXT", "profile BLOB"))
+
+SCHEMA = SqliteSchema(
+    what="the catalogue of ControlNets",
+    application_id=0x4274436E,  # "BtCn"
+    version=2,
+    tables=(_ADDED.statement, _PROFILES.statement, "CREATE INDEX profiles_digest ON profiles (digest)"),
+    remedy="bottega controlnets add adds ControlNets again, and bottega controlnets profile measures them",
+)
+
+
+def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
+    """Lock the file of the catalogue and the profiles, because two servers would overwrite each other's changes.
+
+    Raises Unavailable that names the file and the other process, and StorageUnavailable.
+    """
+    file = _catalogue_file(config, state_folder)
+    lock = ProcessLock(file.with_suffix(".lock"), of=file)
+    with os_errors.translated():
+        try:
+            folders.make(file.parent)
+            lock.acquire()
+        except HeldElsewhere as held:
+            raise Unavailable(f"{held} (key catalogue)") from None
+        except OSError as error:
+            if error.errno not in os_errors.FORBIDDEN:  # on a read-only disk, nothing can be overwritten
+                raise
+    return lock
+
+
+def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
+    """Return the configured catalogue, and the profiles in the same file. Raises ConfigError."""
+    file = _catalogue_file(config, state_folder)
+    fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
+    database = SqliteDatabase(file, SCHEMA)
+    catalogue = ControlNetCatalogue(database, root=Path(config.root) if config.root else None, fixed=fixed)
+    return catalogue, ProfileStore(database)
+
+
+def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
+    return Path(config.catalogue) if config.catalogue else state_folder / "controlnets.db"
 
 
 class ControlNetCatalogue:
@@ -55,8 +117,8 @@ class ControlNetCatalogue:
                 raise
             _log.warning("the list of added ControlNets cannot be saved", extra={"text": error.message})
             return
-        rows = await self._database.transact(_all_rows)
-        self._added = await asyncio.to_thread(self._usable, dict(sound_rows("controlnets", rows)))
+        rows = await self._database.transact(lambda connection: _sound_rows(connection, _ADDED))
+        self._added = await asyncio.to_thread(self._usable, dict(rows))
 
     async def close(self) -> None:
         """Close the file after pending writes."""
@@ -92,8 +154,7 @@ class ControlNetCatalogue:
 
     async def add(self, name: str, folder: Path) -> None:
         """Add a ControlNet and remember it. Raises StorageUnavailable if it could not be remembered."""
-        row = with_checksum(name, str(folder))
-        await self._database.transact(lambda found: found.execute("REPLACE INTO controlnets VALUES (?, ?, ?)", row))
+        await self._database.transact(lambda connection: _ADDED.add(connection, [((name, str(folder)), ())]))
         self._added = {**self._added, name: str(folder)}
         self.left_out.pop(name, None)
 
@@ -139,9 +200,69 @@ class ControlNetCatalogue:
         return self._below_root(folder)
 
 
-def _all_rows(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    return connection.execute("SELECT name, folder, checksum FROM controlnets ORDER BY name").fetchall()
-
-
 def _refused(rule: str) -> InvalidRequest:
     return InvalidRequest(f"folder: {rule}", violations=[Violation(field="folder", description=rule)])
+
+
+class ProfileStore:
+    """The profiles of a server's ControlNets. The catalogue opens the database before `read`."""
+
+    def __init__(self, database: SqliteDatabase) -> None:
+        self._database = database
+        self._profiles: dict[str, tuple[ResidualProfile, ...]] = {}
+
+    async def read(self) -> None:
+        """Read the stored profiles. Damaged ones are logged and skipped."""
+        try:
+            rows = await self._database.transact(lambda connection: _sound_rows(connection, _PROFILES))
+        except StorageUnavailable as error:
+            _log.warning("no profiles can be read", extra={"text": error.message})
+            return
+        for _, digest, raw in rows:
+            self._profiles[digest] = (*self.of(digest), *_usable_profile(digest, raw))
+
+    def of(self, digest: str) -> Sequence[ResidualProfile]:
+        """Return the profiles of the ControlNet with that digest."""
+        return self._profiles.get(digest, ())
+
+    async def set(self, digest: str, profile: ResidualProfile) -> None:
+        """Store a profile in place of the one for its base model.
+
+        Raises StorageUnavailable if it could not be stored.
+        """
+        others = [other for other in self.of(digest) if other.model_hash != profile.model_hash]
+        kept = tuple([*others, profile][-rules.MAX_PROFILES :])
+        profiles = {key: value for key, value in self._profiles.items() if key != digest}
+        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MAX_PROFILED)]]
+        raws = [stored.SerializeToString(deterministic=True) for stored in kept]
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM profiles WHERE digest = ?", [(old,) for old in forgotten])
+            ((last,),) = connection.execute("SELECT coalesce(max(number), 0) FROM profiles")
+            _PROFILES.add(connection, (((number, digest, raw), ()) for number, raw in enumerate(raws, start=last + 1)))
+
+        await self._database.transact(write)
+        self._profiles = {key: value for key, value in profiles.items() if key not in forgotten} | {digest: kept}
+
+
+def _usable_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
+    """Yield the profile, unless it breaks today's rules."""
+    try:
+        profile = ResidualProfile.FromString(raw)
+        broken = next((str(violation) for violation in rules.check_profile("profile", profile)), "")
+    except DecodeError:
+        broken = "it cannot be decoded"
+    if broken:
+        _log.warning("a profile is not used any more", extra={"digest": digest, "why": broken})
+    else:
+        yield profile
+
+
+def _sound_rows(connection: sqlite3.Connection, table: RecordTable) -> list[tuple[Any, ...]]:
+    """Return the undamaged rows of a table, by key. Damaged rows are logged."""
+    rows = sorted(table.read(connection), key=lambda row: row.key)
+    for row in rows:
+        if not row.intact:
+            facts = {"table": table.name, "row": str(row.values[0])}
+            _log.error("a row of the catalogue of ControlNets is damaged; it is left out", extra=facts)
+    return [row.values for row in rows if row.intact]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from bottega.device_names import DeviceName
-from bottega.rpc.address import OptionalAddress
 from bottega.rpc.links_config import DeviceLinksConfig
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.service_config import AtLeastOne, MemberConfig, NotNegative, Seconds
 from bottega.strict import STRICT
-
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +59,12 @@ class ControlNetEngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlNetConfig:
+class ControlNetConfig(MemberConfig):
     """Settings of a ControlNet server."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
-    name: Annotated[str, Field(max_length=128)] = ""
-    """Name of this service, unique in the fleet. Empty: "controlnet-" and the process id."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
-    server: ServerConfig = field(default_factory=ServerConfig)
     engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
     engine_on_demand: bool = False
     """Start the engine with the first request that needs it, and let that request wait.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bottega.rpc.operation.device_metrics import device_metrics
 from bottega.rpc.operation.link_metrics import link_metrics
+from bottega.rpc.operation.metric_families import counters, gauge_by, gauges
 from bottega.v1 import hosted_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 
@@ -49,7 +49,8 @@ class ControlNetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the counters and states that the engine has last reported."""
         beat = self._beat
-        for name, text, value in (
+        yield from counters(
+            "bottega_controlnet",
             ("hits", "Sessions that found their ControlNet loaded.", beat.hits),
             ("misses", "Sessions that did not find their ControlNet loaded.", beat.misses),
             ("loads", "ControlNets that were loaded.", beat.loads),
@@ -58,24 +59,14 @@ class ControlNetMetrics(Collector):
             ("forwards", "Forwards.", beat.turns),
             ("rows", "Rows of forwards.", beat.rows),
             ("forward_seconds", "Seconds of forwards.", beat.forward_s),
-        ):
-            yield CounterMetricFamily(f"bottega_controlnet_{name}", text, value=value)
-        yield GaugeMetricFamily(
-            "bottega_controlnet_weights_bytes", "Bytes of weights in memory.", value=beat.used_bytes
         )
+        yield from gauges("bottega_controlnet", ("weights_bytes", "Bytes of weights in memory.", beat.used_bytes))
         yield from link_metrics(beat.links)
         yield from device_metrics(beat.device_memory)
-        yield from self._by_name()
-
-    def _by_name(self) -> Iterator[Metric]:
-        names = ("controlnet",)
-        popularity = GaugeMetricFamily(
-            "bottega_controlnet_popularity", "Sessions among the newest remembered ones.", labels=names
-        )
-        sessions = GaugeMetricFamily("bottega_controlnet_sessions", "Sessions that are open.", labels=names)
-        loaded = GaugeMetricFamily("bottega_controlnet_loaded", "Whether the weights are in memory.", labels=names)
-        for net in self._beat.controlnets:
-            popularity.add_metric((net.name,), net.popularity)
-            sessions.add_metric((net.name,), net.sessions)
-            loaded.add_metric((net.name,), net.state == hosted_pb2.HOSTED_STATE_LOADED)
-        yield from (popularity, sessions, loaded)
+        nets, loaded = beat.controlnets, hosted_pb2.HOSTED_STATE_LOADED
+        for name, text, values in (
+            ("popularity", "Sessions among the newest remembered ones.", {net.name: net.popularity for net in nets}),
+            ("sessions", "Sessions that are open.", {net.name: net.sessions for net in nets}),
+            ("loaded", "Whether the weights are in memory.", {net.name: int(net.state == loaded) for net in nets}),
+        ):
+            yield gauge_by("controlnet", f"bottega_controlnet_{name}", text, values)

@@ -62,7 +62,6 @@ class ModelRegistry:
     """The ControlNets that the engine hosts. Any thread may call it; only `add` waits for the disk.
 
     Args:
-        budget_bytes: Budget for weights.
         device: Device that they are loaded onto.
         dtype: The element type of all workers; None if each may have its own.
         alive: Called often from inside the forwards of its ControlNets; must be fast.

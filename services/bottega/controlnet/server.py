@@ -6,7 +6,6 @@ It owns the engine process and the membership in the fleet. `service.py` transla
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 import time
@@ -14,13 +13,11 @@ from pathlib import Path
 
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
-from bottega.controlnet.catalogue import ControlNetCatalogue
-from bottega.controlnet.catalogue_schema import SCHEMA
+from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import (
     BottegaError,
     ConfigError,
@@ -30,13 +27,10 @@ from bottega.errors import (
     InternalError,
     Unavailable,
 )
-from bottega.miniature import WEIGHTS
 from bottega.model_files.controlnet_facts import read_controlnet_facts
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, StartingServer
-from bottega.storage import SqliteDatabase, folders, os_errors
-from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.rpc.fleet_membership import FleetMembership, StartingServer, registration_of
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted, ResidualProfile
@@ -46,21 +40,13 @@ _log = logging.getLogger(__name__)
 
 # Pause before a worker asks again for a link to an engine that is starting.
 _STARTING_S = 0.5
-# Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
-_EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 
 
 class ControlNetServer:
     """A ControlNet server behind its gRPC service. Start it with `start`, end it with `drain` and `stop`.
 
     Args:
-        config: The server's configuration.
-        catalogue: The ControlNets that it hosts.
-        profiles: Measured profiles of ControlNets.
         engine: Its engine, already spawned.
-        inspector: Checks what callers add.
-        metrics: The server's metrics.
-        server: Its gRPC server.
     """
 
     def __init__(
@@ -84,7 +70,6 @@ class ControlNetServer:
         self._inspector = inspector
         self._metrics = metrics
         self._server = server
-        self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
         self._refused: dict[str, str] = {}
@@ -323,7 +308,12 @@ class ControlNetServer:
 
     def _join_fleet(self) -> None:
         if self._config.gateway and self._membership is None:
-            self._membership = self._join()
+            self._membership = FleetMembership(
+                self._config.gateway,
+                registration_of(self._server, kind=kinds.CONTROLNET, name=self.name, device=self._device),
+                load=self.load,
+                channels=self._server.channels,
+            )
             self._membership.start()
 
     async def _host(self, name: str, folder: Path) -> Hosted:
@@ -332,17 +322,6 @@ class ControlNetServer:
         if root is not None:
             await self._inspector.inspect(name, folder, root)
         return await self._engine.host(name, folder, root)
-
-    def _join(self) -> FleetMembership:
-        registration = fleet_pb2.Registration(
-            kind=kinds.CONTROLNET,
-            name=self.name,
-            address=self._server.address,
-            version=self._version,
-            metrics_address=self._server.metrics_address,
-            device=self._device,
-        )
-        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._server.channels)
 
     async def _leave(self) -> None:
         if self._membership:
@@ -373,35 +352,3 @@ class ControlNetServer:
     def _pids(self) -> list[int]:
         engine = [self._engine.pid] if self._engine.pid else []
         return [os.getpid(), *engine, *self._inspector.pids]
-
-
-def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
-    """Lock the file of the catalogue and the profiles, because two servers would overwrite each other's changes.
-
-    Raises Unavailable that names the file and the other process, and StorageUnavailable.
-    """
-    file = _catalogue_file(config, state_folder)
-    lock = ProcessLock(file.with_suffix(".lock"), of=file)
-    with os_errors.translated():
-        try:
-            folders.make(file.parent)
-            lock.acquire()
-        except HeldElsewhere as held:
-            raise Unavailable(f"{held} (key catalogue)") from None
-        except OSError as error:
-            if error.errno not in os_errors.FORBIDDEN:  # on a read-only disk, nothing can be overwritten
-                raise
-    return lock
-
-
-def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
-    """Return the configured catalogue, and the profiles in the same file. Raises ConfigError."""
-    file = _catalogue_file(config, state_folder)
-    fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
-    database = SqliteDatabase(file, SCHEMA)
-    catalogue = ControlNetCatalogue(database, root=Path(config.root) if config.root else None, fixed=fixed)
-    return catalogue, ProfileStore(database)
-
-
-def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
-    return Path(config.catalogue) if config.catalogue else state_folder / "controlnets.db"

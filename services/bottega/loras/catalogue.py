@@ -8,52 +8,27 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from bottega.blobstore import StoredRow
 from bottega.errors import DataLoss, LoraExists, LoraNotFound, TooLarge
-from bottega.loras.records import COLUMNS, CatalogueRecord, from_row, to_row
+from bottega.loras.records import LORAS, CatalogueRecord, read_row, values_of
 from bottega.storage import SqliteDatabase, SqliteSchema
 from bottega.storage.checksums import Value
 
-# "BtLo" in ASCII: the value of PRAGMA application_id in the store's files.
-APPLICATION_ID = 0x42744C6F
-_VERSION = 2
-_TABLES = (
-    """
-    CREATE TABLE loras (
-        name TEXT PRIMARY KEY,
-        digest TEXT NOT NULL,
-        base TEXT NOT NULL,
-        rank INTEGER NOT NULL,
-        modules INTEGER NOT NULL,
-        size_bytes INTEGER NOT NULL,
-        text_bytes INTEGER NOT NULL,
-        trigger_words TEXT NOT NULL,
-        format TEXT NOT NULL,
-        bounds TEXT NOT NULL,
-        pinned INTEGER NOT NULL,
-        added_s REAL NOT NULL,
-        checksum INTEGER NOT NULL
-    ) STRICT, WITHOUT ROWID
-    """,
-    "CREATE INDEX loras_digest ON loras (digest)",
-)
-INSERT = f"INSERT INTO loras ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
-
 SCHEMA = SqliteSchema(
     what="the catalogue of LoRAs",
-    application_id=APPLICATION_ID,
-    version=_VERSION,
-    tables=_TABLES,
+    # "BtLo".
+    application_id=0x42744C6F,
+    version=3,
+    tables=(LORAS.statement, "CREATE INDEX loras_digest ON loras (digest)"),
     remedy="bottega loras rebuild restores it from the LoRAs' files",
 )
 
 # A row takes some hundred bytes. A catalogue of this size is still listed within a second.
 _MAX_LORAS = 100_000
-_ALL = f"SELECT {', '.join(COLUMNS)} FROM loras"
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +61,6 @@ class LoraCatalogue:
         replaced. Raises LoraExists for another LoRA of that name, TooLarge if the catalogue is full.
 
         Args:
-            record: The LoRA to add.
             rewords: Whether a LoRA that is already there gets the trigger words of `record`.
         """
         return await self._database.transact(lambda connection: self._add(connection, record, rewords))
@@ -108,52 +82,52 @@ class LoraCatalogue:
 
         Raises LoraNotFound, DataLoss, and the errors of `changed`.
         """
-        return await self._database.transact(lambda connection: _change(connection, changed(_get(connection, name))))
+        return await self._database.transact(lambda connection: _write(connection, changed(_get(connection, name))))
 
     async def all(self) -> list[CatalogueRecord]:
         """Return all LoRAs."""
-        return await self._database.transact(lambda connection: self._records(connection, _ALL))
+        return await self._database.transact(lambda connection: self._records(connection, ""))
 
     async def pinned(self) -> dict[str, int]:
         """Return the size in bytes of each digest that has a pinned name."""
-        records = await self._database.transact(lambda connection: self._records(connection, f"{_ALL} WHERE pinned"))
+        records = await self._database.transact(lambda connection: self._records(connection, "WHERE pinned"))
         return {record.digest: record.size_bytes for record in records}
 
     async def known(self, digests: Collection[str]) -> set[str]:
         """Return those digests that a LoRA has. Pass a few hundred digests at most."""
-        query = f"{_ALL} WHERE digest IN ({', '.join('?' * len(digests))})"
+        query = f"WHERE digest IN ({', '.join('?' * len(digests))})"
         records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
         return {record.digest for record in records}
 
     async def names(self, digest: str) -> list[str]:
         """Return the names of the LoRAs with a digest."""
-        query = f"{_ALL} WHERE digest = ? ORDER BY name"
+        query = "WHERE digest = ? ORDER BY name"
         return [
             record.name for record in await self._database.transact(lambda found: self._records(found, query, digest))
         ]
 
     def _records(self, connection: sqlite3.Connection, query: str, *parameters: Value) -> list[CatalogueRecord]:
-        return self._sound(connection.execute(query, parameters).fetchall())
+        return self._sound(LORAS.read(connection, query, parameters))
 
     def _page(self, connection: sqlite3.Connection, size: int, after: str, base: str) -> list[CatalogueRecord]:
         """Return a page that is full if enough rows are intact: damaged rows do not count."""
-        query = f"{_ALL} WHERE name > ? AND (? = '' OR base = ?) ORDER BY name LIMIT ?"
+        query = "WHERE name > ? AND (? = '' OR base = ?) ORDER BY name LIMIT ?"
         found: list[CatalogueRecord] = []
         while True:
-            rows = connection.execute(query, (after, base, base, size)).fetchall()
+            rows = list(LORAS.read(connection, query, (after, base, base, size)))
             found += self._sound(rows)
             if len(rows) < size or len(found) >= size:
                 return found[:size]
-            after = rows[-1][0]
+            after = rows[-1].key[0]
 
-    def _sound(self, rows: list[tuple[Any, ...]]) -> list[CatalogueRecord]:
+    def _sound(self, rows: Iterable[StoredRow]) -> list[CatalogueRecord]:
         """Return the records of the rows that are intact, and log the others."""
         found = []
         for row in rows:
             try:
-                found.append(from_row(row))
+                found.append(read_row(row))
             except DataLoss:
-                self._log_damaged(str(row[0]), str(row[1]))
+                self._log_damaged(str(row.values[0]), str(row.values[1]))
         return found
 
     def _log_damaged(self, name: str, digest: str) -> None:
@@ -171,7 +145,7 @@ class LoraCatalogue:
         found = _find(connection, record.name)
         if found is not None:
             if (found.digest, found.base) == (record.digest, record.base):
-                return _change(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
+                return _write(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
             raise LoraExists(
                 f"{record.name} exists already, with other weights or for another base model; remove it first",
                 metadata={"loras": record.name, "digest": found.digest, "base": found.base},
@@ -179,7 +153,7 @@ class LoraCatalogue:
         ((count,),) = connection.execute("SELECT count(*) FROM loras")
         if count >= _MAX_LORAS:
             raise TooLarge(f"the store has {_MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
-        connection.execute(INSERT, to_row(record))
+        _write(connection, record)
         return record
 
     def _delete_damaged(self, connection: sqlite3.Connection, record: CatalogueRecord) -> None:
@@ -187,12 +161,11 @@ class LoraCatalogue:
 
         Another name of the digest can be restored from its description beside the file.
         """
-        rows = connection.execute(f"{_ALL} WHERE name = ? OR digest = ?", (record.name, record.digest)).fetchall()
+        rows = list(LORAS.read(connection, "WHERE name = ? OR digest = ?", (record.name, record.digest)))
         sound = {found.name for found in self._sound(rows)}
-        for name, *_ in rows:
-            if name not in sound:
-                connection.execute("DELETE FROM loras WHERE name = ?", (name,))
-                self._damaged.discard(name)
+        damaged = [row.key for row in rows if row.key[0] not in sound]
+        LORAS.delete(connection, damaged)
+        self._damaged.difference_update(name for (name,) in damaged)
 
 
 def _get(connection: sqlite3.Connection, name: str) -> CatalogueRecord:
@@ -203,16 +176,15 @@ def _get(connection: sqlite3.Connection, name: str) -> CatalogueRecord:
 
 
 def _find(connection: sqlite3.Connection, name: str) -> CatalogueRecord | None:
-    row = connection.execute(f"{_ALL} WHERE name = ?", (name,)).fetchone()
-    return from_row(row) if row is not None else None
+    return next((read_row(row) for row in LORAS.read(connection, "WHERE name = ?", (name,))), None)
 
 
 def _remove(connection: sqlite3.Connection, name: str) -> None:
     _get(connection, name)
-    connection.execute("DELETE FROM loras WHERE name = ?", (name,))
+    LORAS.delete(connection, [(name,)])
 
 
-def _change(connection: sqlite3.Connection, record: CatalogueRecord) -> CatalogueRecord:
-    assignments = ", ".join(f"{column} = ?" for column in COLUMNS)
-    connection.execute(f"UPDATE loras SET {assignments} WHERE name = ?", (*to_row(record), record.name))
+def _write(connection: sqlite3.Connection, record: CatalogueRecord) -> CatalogueRecord:
+    """Add a record or replace the one with its name, and return it."""
+    LORAS.add(connection, [(values_of(record), ())])
     return record

@@ -1,20 +1,21 @@
-"""The configuration of a LoRA store."""
+"""The configuration of a LoRA store, and what is checked of it before the store starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from bottega.rpc.address import OptionalAddress
+from bottega import rules
+from bottega.errors import ConfigError
+from bottega.miniature import WEIGHTS
 from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.service_config import AtLeastOne, NotNegative, Seconds, StoreConfig
 from bottega.strict import STRICT
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+_MINIATURE = "miniature"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +64,13 @@ class OwnLora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(StoreConfig):
     """Settings of a LoRA store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: Annotated[str, Field(max_length=128)] = ""
-    """Name of this service, unique in the fleet. Empty: "loras-" and the process id."""
-    gateway: OptionalAddress = "127.0.0.1:8472"
-    """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
-    server: ServerConfig = field(default_factory=ServerConfig)
     links: LimitedLinksConfig = field(default_factory=LimitedLinksConfig)
     imports: ImportConfig = field(default_factory=ImportConfig)
-    folder: str = ""
-    """Folder of the catalogue and the files. Empty: loras/ in Bottega's state folder."""
     bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
     """Folder, in Diffusers' layout, of each base model, by the name of the model. "miniature" is the embedded model."""
     loras: dict[str, OwnLora] = field(default_factory=dict)
@@ -102,3 +96,26 @@ class LoraConfig:
     """Bound on LoRAs that are loaded from disk at once."""
     lease_s: Seconds = 10.0
     """Seconds for which a LoRA that a job needs is not deleted. Gateways report every 3 s which LoRAs they need."""
+
+
+def check_configured(config: LoraConfig) -> dict[str, Path]:
+    """Return the folders of base models, by name.
+
+    Raises ConfigError for a folder that is not a model, and for a LoRA with an invalid name or an unknown base model.
+    """
+    for name, own in config.loras.items():
+        if not rules.is_adapter_name(name):
+            raise ConfigError(f"loras.{name}: the name of a LoRA must be {rules.ADAPTER_NAMES}")
+        if own.base not in config.bases:
+            raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")
+    folders = {
+        name: WEIGHTS if folder == _MINIATURE else Path(folder).absolute() for name, folder in config.bases.items()
+    }
+    for name, folder in folders.items():
+        try:
+            (folder / "unet" / "config.json").read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"bases.{name}: {folder} is not a model in Diffusers' layout") from None
+        except OSError as error:
+            raise ConfigError(f"bases.{name}: {folder} cannot be read: {error.strerror}") from None
+    return folders

@@ -40,7 +40,6 @@ class DiskQuota:
     """The disk space that the store may use.
 
     Args:
-        folder: A folder on the disk.
         budget_bytes: Upper bound on the store's files, with reservations.
         min_free_bytes: Space of the disk that stays free for others; a twentieth of a disk of less than 20 times that.
         kept_bytes: Returns the size of the files that the store keeps.

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +21,12 @@ from pathlib import Path
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import CanonicalLora
 from bottega.errors import StorageUnavailable, TooLarge
-from bottega.loras import sidecar_files
 from bottega.loras.disk_quota import DiskQuota
 from bottega.loras.quarantine import WEIGHTS, QuarantineFolder
-from bottega.loras.records import CatalogueRecord
-from bottega.storage import folders, os_errors
+from bottega.loras.records import DESCRIPTION, CatalogueRecord, description_of, description_stem
+from bottega.storage import BlobFiles, folders, os_errors
 
-_DIGEST = re.compile("[0-9a-f]{64}")
-_FOREIGN_NAMES_IN_LOG = 5
+_NAMES = re.compile(rf"[0-9a-f]{{64}}(\{WEIGHTS}|\.[0-9a-f]{{16}}\{DESCRIPTION})")
 
 _log = logging.getLogger(__name__)
 
@@ -50,15 +46,13 @@ class LoraFolder:
     """The folder of the store's files. Every method may raise StorageUnavailable.
 
     Args:
-        folder: The files.
         quarantine: The files that the catalogue does not list, on the same disk.
         budget_bytes: Upper bound on all files, including the quarantine and files being written.
         min_free_bytes: Space that stays free on the disk, see DiskQuota.
     """
 
     def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
-        self._folder = folder
-        self._incoming = folder / "incoming"
+        self._files = BlobFiles(folder, names=_NAMES, synced=True)
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
         self.quarantine = QuarantineFolder(quarantine, in_place=self._size_in_place)
@@ -73,10 +67,8 @@ class LoraFolder:
 
     def open(self) -> None:
         """Create or open the folder, and delete files whose writing was interrupted."""
+        self._files.clear()
         with os_errors.translated():
-            folders.make(self._incoming)
-            for left in self._incoming.iterdir():
-                left.unlink()
             self.quarantine.open()
 
     def reconcile(self, records: Collection[CatalogueRecord]) -> FolderScan:
@@ -84,12 +76,9 @@ class LoraFolder:
 
         Files that no record refers to go into quarantine, weights that a record refers to come back from there, and
         missing descriptions are written.
-
-        Args:
-            records: All records of the catalogue.
         """
         wanted = {record.digest for record in records}
-        stems = {sidecar_files.stem_of(record.digest, record.name) for record in records}
+        stems = {description_stem(record.digest, record.name) for record in records}
         with os_errors.translated():
             weights, described = self._scan()
             unlisted = [weights.pop(digest) for digest in weights.keys() - wanted]
@@ -101,30 +90,22 @@ class LoraFolder:
                     self._bring_back(digest)
                     weights[digest] = self.path(digest)
         for record in records:
-            if sidecar_files.stem_of(record.digest, record.name) not in described:
+            if description_stem(record.digest, record.name) not in described:
                 self.describe(record)
         lost = tuple(sorted(wanted - weights.keys()))
         return FolderScan(lost=lost, moved=len(unlisted) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
-        """Return the path of a digest's weights, whether or not they exist.
-
-        The digest must be 64 hex digits, so that the path is always below the folder.
-        """
-        assert _DIGEST.fullmatch(digest), "digests are checked before"
-        return self._folder / digest[:2] / f"{digest}{WEIGHTS}"
+        """Return the path of a digest's weights, whether or not they exist. Raises ValueError for an invalid digest."""
+        return self._files.path(f"{digest}{WEIGHTS}")
 
     def has(self, digest: str) -> bool:
         """Return whether the weights of a digest exist."""
-        with os_errors.translated():
-            return self.path(digest).is_file()
+        return self._size_in_place(digest) is not None
 
     def spool(self) -> Path:
         """Create an empty file to write to. The caller removes it, or renames it with `adopt`."""
-        with os_errors.translated():
-            descriptor, name = tempfile.mkstemp(dir=self._incoming)
-            os.close(descriptor)
-        return Path(name)
+        return self._files.spool()
 
     def adopt(self, spool: Path) -> tuple[str, CanonicalLora]:
         """Move a canonical file to its digest's path, and return the digest and the file's content.
@@ -136,14 +117,13 @@ class LoraFolder:
             lora = canonical.read(file)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        with os_errors.translated():
-            before_bytes = self._size_in_place(digest) or 0
-            if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
-                raise TooLarge(
-                    f"the store's files would take more than its disk_bytes, {self._budget_bytes}; remove some",
-                    metadata={"limit": "disk_bytes"},
-                )
-            self._put_in_place(spool, digest)
+        before_bytes = self._size_in_place(digest) or 0
+        if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
+            raise TooLarge(
+                f"the store's files would take more than its disk_bytes, {self._budget_bytes}; remove some",
+                metadata={"limit": "disk_bytes"},
+            )
+        self._files.adopt(f"{digest}{WEIGHTS}", spool)
         self._used_bytes += lora.file_bytes - before_bytes
         return digest, lora
 
@@ -158,38 +138,27 @@ class LoraFolder:
 
         A failure is only logged: the catalogue has the record, and the next start writes the description.
         """
-        folder = self.path(record.digest).parent
         try:
-            with os_errors.translated():
-                folders.make(folder)
-                sidecar_files.write(folder, record, partial=self.spool())
+            self._files.write(_description(record.digest, record.name), description_of(record))
         except StorageUnavailable as error:
             facts = {"lora": record.name, "text": error.message}
             _log.warning("the description of a LoRA could not be written beside its file", extra=facts)
 
     def undescribe(self, digest: str, name: str) -> None:
         """Delete a description, if it exists."""
-        with os_errors.translated():
-            path = self.path(digest).parent / f"{sidecar_files.stem_of(digest, name)}{sidecar_files.SUFFIX}"
-            if path.exists():
-                path.unlink()
-                folders.sync(path.parent)
+        self._files.remove([_description(digest, name)], synced=True)
 
     def remove(self, digest: str) -> None:
         """Delete weights, if they exist.
 
         Weights that still have a description stay: the catalogue lacks a row that it should have.
         """
-        path = self.path(digest)
         with os_errors.translated():
-            if self.quarantine.describes(digest) or any(path.parent.glob(f"{digest}.*{sidecar_files.SUFFIX}")):
-                return
-            try:
-                size_bytes = path.stat().st_size
-                path.unlink()
-            except FileNotFoundError:
-                return
-            folders.sync(path.parent)
+            described = any(self.path(digest).parent.glob(f"{digest}.*{DESCRIPTION}"))
+        size_bytes = self._size_in_place(digest)
+        if size_bytes is None or described or self.quarantine.describes(digest):
+            return
+        self._files.remove([f"{digest}{WEIGHTS}"], synced=True)
         self._used_bytes -= size_bytes
 
     @property
@@ -198,20 +167,9 @@ class LoraFolder:
 
     def _scan(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """Return the weights by digest and the descriptions by stem."""
-        weights: dict[str, Path] = {}
-        described: dict[str, Path] = {}
-        foreign: list[str] = []
-        for path in self._folder.glob("??/*"):
-            if path.suffix == WEIGHTS and _DIGEST.fullmatch(path.stem):
-                weights[path.stem] = path
-            elif path.suffix == sidecar_files.SUFFIX and sidecar_files.digest_of(path.stem):
-                described[path.stem] = path
-            else:
-                foreign.append(path.name)
-        if foreign:
-            facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
-            _log.warning("files in the store's folder that are not LoRAs are ignored", extra=facts)
-        return weights, described
+        paths = [Path(file.path) for file in self._files.scan()]
+        weights = {path.stem: path for path in paths if path.suffix == WEIGHTS}
+        return weights, {path.stem: path for path in paths if path.suffix == DESCRIPTION}
 
     def _confine(self, weights: Collection[Path], described: Collection[Path]) -> int:
         """Move files into quarantine, descriptions first, and return the size of the weights."""
@@ -228,18 +186,13 @@ class LoraFolder:
 
     def _bring_back(self, digest: str) -> None:
         before_bytes = self._size_in_place(digest) or 0
-        self._put_in_place(self.quarantine.weights(digest), digest)
+        self._files.adopt(f"{digest}{WEIGHTS}", self.quarantine.weights(digest))
         self.quarantine.forget_weights(digest)
         self._used_bytes += (self._size_in_place(digest) or 0) - before_bytes
 
-    def _put_in_place(self, path: Path, digest: str) -> None:
-        target = self.path(digest)
-        folders.make(target.parent)
-        path.replace(target)
-        folders.sync(target.parent)
-
     def _size_in_place(self, digest: str) -> int | None:
-        try:
-            return self.path(digest).stat().st_size
-        except FileNotFoundError:
-            return None
+        return self._files.size(f"{digest}{WEIGHTS}")
+
+
+def _description(digest: str, name: str) -> str:
+    return f"{description_stem(digest, name)}{DESCRIPTION}"

@@ -1,4 +1,4 @@
-"""Takes in LoRAs from uploads or paths: converts and checks the files, and adds them to the store.
+"""Takes in LoRAs from uploads, paths and the configuration: converts and checks the files, and adds them to the store.
 
 An import that fails leaves no files behind.
 """
@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +19,23 @@ from prometheus_client import Counter
 
 from bottega import rules
 from bottega.addons.loras.wire.canonical import COMPONENTS
-from bottega.errors import BottegaError, InvalidRequest, TooLarge, Violation
+from bottega.background_tasks import acquired, run_to_end
+from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, TooLarge, Violation
 from bottega.loras.catalogue import LoraCatalogue
-from bottega.loras.config import ImportConfig
+from bottega.loras.config import ImportConfig, OwnLora
 from bottega.loras.disk_quota import Reservation
 from bottega.loras.files import LoraFolder
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.upload import Upload, UploadLimits, check_upload, receive
+from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.storage.contained_paths import check_below, resolved_below
-from bottega.storage.shielding import acquired, run_to_end
 
 _log = logging.getLogger(__name__)
 
+# Paths that a configuration may use for the embedded model's LoRAs, wherever the model is installed.
+_EMBEDDED = {f"miniature/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 _MAX_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
@@ -56,16 +59,7 @@ class ImportRequest:
 
 
 class LoraImporter:
-    """Imports LoRAs into the store.
-
-    Args:
-        bases: Folders of the base models, by name.
-        config: Limits of imports.
-        files: Receives the canonical files.
-        catalogue: Receives the records.
-        processes: Convert the files.
-        imports: Counts outcomes, see import_counter.
-    """
+    """Imports LoRAs into the store."""
 
     def __init__(
         self,
@@ -75,7 +69,6 @@ class LoraImporter:
         files: LoraFolder,
         catalogue: LoraCatalogue,
         processes: ImportProcesses,
-        imports: Counter,
     ) -> None:
         self._bases = bases
         self._root = Path(config.root).resolve() if config.root else None
@@ -85,7 +78,8 @@ class LoraImporter:
         self._files = files
         self._catalogue = catalogue
         self._processes = processes
-        self._imports = imports
+        self.imports = Counter("bottega_lora_imports", "Imports of LoRAs, by outcome.", ("outcome",), registry=None)
+        """Counts imports by outcome: "added", or the reason of the error."""
         self._uploads = UploadLimits(
             max_uploads=config.uploads, max_total_bytes=config.upload_bytes, max_bytes=config.max_bytes
         )
@@ -100,9 +94,6 @@ class LoraImporter:
         Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
 
         Args:
-            request: The LoRA's description.
-            upload: The announced files.
-            chunks: Their bytes.
             host: The caller's host, for the limits of one host.
         """
         rules.refuse([*self._check(request), *check_upload(upload, max_bytes=self._max_bytes)])
@@ -138,8 +129,35 @@ class LoraImporter:
             async with self._room(_kept_bytes(size_bytes)) as room:
                 return await self._import(request, [ImportSource(path=source, root=self._root)], size_bytes, room)
 
-    async def import_own(self, request: ImportRequest, path: Path) -> CatalogueRecord:
-        """Import a file or folder that the store's configuration names. Raises as `upload` does."""
+    async def import_configured(
+        self, loras: Mapping[str, OwnLora], *, at_once: int, lost: Collection[str]
+    ) -> dict[str, str]:
+        """Import the configured LoRAs that the store lacks; return by name why others could not be imported.
+
+        Args:
+            at_once: Maximum number of imports at a time. More would wait for import processes.
+            lost: Digests whose files are missing.
+        """
+        room = asyncio.Semaphore(at_once)
+        left_out: dict[str, str] = {}
+
+        async def import_missing(name: str, own: OwnLora) -> None:
+            async with room:
+                with contextlib.suppress(LoraNotFound):
+                    if (await self._catalogue.get(name)).digest not in lost:
+                        return
+                request = ImportRequest(name=name, base=own.base, trigger_words=())
+                try:
+                    await self._import_own(request, _EMBEDDED.get(own.path, Path(own.path)))
+                except BottegaError as error:
+                    facts = {"lora": name, "path": own.path, "error": error.message}
+                    _log.error("a LoRA of the configuration could not be imported", extra=facts)
+                    left_out[name] = error.message
+
+        await asyncio.gather(*(import_missing(name, own) for name, own in loras.items()))
+        return left_out
+
+    async def _import_own(self, request: ImportRequest, path: Path) -> CatalogueRecord:
         rules.refuse(self._check(request))
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
@@ -172,7 +190,7 @@ class LoraImporter:
         try:
             yield
         except BottegaError as error:
-            self._imports.labels(error.reason_name.lower()).inc()
+            self.imports.labels(error.reason_name.lower()).inc()
             raise
 
     def _spool(self) -> AbstractAsyncContextManager[Path]:
@@ -204,7 +222,7 @@ class LoraImporter:
                 await asyncio.to_thread(self._files.remove, digest)
             raise
         await asyncio.to_thread(self._files.describe, kept)
-        self._imports.labels("added").inc()
+        self.imports.labels("added").inc()
         facts = {"lora": kept.name, "digest": digest, "base": kept.base, "rank": kept.rank, "modules": kept.modules}
         _log.info("a LoRA was added to the store", extra=facts)
         return kept

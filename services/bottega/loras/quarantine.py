@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import DataLoss, LoraNotFound
-from bottega.loras import sidecar_files
-from bottega.loras.records import CatalogueRecord
+from bottega.loras.records import DESCRIPTION, CatalogueRecord, described_digest, read_description
 from bottega.storage import folders
 
 WEIGHTS = ".safetensors"
@@ -41,14 +40,13 @@ class QuarantinedLora:
 
 def is_id(text: str) -> bool:
     """Return whether a text has the form of an id in quarantine."""
-    return _DIGEST.fullmatch(text) is not None or sidecar_files.digest_of(text) is not None
+    return _DIGEST.fullmatch(text) is not None or described_digest(text) is not None
 
 
 class QuarantineFolder:
     """The folder of files in quarantine.
 
     Args:
-        folder: Its path.
         in_place: Returns the size of a digest's weights outside of quarantine, or None if there are none.
     """
 
@@ -75,7 +73,7 @@ class QuarantineFolder:
         for path in self.folder.iterdir():
             if path.suffix == WEIGHTS and _DIGEST.fullmatch(path.stem):
                 self._weights[path.stem] = path.stat().st_size
-            elif path.suffix == sidecar_files.SUFFIX and (digest := sidecar_files.digest_of(path.stem)):
+            elif path.suffix == DESCRIPTION and (digest := described_digest(path.stem)):
                 self._described[path.stem] = digest
         self._descriptions = Counter(self._described.values())
 
@@ -129,7 +127,7 @@ class QuarantineFolder:
         described = id in self._described
         if not described and (id not in self._weights or id in self._descriptions):
             raise LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
-        path = self.folder / f"{id}{sidecar_files.SUFFIX if described else WEIGHTS}"
+        path = self.folder / f"{id}{DESCRIPTION if described else WEIGHTS}"
         digest = self._described.get(id, id)
         quarantined_bytes = self._weights.get(digest)
         return QuarantinedLora(
@@ -147,7 +145,7 @@ class QuarantineFolder:
             self._descriptions[digest] -= 1
             if not self._descriptions[digest]:
                 del self._descriptions[digest]
-            (self.folder / f"{id}{sidecar_files.SUFFIX}").unlink(missing_ok=True)
+            (self.folder / f"{id}{DESCRIPTION}").unlink(missing_ok=True)
             folders.sync(self.folder)
 
     def discard(self, id: str) -> int:
@@ -171,7 +169,7 @@ class QuarantineFolder:
 def _description(path: Path) -> CatalogueRecord | None:
     """Return the content of a description; None for a damaged one, so that its weights can still be restored."""
     try:
-        return sidecar_files.read(path)
+        return read_description(path)
     except DataLoss:
         return None
 

@@ -1,17 +1,34 @@
-"""The catalogue's record of a LoRA, and its form as a row of values with a checksum, so that damage is noticed.
+"""The catalogue's record of a LoRA, as a row of values with a checksum, and as a description beside its weights.
 
-The catalogue and the description beside a LoRA's file hold the same values.
+A description is a copy of the record in a small file, from which the catalogue can be rebuilt:
+
+    <digest>.<first 16 digits of the name's SHA-256>.json    one file for each name of the digest
+
+The record cannot be in the weights' own header, because other names and stores use the same weights and their SHA-256.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from bottega.blobstore import RecordTable, StoredRow
+from bottega.blobstore.records import Values
 from bottega.errors import DataLoss
 from bottega.storage.checksums import Value, checksum
+
+DESCRIPTION = ".json"
+"""Suffix of descriptions."""
+_FORMAT = "bottega.addons.loras.wire.description/2"
+_NAME_DIGITS = 16
+_DESCRIPTION_STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
+# Sixteen trigger words of 200 characters take at most 40 KiB.
+_MAX_DESCRIPTION_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +50,29 @@ class CatalogueRecord:
     added_s: float
 
 
-COLUMNS = (*(field.name for field in fields(CatalogueRecord)), "checksum")
-"""Names of a row's values, in the order of `to_row` and `from_row`."""
+LORAS = RecordTable(
+    name="loras",
+    fixed=(
+        "name TEXT",
+        "digest TEXT",
+        "base TEXT",
+        "rank INTEGER",
+        "modules INTEGER",
+        "size_bytes INTEGER",
+        "text_bytes INTEGER",
+        "trigger_words TEXT",
+        "format TEXT",
+        "bounds TEXT",
+        "pinned INTEGER",
+        "added_s REAL",
+    ),
+)
+"""The catalogue's table. Its columns are the fields of CatalogueRecord."""
 
 
-def to_row(record: CatalogueRecord) -> tuple[Value, ...]:
-    """Return a record as the values of COLUMNS."""
-    values = tuple(_value(getattr(record, column)) for column in COLUMNS[:-1])
-    return (*values, checksum(values))
+def values_of(record: CatalogueRecord) -> Values:
+    """Return a record as the values of a row of LORAS."""
+    return tuple(_value(getattr(record, field.name)) for field in fields(record))
 
 
 def _value(field: Value | tuple[object, ...]) -> Value:
@@ -49,11 +81,14 @@ def _value(field: Value | tuple[object, ...]) -> Value:
     return int(field) if isinstance(field, bool) else field
 
 
-def from_row(row: Sequence[Any]) -> CatalogueRecord:
-    """Return the record that `to_row` turned into these values. Raises DataLoss if they are damaged."""
-    *values, expected = row
-    if len(row) != len(COLUMNS) or checksum(values) != expected:
-        raise damaged_row(str(row[0]))
+def read_row(row: StoredRow) -> CatalogueRecord:
+    """Return the record of a row. Raises DataLoss if it is damaged."""
+    if not row.intact:
+        raise _damaged_row(str(row.key[0]))
+    return _record(row.values)
+
+
+def _record(values: Sequence[Any]) -> CatalogueRecord:
     name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, bounds, pinned, added_s = values
     try:
         return CatalogueRecord(
@@ -71,12 +106,49 @@ def from_row(row: Sequence[Any]) -> CatalogueRecord:
             added_s=float(added_s),
         )
     except (ValueError, TypeError) as error:
-        raise damaged_row(str(name)) from error
+        raise _damaged_row(str(name)) from error
 
 
-def damaged_row(name: str) -> DataLoss:
+def _damaged_row(name: str) -> DataLoss:
     """Return the error for a LoRA whose row is damaged."""
     return DataLoss(
         f"the catalogue's row of {name} is damaged; `bottega loras rebuild` restores it from the LoRA's file",
         metadata={"loras": name},
     )
+
+
+def description_stem(digest: str, name: str) -> str:
+    """Return the name of a description's file, without its suffix."""
+    return f"{digest}.{hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]}"
+
+
+def described_digest(stem: str) -> str | None:
+    """Return the digest in the name of a description's file; None if the name has another form."""
+    matched = _DESCRIPTION_STEM.fullmatch(stem)
+    return matched[1] if matched else None
+
+
+def description_of(record: CatalogueRecord) -> bytes:
+    """Return the content of a record's description."""
+    values = values_of(record)
+    names = [field.name for field in fields(record)]
+    content = {"format": _FORMAT, "checksum": checksum(values), "lora": dict(zip(names, values, strict=True))}
+    return json.dumps(content, indent=1).encode()
+
+
+def read_description(path: Path) -> CatalogueRecord:
+    """Return the record in a description. Raises DataLoss if it is damaged or of another file name, and OSError."""
+    with path.open("rb") as file:
+        text = file.read(_MAX_DESCRIPTION_BYTES + 1)
+    try:
+        content = json.loads(text)
+        values = [content["lora"][field.name] for field in fields(CatalogueRecord)]
+        sound = content["format"] == _FORMAT and content["checksum"] == checksum(values)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound, values = False, []
+    if not sound or len(text) > _MAX_DESCRIPTION_BYTES:
+        raise DataLoss(f"the description {path.name} is damaged")
+    record = _record(values)
+    if path.stem != description_stem(record.digest, record.name):
+        raise DataLoss(f"the description {path.name} belongs to another LoRA")
+    return record

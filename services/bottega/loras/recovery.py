@@ -15,6 +15,7 @@ from pathlib import Path
 from bottega import rules
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import CanonicalLora, Module
+from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import FolderScan, LoraFolder
@@ -22,7 +23,6 @@ from bottega.loras.importing.base import Base, read_base
 from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
 from bottega.loras.records import CatalogueRecord
 from bottega.storage import os_errors
-from bottega.storage.shielding import run_to_end
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,6 @@ class LoraRecovery:
     """Brings files and catalogue together after a loss, and serves the quarantine to operators.
 
     Args:
-        bases: Folders of the base models, by name.
-        catalogue: The catalogue.
-        files: The store's files.
         write_lock: Held while files and catalogue are changed together.
     """
 

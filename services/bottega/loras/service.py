@@ -40,7 +40,6 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
     async def UploadLora(
         self, requests: AsyncIterator[pb.UploadLoraRequest], context: _Context
     ) -> pb.UploadLoraResponse:
-        """UploadLora."""
         first = await anext(requests, pb.UploadLoraRequest())
         if not first.HasField("head"):
             rules.refuse([Violation(field="head", description="must be the first message")])
@@ -51,14 +50,12 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         return pb.UploadLoraResponse(lora=self._stored(record))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
-        """RegisterLora."""
         import_request = ImportRequest(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
         return pb.RegisterLoraResponse(
             lora=self._stored(await self._store.importer.register(import_request, request.path))
         )
 
     async def ListLoras(self, request: pb.ListLorasRequest, _context: _Context) -> pb.ListLorasResponse:
-        """ListLoras."""
         rules.refuse(list(_check_page(request)))
         size = request.page_size or _DEFAULT_PAGE
         records = await self._store.catalogue.page(size=size + 1, after=request.page_token, base=request.base)
@@ -72,29 +69,24 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         )
 
     async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
-        """GetLora."""
         _check_name(request.name)
         return pb.GetLoraResponse(lora=self._stored(await self._store.catalogue.get(request.name)))
 
     async def DeleteLora(self, request: pb.DeleteLoraRequest, _context: _Context) -> pb.DeleteLoraResponse:
-        """DeleteLora."""
         _check_name(request.name)
         await self._store.remove(request.name)
         return pb.DeleteLoraResponse()
 
     async def PrefetchLoras(self, request: pb.PrefetchLorasRequest, _context: _Context) -> pb.PrefetchLorasResponse:
-        """PrefetchLoras."""
         rules.refuse(list(_check_digests(request.digests)))
         accepted = await self._store.prefetch(list(request.digests), only_keep=request.only_keep)
         return pb.PrefetchLorasResponse(accepted=accepted)
 
     async def PinLora(self, request: pb.PinLoraRequest, _context: _Context) -> pb.PinLoraResponse:
-        """PinLora."""
         _check_name(request.name)
         return pb.PinLoraResponse(lora=self._stored(await self._store.pin(request.name, request.pinned)))
 
     async def SetLoraProfile(self, request: pb.SetLoraProfileRequest, _context: _Context) -> pb.SetLoraProfileResponse:
-        """SetLoraProfile."""
         _check_name(request.name)
         rules.refuse(list(_check_bounds(request.bounds)))
         bounds = tuple((bound.num_inference_steps, bound.max_step) for bound in request.bounds)
@@ -102,7 +94,6 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         return pb.SetLoraProfileResponse(lora=self._stored(record))
 
     async def ListQuarantine(self, request: pb.ListQuarantineRequest, _context: _Context) -> pb.ListQuarantineResponse:
-        """ListQuarantine."""
         rules.refuse(list(_check_page(request)))
         size = request.page_size or _DEFAULT_PAGE
         found = await self._store.recovery.page(size=size + 1, after=request.page_token)
@@ -114,12 +105,10 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         )
 
     async def RestoreLora(self, request: pb.RestoreLoraRequest, _context: _Context) -> pb.RestoreLoraResponse:
-        """RestoreLora."""
         restored = await self._store.restore(request.id, name=request.name, base=request.base)
         return pb.RestoreLoraResponse(lora=self._stored(restored.record), unknown=restored.unknown)
 
     async def DiscardLora(self, request: pb.DiscardLoraRequest, _context: _Context) -> pb.DiscardLoraResponse:
-        """DiscardLora."""
         return pb.DiscardLoraResponse(freed_bytes=await self._store.recovery.discard(request.id))
 
     def _stored(self, record: CatalogueRecord) -> pb.StoredLora:

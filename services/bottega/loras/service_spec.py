@@ -27,7 +27,7 @@ SPEC = ServiceSpec(
     module="bottega.loras",
     configure=_configure,
     config="bottega.loras.config:LoraConfig",
-    config_check="bottega.loras.own_loras:check_configured",
+    config_check="bottega.loras.config:check_configured",
     example={
         "name": "loras",
         "loras": {name: {"path": f"miniature/{name}"} for name in ("striped", "checked", "dusk")},

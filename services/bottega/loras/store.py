@@ -5,33 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prometheus_client import Counter
+from prometheus_client.metrics_core import Metric
 
 from bottega import kinds, rules
 from bottega.caching import Tier, TieredCache
 from bottega.errors import DataLoss, LoraInUse, LoraNotFound, TooLarge, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
-from bottega.loras.config import LoraConfig
+from bottega.loras.config import LoraConfig, check_configured
 from bottega.loras.files import LoraFolder
 from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
-from bottega.loras.metrics import StoreStatistics
-from bottega.loras.own_loras import base_folders, check_own_loras, import_own_loras
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
 from bottega.process import open_files
 from bottega.rpc.fleet_membership import Listening
+from bottega.rpc.operation.metric_families import counter_by, counters, gauge_by, gauges
 from bottega.rpc.store_server import StoreServer
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 
 _log = logging.getLogger(__name__)
+
+_PREFIX = "bottega_lora"
 
 # Share of the process's open files that LoRAs in memory may use. The rest is for up to 256 workers' links of two
 # sockets each, callers, uploads, the catalogue, import processes, and LoRAs that do not fit into memory. Without a free
@@ -46,17 +47,10 @@ class LoraStore(StoreServer):
 
     Start it with `start`, and end it with `drain` and `stop`. Raises ConfigError if a base model cannot be found, or a
     configured LoRA is wrong.
-
-    Args:
-        config: Its configuration.
-        folder: Holds the catalogue and the files.
-        imports: Counts imports by outcome.
-        listening: The addresses of the store's server.
     """
 
-    def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, listening: Listening) -> None:
-        self.bases = base_folders(config)
-        check_own_loras(config)
+    def __init__(self, config: LoraConfig, *, folder: Path, listening: Listening) -> None:
+        self.bases = check_configured(config)
         self._config = config
         self._folder = folder
         self._lock = ProcessLock(folder)
@@ -77,10 +71,9 @@ class LoraStore(StoreServer):
             max_loads=config.loads_at_once,
         )
         super().__init__(
+            config,
             kind=kinds.LORAS,
-            name=config.name,
             what="the LoRA store",
-            gateway=config.gateway,
             listening=listening,
             links=LoraLinks(config.links, cache=self._cache),
         )
@@ -101,7 +94,6 @@ class LoraStore(StoreServer):
             files=self._files,
             catalogue=self.catalogue,
             processes=self._import_processes,
-            imports=imports,
         )
         self.recovery = LoraRecovery(
             bases=self.bases, catalogue=self.catalogue, files=self._files, write_lock=self.importer.write_lock
@@ -109,24 +101,16 @@ class LoraStore(StoreServer):
         self._left_out = dict(config.left_out)
         self._needed_until: dict[str, float] = {}
 
-    async def start(self) -> None:
-        """Open catalogue and files, import configured LoRAs, load pinned ones, and join the fleet.
-
-        Raises Unavailable if another process uses the folder, ConfigError, StorageUnavailable, DataLoss.
-        """
+    async def _open(self) -> None:
+        """Open catalogue and files, import configured LoRAs, and load pinned ones."""
         await asyncio.to_thread(self._hold_folder)
         await self.catalogue.open()
         await asyncio.to_thread(self._files.open)
         lost = (await self.recovery.reconcile()).lost
-        self._left_out |= await import_own_loras(
-            self._config.loras,
-            importer=self.importer,
-            catalogue=self.catalogue,
-            at_once=self._config.imports.at_once,
-            lost=lost,
+        self._left_out |= await self.importer.import_configured(
+            self._config.loras, at_once=self._config.imports.at_once, lost=lost
         )
         await self._pins.apply()
-        await super().start()
 
     def state(self, record: CatalogueRecord) -> bool | None:
         """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on the disk."""
@@ -230,9 +214,7 @@ class LoraStore(StoreServer):
         await super().drain()
         await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
-    async def stop(self) -> None:
-        """Leave the fleet, close the links, and close the catalogue."""
-        await super().stop()
+    async def _close(self) -> None:
         await self._import_processes.stop()
         await asyncio.to_thread(self._cache.close)
         await self.catalogue.close()
@@ -246,17 +228,27 @@ class LoraStore(StoreServer):
             except HeldElsewhere as held:
                 raise Unavailable(f"{held} (key folder)") from None
 
-    def statistics(self) -> StoreStatistics:
-        """Return the store's present figures. Any thread may call it."""
-        return StoreStatistics(
-            counts=self._cache.counts,
-            memory_bytes=self._cache.used_bytes,
-            memory_budget_bytes=self._config.budget_bytes,
-            disk_bytes=self._files.used_bytes,
-            disk_budget_bytes=self._config.disk_bytes,
-            quarantined_bytes=self._files.quarantine.used_bytes,
-            reserved_bytes=self._files.room.reserved_bytes,
-            links=self.link_counts(),
+    def _metrics(self) -> Iterator[Metric]:
+        counts, files = self._cache.counts, self._files
+        yield from self.importer.imports.collect()
+        text = "LoRAs that workers fetched, by where they were: in memory, prefetched into it, or on the disk."
+        yield counter_by("tier", f"{_PREFIX}_fetches", text, {tier.value: counts.by_tier[tier] for tier in Tier})
+        yield from counters(
+            _PREFIX,
+            ("loads", "LoRAs that were loaded into memory.", counts.loads),
+            ("loaded_bytes", "Bytes that were loaded into memory.", counts.loaded_bytes),
+            ("load_seconds", "Seconds that loading took.", counts.load_s),
+            ("load_failures", "Loads that failed.", counts.failures),
+            ("evictions", "LoRAs that were evicted from memory.", counts.evictions),
+        )
+        budgets = {"memory": self._config.budget_bytes, "disk": self._config.disk_bytes}
+        yield gauge_by("tier", f"{_PREFIX}_budget_bytes", "Bytes that LoRAs may use, by tier.", budgets)
+        yield from gauges(
+            _PREFIX,
+            ("memory_bytes", "Bytes of LoRAs in memory, shared by the workers of its host.", self._cache.used_bytes),
+            ("disk_bytes", "Bytes of LoRAs on the disk, without the quarantine.", files.used_bytes),
+            ("quarantined_bytes", "Bytes of files in quarantine.", files.quarantine.used_bytes),
+            ("reserved_bytes", "Bytes of the disk reserved for uploads and imports.", files.room.reserved_bytes),
         )
 
 
@@ -266,15 +258,7 @@ def missing_lora(digest: str) -> LoraNotFound:
 
 
 class PinnedLoras:
-    """The LoRAs that are pinned in the catalogue and therefore never evicted from memory.
-
-    Args:
-        catalogue: Says which LoRAs are pinned.
-        files: Their files.
-        cache: Keeps them in memory.
-        budget_bytes: Maximum size of all LoRAs in memory.
-        max_loras: Maximum number of LoRAs in memory.
-    """
+    """The LoRAs that are pinned in the catalogue and therefore never evicted from memory."""
 
     def __init__(
         self, *, catalogue: LoraCatalogue, files: LoraFolder, cache: TieredCache, budget_bytes: int, max_loras: int

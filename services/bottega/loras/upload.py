@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bottega.addons.loras.wire.canonical import COMPONENTS
+from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, InvalidRequest, QueueFull, StorageUnavailable, Violation
 from bottega.storage import os_errors
-from bottega.storage.shielding import run_to_end
 
 # Some running uploads have ended by then.
 _RETRY_S = 5.0

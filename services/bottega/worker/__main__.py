@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from bottega.model_files import name_of
 from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
-from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership
+from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership, registration_of
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
@@ -98,13 +97,7 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
         engine = settings.engine
         model = name_of(engine.model, engine.model_name)
         load = fleet_pb2.Load(left_out=rules.report_left_out(kinds.WORKER, {model: error.message}))
-        registration = fleet_pb2.Registration(
-            kind=kinds.WORKER,
-            name=worker_name(settings, server),
-            address=server.address,
-            version=importlib.metadata.version("bottega-services"),
-            metrics_address=server.metrics_address,
-        )
+        registration = registration_of(server, kind=kinds.WORKER, name=worker_name(settings, server))
         membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
         membership.start()
         with contextlib.suppress(TimeoutError):  # without a gateway the reason appears only on stderr

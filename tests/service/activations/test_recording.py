@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bottega.activations.store import writer
-from bottega.activations.store.intake import SectionIntake
+from bottega.activations.store.recordings import SectionIntake
 from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.wire import SectionLayout

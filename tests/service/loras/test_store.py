@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from bottega.errors import (
     BadLora,
@@ -25,7 +24,6 @@ from bottega.errors import (
     TooLarge,
 )
 from bottega.loras.config import ImportConfig, OwnLora
-from bottega.loras.metrics import import_counter
 from bottega.loras.store import LoraStore
 from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.v1 import lora_pb2 as pb
@@ -231,9 +229,8 @@ async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported
 
 def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: Path) -> None:
     for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
-        imports = import_counter(CollectorRegistry())
         with pytest.raises(ConfigError, match=next(iter(own))):
-            LoraStore(config(loras=own), folder=tmp_path, imports=imports, listening=FakeListening())
+            LoraStore(config(loras=own), folder=tmp_path, listening=FakeListening())
 
 
 async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 
+from bottega.controlnet.catalogue import lock_catalogue
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.server import lock_catalogue
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, lora_file, upload_requests

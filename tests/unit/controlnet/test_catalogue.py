@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from bottega import rules
-from bottega.controlnet.catalogue import ControlNetCatalogue
-from bottega.controlnet.catalogue_schema import SCHEMA
+from bottega.controlnet.catalogue import SCHEMA, ControlNetCatalogue
 from bottega.errors import ConfigError, ControlNetExists, DataLoss, InvalidRequest, StorageUnavailable
 from bottega.storage import SqliteDatabase
 

@@ -11,13 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.controlnet.catalogue import ControlNetCatalogue
-from bottega.controlnet.catalogue_schema import SCHEMA
+from bottega.controlnet.catalogue import SCHEMA, ControlNetCatalogue, ProfileStore
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, ControlNetUnusable, EngineStarting, InternalError, Unavailable
 from bottega.gateway.fleet.validation import check_load

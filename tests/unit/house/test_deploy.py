@@ -16,8 +16,8 @@ from bottega.activations.config import ActivationsConfig
 from bottega.cache.config import CacheConfig
 from bottega.config import load, parse
 from bottega.config_keys import KeyPath, keys_of
+from bottega.controlnet.catalogue import open_catalogue
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
 from bottega.loras.config import LoraConfig
 from bottega.manifest import ServiceSpec, load_object, read_services

@@ -19,8 +19,7 @@ from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
 from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import Base, BaseModule, read_base
-from bottega.loras.importing.converting import ConvertedLora, convert
-from bottega.loras.importing.source import sources
+from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.miniature import WEIGHTS
 from tests.samples.lora_files import (
     Part,

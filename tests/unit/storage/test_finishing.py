@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.storage.shielding import acquired, run_to_end
+from bottega.background_tasks import acquired, run_to_end
 
 _PATIENCE_S = 20.0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from bottega.rpc.operation.metric_families import counter_by, counters, gauges
 from bottega.transport import LinkCounters
 from bottega.v1.link_pb2 import LinkCounts
 
@@ -33,7 +33,7 @@ def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
 
 def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
     """Yield metrics of the last report of a service's engine. A new engine starts at 0."""
-    yield GaugeMetricFamily("bottega_links", "Tensor links that are open.", value=counts.open)
+    yield from gauges("bottega", ("links", "Tensor links that are open.", counts.open))
     for name, text, sent, received in (
         ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
         ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
@@ -45,16 +45,11 @@ def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
         ),
         ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
     ):
-        family = CounterMetricFamily(f"bottega_link_{name}", text, labels=("direction",))
-        family.add_metric(("sent",), sent)
-        family.add_metric(("received",), received)
-        yield family
-    yield CounterMetricFamily(
-        "bottega_link_credit_wait_seconds", "Seconds of waiting for a link's credit.", value=counts.credit_wait_s
+        yield counter_by("direction", f"bottega_link_{name}", text, {"sent": sent, "received": received})
+    yield from counters(
+        "bottega_link",
+        ("credit_wait_seconds", "Seconds of waiting for a link's credit.", counts.credit_wait_s),
+        ("no_credit", "Waits for credit in vain.", counts.no_credit),
+        ("aborted", "Messages taken back.", counts.aborted),
     )
-    yield CounterMetricFamily("bottega_link_no_credit", "Waits for credit in vain.", value=counts.no_credit)
-    yield CounterMetricFamily("bottega_link_aborted", "Messages taken back.", value=counts.aborted)
-    deaths = CounterMetricFamily("bottega_link_deaths", "Links that ended, by cause.", labels=("cause",))
-    for cause, count in counts.deaths.items():
-        deaths.add_metric((cause,), count)
-    yield deaths
+    yield counter_by("cause", "bottega_link_deaths", "Links that ended, by cause.", counts.deaths)

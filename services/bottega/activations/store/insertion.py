@@ -22,12 +22,12 @@ from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.blobstore import BlobDisk, StoreCounts
-from bottega.blobstore.files import PROBE_BYTES
 from bottega.caching import KnownFile, TieredCache
 from bottega.caching.sealed_files import digest_of
 from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.storage import os_errors
+from bottega.storage.blob_files import PROBE_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader
 
 # Typical upper bound on what a transaction adds to the records: a template's sections, layouts and maps.

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from bottega.activations.profiles import profile_folder
 from bottega.activations.records import activation_disk, layout_part, read_layout
-from bottega.activations.store.answers import DrawnCache, add_profile, template_answer
+from bottega.activations.store.answers import DrawnCache, TemplateLoader, add_profile, template_answer
 from bottega.activations.store.checks import (
     check_header,
     check_key,
@@ -21,9 +21,7 @@ from bottega.activations.store.checks import (
     checked_section_key,
 )
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
-from bottega.activations.store.intake import SectionIntake
-from bottega.activations.store.recordings import PendingRecording, PendingRecordings
-from bottega.activations.store.residence import TemplateLoader
+from bottega.activations.store.recordings import PendingRecording, PendingRecordings, SectionIntake
 from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationStatistics, DropReason

@@ -6,7 +6,6 @@ stored embeddings.
 """
 
 from bottega.cache.index.keyed_index import IndexStatistics, KeyedIndex
-from bottega.cache.index.settings import IndexSettings
-from bottega.cache.index.vector_index import EntryIndex, Match, VectorIndex
+from bottega.cache.index.vector_index import EntryIndex, IndexSettings, Match, VectorIndex
 
 __all__ = ["EntryIndex", "IndexSettings", "IndexStatistics", "KeyedIndex", "Match", "VectorIndex"]

@@ -1,21 +1,116 @@
-"""The index of one key: few vectors are all compared, of many the sketches are compared first."""
+"""The index of one key: few vectors are all compared, of many the sketches are compared first.
+
+Adding a vector to the exact index of few vectors and removing one take no longer than copying one vector.
+"""
 
 from __future__ import annotations
 
 import threading
 
-from bottega.cache.index.flat_index import FlatIndex
-from bottega.cache.index.settings import IndexSettings
+import faiss
+import numpy as np
+
 from bottega.cache.index.sketched_index import SketchedIndex
-from bottega.cache.index.vector_index import Match, Numbers, Vectors
+from bottega.cache.index.vector_index import IndexSettings, Match, Numbers, Vectors
+
+_LEAST_ROWS = 4
+
+
+class FlatIndex:
+    """An exact `VectorIndex`, for one thread at a time."""
+
+    def __init__(self, width: int) -> None:
+        self._vectors: Vectors = np.empty((_LEAST_ROWS, width), np.float32)
+        self._numbers: Numbers = np.empty(_LEAST_ROWS, np.int64)
+        self._rows: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    @property
+    def width(self) -> int:
+        """Width of its vectors."""
+        return int(self._vectors.shape[1])
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its vectors, including room for more."""
+        return self._vectors.nbytes + self._numbers.nbytes
+
+    def add(self, number: int, vector: Vectors) -> bool:
+        row = self._rows.get(number)
+        if row is not None:
+            self._vectors[row] = vector
+            return False
+        row = len(self._rows)
+        if row == len(self._numbers):
+            self._resize(2 * row)
+        self._vectors[row], self._numbers[row] = vector, number
+        self._rows[number] = row
+        return True
+
+    def add_all(self, numbers: Numbers, vectors: Vectors) -> None:
+        """Add many vectors, none of which is in the index yet."""
+        first = len(self._rows)
+        last = first + len(numbers)
+        if last > len(self._numbers):
+            self._resize(last)
+        self._vectors[first:last], self._numbers[first:last] = vectors, numbers
+        self._rows.update(zip(numbers.tolist(), range(first, last), strict=True))
+
+    def remove(self, number: int) -> bool:
+        """Remove a vector; the last row fills the gap."""
+        row = self._rows.pop(number, None)
+        if row is None:
+            return False
+        last = len(self._rows)
+        if row != last:
+            self._vectors[row] = self._vectors[last]
+            self._numbers[row] = self._numbers[last]
+            self._rows[int(self._numbers[row])] = row
+        if _LEAST_ROWS <= last <= len(self._numbers) // 4:
+            self._resize(2 * last)
+        return True
+
+    def search(self, vector: Vectors, count: int) -> list[Match]:
+        rows = len(self._rows)
+        if rows == 0:
+            return []
+        similarities, found = faiss.knn(
+            vector[None], self._vectors[:rows], min(count, rows), metric=faiss.METRIC_INNER_PRODUCT
+        )
+        return [
+            Match(number=int(self._numbers[row]), similarity=float(similarity))
+            for similarity, row in zip(similarities[0], found[0], strict=True)
+        ]
+
+    def vector(self, number: int) -> Vectors | None:
+        """Return a copy of the vector with that number, or None."""
+        row = self._rows.get(number)
+        return None if row is None else self._vectors[row].copy()
+
+    def numbers(self) -> Numbers:
+        """Return a copy of all numbers."""
+        return self._numbers[: len(self._rows)].copy()
+
+    def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:
+        """Return copies of the vectors with these numbers, and the numbers that exist."""
+        here = [(number, row) for number in numbers.tolist() if (row := self._rows.get(number)) is not None]
+        made = np.array(here, np.int64).reshape(-1, 2)
+        return made[:, 0], self._vectors[made[:, 1]]
+
+    def _resize(self, rows: int) -> None:
+        used = len(self._rows)
+        vectors, numbers = np.empty((rows, self.width), np.float32), np.empty(rows, np.int64)
+        vectors[:used], numbers[:used] = self._vectors[:used], self._numbers[:used]
+        self._vectors, self._numbers = vectors, numbers
 
 
 class KeyIndex:
-    """A `VectorIndex` that switches to sketches when it has many vectors.
-
-    Args:
-        width: Width of its vectors.
-    """
+    """A `VectorIndex` that switches to sketches when it has many vectors."""
 
     def __init__(self, width: int, settings: IndexSettings) -> None:
         self.width = width

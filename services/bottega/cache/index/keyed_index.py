@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.cache.index.key_index import KeyIndex
-from bottega.cache.index.settings import IndexSettings
-from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
+from bottega.cache.index.vector_index import MAX_COUNT, IndexSettings, Match, Numbers, Vectors, unit_vectors
 from bottega.errors import QueueFull
 
 

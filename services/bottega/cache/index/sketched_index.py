@@ -15,8 +15,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.cache.index.settings import IndexSettings
-from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors
+from bottega.cache.index.vector_index import MAX_COUNT, IndexSettings, Match, Numbers, Vectors
 
 Codes = NDArray[np.uint8]
 """[n, CODE_BYTES]: one bit for each plane."""

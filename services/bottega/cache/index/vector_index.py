@@ -1,4 +1,4 @@
-"""The interfaces of indexes: of all entries by key, and of one key's vectors; and the form of vectors."""
+"""The interfaces of indexes, of all entries by key and of one key's vectors; the form of vectors; and settings."""
 
 from __future__ import annotations
 
@@ -105,3 +105,16 @@ def unit_vectors(vectors: NDArray[np.floating]) -> Vectors:
         raise ValueError("a vector is empty, zero or not finite")
     made /= lengths
     return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSettings:
+    """Settings of an index."""
+
+    flat_entries: int = 10_000
+    """From this many entries on, searches of a key compare sketches first."""
+    candidates: int = 256
+    """Number of entries whose vectors are then compared, plus ties.
+
+    More candidates find the nearest entries more often, and take longer (`make bench-index`).
+    """

@@ -13,7 +13,7 @@ import numpy as np
 
 from bottega.cache.index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.predictor import MatchPredictor
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.rows import PromptRows
 

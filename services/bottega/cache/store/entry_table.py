@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from bottega.addons.cache.planning.eviction import EvictionHeap, EvictionPolicy, Usage
@@ -17,6 +17,7 @@ from bottega.blobstore import RecordChanges
 from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.records import latent_name, picture_name, usage_values
 from bottega.cache.store.selector import Candidate
+from bottega.v1.cache_pb2 import CacheModelStats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,15 +30,6 @@ class Removal:
     """Number of removed latents."""
     files: list[str] = field(default_factory=list)
     """Names of files to delete."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCounts:
-    """Counts of a model."""
-
-    entries: int
-    latents: int
-    keys: int
 
 
 @dataclass(slots=True)
@@ -212,13 +204,18 @@ class EntryTable:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
-    def models(self) -> Mapping[str, ModelCounts]:
-        """Return the counts by model."""
+    def models(self) -> list[CacheModelStats]:
+        """Return the counts of each model. The caller sets `has_profile`."""
         with self._lock:
-            return {
-                model: ModelCounts(entries=entries, latents=self._model_latents[model], keys=self._model_keys[model])
-                for model, entries in self._models.items()
-            }
+            return [
+                CacheModelStats(
+                    model_hash=model,
+                    entries=self._models[model],
+                    latents=self._model_latents[model],
+                    keys=self._model_keys[model],
+                )
+                for model in sorted(self._models)
+            ]
 
     def _drop(self, number: int, step: int, removal: Removal) -> None:
         """Remove a latent from everything but the heap."""

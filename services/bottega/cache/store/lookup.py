@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bottega.addons.cache.planning.skip_profile import SkipProfile, skip_steps
-from bottega.blobstore import BlobFiles
 from bottega.cache.index.vector_index import MAX_COUNT
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.profiles import CacheProfiles
@@ -24,6 +23,7 @@ from bottega.cache.store.selector import Exploration, Selection, select_latents
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import CacheCounts
 from bottega.errors import StorageUnavailable
+from bottega.storage import BlobFiles
 from bottega.store_times import LapTimer
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bottega.blobstore import StoreCounts
-from bottega.cache.predictor.predictor import PredictorStatistics
+from bottega.cache.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2
-from bottega.v1.cache_pb2 import CacheOutcome
+from bottega.v1.cache_pb2 import CacheModelStats, CacheOutcome
 
 
 class Dropped(StrEnum):
@@ -26,22 +26,10 @@ class Dropped(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatistics:
-    """Figures of a model."""
-
-    model_hash: str
-    entries: int
-    latents: int
-    keys: int
-    """Number of keys. Entries of different keys never serve the same request."""
-    has_profile: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentStatistics:
     """The figures of a store at one moment; see GetCacheStatsResponse."""
 
-    models: tuple[ModelStatistics, ...]
+    models: tuple[CacheModelStats, ...]
     bytes: int
     budget_bytes: int
     lookups: dict[str, int]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bottega.addons.cache.wire import prompt_digest
 from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
-from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.predictor import MatchPredictor
 from bottega.cache.profiles import CacheProfiles
 from bottega.cache.records import cache_disk, picture_name
 from bottega.cache.store.contents import Contents
@@ -26,11 +26,19 @@ from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.rows import PromptRows
 from bottega.cache.store.settings import StoreSettings
-from bottega.cache.store.statistics import CacheCounts, LatentStatistics, ModelStatistics
+from bottega.cache.store.statistics import CacheCounts, LatentStatistics
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
 from bottega.v1 import generation_pb2
-from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording, CacheStarts
+from bottega.v1.cache_pb2 import (
+    CacheAnswer,
+    CacheEntry,
+    CacheModelStats,
+    CacheProfile,
+    CacheQuestion,
+    CacheRecording,
+    CacheStarts,
+)
 
 _MOST_IMAGES = 8
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -225,18 +233,11 @@ class LatentStore:
         known = self._doorkeeper is None or self._doorkeeper.admits(question.key, question.job)
         return known or self._table.has_key(question.key)
 
-    def _models(self) -> tuple[ModelStatistics, ...]:
+    def _models(self) -> tuple[CacheModelStats, ...]:
         found = self._table.models()
-        return tuple(
-            ModelStatistics(
-                model_hash=model,
-                entries=found[model].entries,
-                latents=found[model].latents,
-                keys=found[model].keys,
-                has_profile=self._profiles.has(model),
-            )
-            for model in sorted(found)
-        )
+        for model in found:
+            model.has_profile = self._profiles.has(model.model_hash)
+        return tuple(found)
 
     def _described(self, entries: Sequence[Entry]) -> list[CacheEntry]:
         """Return the entries that still exist, in the same order."""

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from bottega.background_tasks import BackgroundTasks
+from bottega.clocks import ClockMark
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.process import copied
-from bottega.storage import ContentStore, clock_file, os_errors
+from bottega.storage import ContentStore, os_errors
 
 ResultT = TypeVar("ResultT")
 
@@ -248,8 +249,10 @@ class Storage:
 
     async def _open(self) -> None:
         """Open both stores, images first: only the process that has their folder may start a new life of the jobs."""
-        marked = not self._steady_continued and clock_file.resume(self.steady, self.folder / _CLOCK)
-        self._steady_continued = self._steady_continued or marked
+        mark = None if self._steady_continued else ClockMark.read(self.folder / _CLOCK)
+        if mark is not None:
+            self.steady.resume(mark)
+            self._steady_continued = True
         try:
             await self.images.open()
         except (StorageUnavailable, DataLoss):
@@ -299,7 +302,7 @@ class Storage:
         now = self.steady()
         if now - self._clock_noted_at >= _CLOCK_S:
             self._clock_noted_at = now
-            clock_file.note(self.steady, self.folder / _CLOCK)
+            self.steady.mark().write(self.folder / _CLOCK)
 
     async def _sweep(self) -> None:
         self._note_clock()

@@ -14,8 +14,7 @@ from pathlib import Path
 from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import ConvertedLora, convert
-from bottega.loras.importing.source import sources
+from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.process import FramedPipe
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 

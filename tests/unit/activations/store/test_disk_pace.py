@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.activations.store.residence import DiskPace
+from bottega.activations.store.answers import DiskPace
 from bottega.caching import TieredCache
 from bottega.errors import Unavailable
 

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index.flat_index import FlatIndex
-from bottega.cache.index.key_index import KeyIndex
-from bottega.cache.index.settings import IndexSettings
+from bottega.cache.index.key_index import FlatIndex, KeyIndex
 from bottega.cache.index.sketched_index import SketchedIndex
-from bottega.cache.index.vector_index import VectorIndex, unit_vectors
+from bottega.cache.index.vector_index import IndexSettings, VectorIndex, unit_vectors
 
 WIDTH = 16
 # Half precision changes a cosine by no more.

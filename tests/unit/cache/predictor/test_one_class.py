@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bottega.cache.index.vector_index import unit_vectors
-from bottega.cache.predictor.one_class import OneClassModel, train
+from bottega.cache.predictor import OneClassModel, train
 
 WIDTH = 64
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bottega.addons.cache.planning.predictor_use import PredictorSwitch
 from bottega.cache.index import KeyedIndex
 from bottega.cache.index.vector_index import unit_vectors
-from bottega.cache.predictor.predictor import MatchPrediction, MatchPredictor, PredictorSettings
+from bottega.cache.predictor import MatchPrediction, MatchPredictor, PredictorSettings
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 WIDTH = 32

@@ -6,6 +6,7 @@ from bottega.addons.cache.planning.eviction import LCBFU
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.store.entry_table import EntryTable, new_usage
 from bottega.transport import DType
+from bottega.v1.cache_pb2 import CacheModelStats
 
 
 def _record(
@@ -35,11 +36,10 @@ def _table() -> EntryTable:
 
 def test_what_there_is_of_a_model_is_counted() -> None:
     table = _table()
-    models = table.models()
-    assert {model: (of.entries, of.latents, of.keys) for model, of in models.items()} == {
-        "m": (3, 6, 2),
-        "n": (1, 2, 1),
-    }
+    assert table.models() == [
+        CacheModelStats(model_hash="m", entries=3, latents=6, keys=2),
+        CacheModelStats(model_hash="n", entries=1, latents=2, keys=1),
+    ]
     assert (len(table), table.size_bytes) == (4, 8 * 32 + 4 * 3)
 
 
@@ -50,9 +50,9 @@ def test_keys_and_models_without_entries_vanish() -> None:
     assert table.remove(3, 5).entries == []
     assert [entry.number for entry in table.remove(3, 10).entries] == [3]
     assert not table.has_key("b")
-    assert {model: (of.entries, of.latents, of.keys) for model, of in table.models().items()} == {"m": (2, 4, 1)}
+    assert table.models() == [CacheModelStats(model_hash="m", entries=2, latents=4, keys=1)]
     table.clear("")
-    assert (table.models(), len(table), table.size_bytes, table.named(f"{1:032x}")) == ({}, 0, 0, None)
+    assert (table.models(), len(table), table.size_bytes, table.named(f"{1:032x}")) == ([], 0, 0, None)
 
 
 def test_a_candidate_has_the_key_and_the_steps_that_are_left() -> None:

@@ -20,8 +20,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import convert
-from bottega.loras.importing.source import sources
+from bottega.loras.importing.converting import convert, sources
 from tests.samples.engine_loras import LorasByHand, lora_spec
 from tests.samples.lora_files import base_shapes, canonical_layers, factors, save
 from tests.samples.published import Layout, published_model

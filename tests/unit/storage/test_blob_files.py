@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bottega.blobstore import BlobFiles
 from bottega.errors import StorageUnavailable
+from bottega.storage import BlobFiles
 
 NAME, NEIGHBOUR = (f"ab{number:030x}@5" for number in range(2))
 DATA = b"a latent"

@@ -1,0 +1,247 @@
+"""The files of a store in one folder, named by the store, most of them by the SHA-256 of their content.
+
+    <folder>/incoming/<name>    being written; what is here at the start was interrupted
+    <folder>/ab/ab...           complete
+
+A partial file never has its final name, even if the process is killed. Calls may wait for the disk and raise
+StorageUnavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bottega.storage import folders, free_space, os_errors
+
+PROBE_BYTES = 256 << 10
+"""Size of the file by which `probe` tests whether the disk can be written."""
+
+_PROBE = "probe"
+_INCOMING = "incoming"
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_PIECE_BYTES = 4 << 20
+_FOREIGN_NAMES_IN_LOG = 5
+
+_log = logging.getLogger(__name__)
+
+
+class BlobFiles:
+    """The files of a store. One thread at a time writes and removes; any thread reads.
+
+    Args:
+        folder: Created if it does not exist.
+        names: Matches a file's whole name. Names begin with two hex digits.
+        min_free_bytes: Free space of the disk that is left to others; at most a twentieth of the disk.
+        synced: Whether files and their names are on the disk when a call that writes returns. Otherwise nothing waits
+            for that: a file that a power cut damaged fails its checksum, which counts as missing.
+    """
+
+    def __init__(self, folder: Path, *, names: re.Pattern[str], min_free_bytes: int = 0, synced: bool = False) -> None:
+        self._folder = folder
+        self._incoming = folder / _INCOMING
+        self._names = names
+        self._min_free_bytes = min_free_bytes
+        self._synced = synced
+        # Names of folders of files that exist. Creating them again would take longer than writing a file.
+        self._shards: set[str] = set()
+
+    def open(self) -> set[str]:
+        """Remove interrupted files, and return the names of complete ones."""
+        self.clear()
+        return {file.name for file in self.scan()}
+
+    def clear(self) -> None:
+        """Create the folder, and remove interrupted files. On a read-only disk they stay."""
+        with os_errors.translated():
+            folders.make(self._incoming)
+            for left in self._incoming.iterdir():
+                try:
+                    left.unlink()
+                except OSError as error:
+                    if self._synced and error.errno not in os_errors.FORBIDDEN:
+                        raise
+
+    def scan(self) -> list[os.DirEntry[str]]:
+        """Return all complete files. The names of other files are logged."""
+        with os_errors.translated():
+            found, foreign = self._scan()
+        if foreign:
+            facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
+            _log.warning("the folder has files of other programs, which are left alone", extra=facts)
+        return found
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the folder still exists."""
+        return self._incoming.is_dir()
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file. Raises ValueError for an invalid name, so that only valid names become paths."""
+        if not self._names.fullmatch(name):
+            raise ValueError("not the name of a file of this store")
+        return self._folder / name[:2] / name
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes; None if it does not exist."""
+        with os_errors.translated():
+            try:
+                return self.path(name).stat().st_size
+            except FileNotFoundError:
+                return None
+
+    def spool(self) -> Path:
+        """Create an empty file to write to. The caller removes it, or moves it into place with `adopt`."""
+        with os_errors.translated():
+            descriptor, name = tempfile.mkstemp(dir=self._incoming)
+            os.close(descriptor)
+        return Path(name)
+
+    def adopt(self, name: str, source: Path) -> None:
+        """Move a complete file of the same disk into place. An existing file is replaced."""
+        final = self.path(name)
+        with os_errors.translated():
+            self._make_shard(final.parent)
+            source.replace(final)
+            if self._synced:
+                folders.sync(final.parent)
+
+    def write(self, name: str, data: bytes, *, time: float | None = None) -> None:
+        """Write a file. After an error there is none.
+
+        Args:
+            time: Unix time that the file gets; None is now.
+        """
+        self._write(name, [memoryview(data)], time)
+
+    def copy(self, name: str, source: int, size_bytes: int) -> None:
+        """Write a file with the first bytes of the open file `source`. After an error there is none."""
+        self._write(name, _pieces(source, size_bytes), None)
+
+    def open_file(self, name: str) -> int:
+        """Return a descriptor that reads the file, even after its removal. Raises OSError."""
+        return os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
+        """Return the content of a file; None if it does not exist or is damaged."""
+        with os_errors.translated():
+            try:
+                descriptor = self.open_file(name)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb") as file:  # buffered, because a file system may return only a part
+                data = file.read(size_bytes + 1)
+        return data if hashlib.sha256(data).digest() == digest else None
+
+    def remove(self, names: Iterable[str], *, synced: bool = False) -> None:
+        """Remove files that may not exist.
+
+        Args:
+            synced: Whether to wait until they are gone from the disk.
+        """
+        with os_errors.translated():
+            for name in names:
+                path = self.path(name)
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                    if synced:
+                        folders.sync(path.parent)
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raise StorageUnavailable if that many more bytes would leave too little of the disk to others."""
+        free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
+
+    def lack(self, size_bytes: int) -> int:
+        """Return how many bytes must be freed before that many more may be written."""
+        return free_space.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
+
+    def probe(self) -> None:
+        """Write and remove a file, as a test of the disk."""
+        path = self._incoming / _PROBE
+        with os_errors.translated():
+            folders.make(self._incoming)
+            self.check_room(PROBE_BYTES)
+            try:
+                self._write_file(path, [memoryview(bytes(PROBE_BYTES))], None)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _write(self, name: str, pieces: Iterable[memoryview], time: float | None) -> None:
+        temporary, final = self._incoming / name, self.path(name)
+        with os_errors.translated():
+            self._make_shard(final.parent)
+            try:
+                self._write_file(temporary, pieces, time)
+                temporary.replace(final)
+                if self._synced:
+                    _sync_or_remove(final)
+            except OSError:
+                self._shards.discard(final.parent.name)  # it may have been deleted
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    temporary.unlink(missing_ok=True)
+                raise
+
+    def _write_file(self, path: Path, pieces: Iterable[memoryview], time: float | None) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            for piece in pieces:
+                rest = piece
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            if time is not None:
+                os.utime(descriptor, (time, time))
+            if self._synced:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _make_shard(self, shard: Path) -> None:
+        if self._synced:
+            folders.make(shard)
+        elif shard.name not in self._shards:
+            shard.mkdir(mode=0o700, exist_ok=True)
+            self._shards.add(shard.name)
+
+    def _scan(self) -> tuple[list[os.DirEntry[str]], list[str]]:
+        ours: list[os.DirEntry[str]] = []
+        foreign: list[str] = []
+        self._shards.clear()
+        with os.scandir(self._folder) as shards:
+            for shard in shards:
+                if _SHARD.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
+                    with os.scandir(shard.path) as files:
+                        for file in files:
+                            is_ours = self._names.fullmatch(file.name) and file.name.startswith(shard.name)
+                            if is_ours and file.is_file(follow_symlinks=False):
+                                ours.append(file)
+                            else:
+                                foreign.append(f"{shard.name}/{file.name}")
+                elif shard.name != _INCOMING:
+                    foreign.append(shard.name)
+        return ours, foreign
+
+
+def _sync_or_remove(final: Path) -> None:
+    """Return when a new file's name is on the disk. If that fails, remove it: it could be gone after a power cut."""
+    try:
+        folders.sync(final.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            final.unlink()
+        raise
+
+
+def _pieces(source: int, size_bytes: int) -> Iterator[memoryview]:
+    place = 0
+    while place < size_bytes:
+        piece = memoryview(os.pread(source, min(_PIECE_BYTES, size_bytes - place), place))
+        if not piece:
+            raise OSError("the source has become shorter")
+        place += len(piece)
+        yield piece
