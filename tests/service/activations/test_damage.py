@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import BottegaError, DataLoss, Unavailable
+from bottega.errors import DataLoss, Unavailable
 from tests.support.stored_templates import (
     SECTION_BYTES,
     WAIT_S,
@@ -69,29 +69,6 @@ def test_every_flipped_bit_is_found(tmp_path: Path, flips: int) -> None:
 
 def _step(timestep: float) -> int:
     return round((981.0 - timestep) / 20.5)
-
-
-@pytest.mark.parametrize("damage", ["short", "empty", "long", "gone", "folder"])
-def test_a_file_that_is_not_what_it_was_counts_as_missing(tmp_path: Path, damage: str) -> None:
-    with running_store(tmp_path, memory_budget_bytes=0) as store:
-        record(store, "template", _STEPS)
-        digest = answer(store, "template").sections[3].digest
-        path = _file(tmp_path, digest)
-        data = path.read_bytes()
-        path.unlink()
-        if damage == "folder":
-            path.mkdir()
-        elif damage != "gone":
-            path.write_bytes({"short": data[:-1], "empty": b"", "long": data + b"x"}[damage])
-        with pytest.raises(BottegaError):
-            read(store, digest)
-        if damage == "folder":
-            return  # the disk may be well again
-        assert len(answer(store, "template").sections) == _STEPS - 1
-        assert store.flush(WAIT_S)
-    with running_store(tmp_path) as store:
-        assert len(answer(store, "template").sections) == _STEPS - 1, "the records know, too"
-        assert store.statistics().damaged == 0
 
 
 def test_what_was_lost_while_no_store_was_open_is_missing_and_the_rest_is_not(tmp_path: Path) -> None:

@@ -69,23 +69,6 @@ def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(t
         _serves(store, "half")
 
 
-def test_records_that_are_damaged_while_it_runs_are_made_again(tmp_path: Path) -> None:
-    with running_store(tmp_path) as store:
-        for number in range(50):
-            record(store, f"template {number}")
-        send_sections(store, "pending", range(2))
-        store.flush(WAIT_S)
-        file = tmp_path / "records.db"
-        with file.open("r+b") as records:
-            records.write(b"\xff" * file.stat().st_size)
-        record(store, "half")
-        wait_until(lambda: store.statistics().dropped["trouble"] >= 1, "the store to notice")
-        _healed(store)
-        assert store.statistics().templates == 1
-        assert len(section_paths(tmp_path)) == 4, "nobody knows the others any more"
-        assert store.statistics().disk_bytes == sum(path.stat().st_size for path in section_paths(tmp_path))
-
-
 def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         store.set_profile(block_profile())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import BottegaError, Draining, InvalidRequest
+from bottega.errors import Draining, InvalidRequest
 from bottega.v1 import activations_pb2 as pb
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_activations import (
@@ -198,13 +198,6 @@ async def test_what_cannot_be_is_refused_by_its_fields(
     error = await refused(store.call(method, **facts))
     assert isinstance(error, InvalidRequest)
     assert [violation.field for violation in error.violations] == fields
-
-
-async def test_a_second_process_does_not_get_the_folder(tmp_path: Path) -> None:
-    async with running(tmp_path):
-        with pytest.raises(BottegaError, match="is in use by process"):
-            async with running(tmp_path):
-                pass
 
 
 async def test_a_store_that_stops_offers_no_link_and_says_so(store: Running) -> None:

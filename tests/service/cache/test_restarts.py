@@ -103,22 +103,6 @@ def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None
         assert list(store.entries(MODEL, 2)[1].steps) == [5]
 
 
-def test_a_record_without_its_file_is_dropped(tmp_path: Path) -> None:
-    _fill(tmp_path)
-    with running(tmp_path) as store:
-        first, second, *_ = store.entries("", 100)
-    for step in first.steps:
-        (tmp_path / "latents" / first.entry[:2] / f"{first.entry}@{step}").unlink()
-    (tmp_path / "latents" / second.entry[:2] / f"{second.entry}@{second.steps[0]}").unlink()
-    with running(tmp_path) as store:
-        entries = {entry.entry: entry for entry in store.entries("", 100)}
-        assert len(entries) == 19
-        assert first.entry not in entries
-        assert entries[second.entry].steps == second.steps[1:]
-    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
-        assert records.execute("SELECT count(*) FROM latents").fetchone() == (37,)
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -184,10 +184,3 @@ async def test_a_profile_that_cannot_be_is_refused_by_the_field(
 ) -> None:
     error = await _refused(cache, "SetCacheProfile", profile=pb.CacheProfile(**{"model_hash": MODEL_HASH, **facts}))
     assert [violation.field for violation in error.violations] == [f"profile.{field}"]
-
-
-async def test_a_second_process_does_not_get_the_folder(tmp_path: Path) -> None:
-    async with running(tmp_path):
-        with pytest.raises(BottegaError, match="is in use by process"):
-            async with running(tmp_path):
-                pass
