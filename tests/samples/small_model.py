@@ -20,6 +20,7 @@ SIZE = 32
 _SHAPE = BenchShape(
     block_out_channels=(16, 32),
     transformer_layers=(1,),
+    layers_per_block=1,
     head_channels=16,
     norm_groups=8,
     sample_size=8,

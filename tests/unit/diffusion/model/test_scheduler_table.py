@@ -252,7 +252,7 @@ def test_a_served_sampler_in_an_unserved_ones_place_is_stocks_from_its_configura
 
 
 # With 61 and 103 trailing timesteps of 1000, Diffusers makes one more.
-@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 61, 103, 200])
+@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 61, 103])
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 def test_any_number_of_steps_is_stocks_or_refused(spacing: str, steps: int) -> None:
     model = stock_scheduler(diffusers.EulerDiscreteScheduler, {**BASE, "timestep_spacing": spacing})

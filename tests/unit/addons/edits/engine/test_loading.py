@@ -78,9 +78,9 @@ def test_what_is_loaded_gives_the_picture_that_memory_gives(desk: LoadingDesk) -
     loaded = desk.draw(replace(SECOND, key="loaded"))
     assert_close(loaded, from_memory, atol=0)
     assert loaded.record.edit is not None
-    assert loaded.record.edit.blocks_reused == loaded.record.edit.blocks_total == 36
+    assert loaded.record.edit.blocks_reused == loaded.record.edit.blocks_total == 24
     blocks, recomputed = load_counts(desk)
-    assert blocks > 36, "feature maps are loaded, too"
+    assert blocks > 24, "feature maps are loaded, too"
     assert recomputed == 0
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     assert record.edit.blocks_reused == 0
     assert record.edit.computed_all_because == "its recorded activations did not come in time"
     assert load_counts(desk)[0] == 0
-    assert load_counts(desk)[1] > 36
+    assert load_counts(desk)[1] > 24
     assert any(step.requested for step in steps)
     # The whole network in these steps, as a plan counts it.
     rows, size = 6, (16, 16)
@@ -143,7 +143,7 @@ def test_what_is_here_is_not_requested(desk: LoadingDesk) -> None:
         step.load()
     drawn = desk.draw(SECOND)
     assert drawn.record.edit is not None
-    assert drawn.record.edit.blocks_reused == 36
+    assert drawn.record.edit.blocks_reused == 24
     assert not any(step.requested for step in steps)
     assert load_counts(desk) == (0, 0)
 

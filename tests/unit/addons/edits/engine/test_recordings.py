@@ -44,13 +44,13 @@ def test_the_first_edit_computes_in_full_and_records_and_the_second_one_uses_it(
     record = second.record.edit
     assert record is not None
     assert not second.record.exact
-    # Six transformer blocks, two halves, three steps.
-    assert (record.blocks_reused, record.blocks_total) == (36, 36)
+    # Four transformer blocks, two halves, three steps.
+    assert (record.blocks_reused, record.blocks_total) == (24, 24)
     assert record.recording == desk.source.recordings[0].id
     assert 0 < record.computed_share < 0.6
     assert first.record.edit.dilated_share == record.dilated_share == record.computed_share
     assert not record.computed_all_because
-    assert desk.edits.counts["blocks_reused"] == 36
+    assert desk.edits.counts["blocks_reused"] == 24
     assert desk.edits.counts["hits"] == 1
 
 
@@ -176,7 +176,7 @@ def test_of_several_images_the_first_one_is_recorded_and_all_read(model: Model) 
     desk.draw(replace(FIRST, spec=replace(FIRST.spec, num_images=2)))
     both = desk.draw(replace(SECOND, spec=replace(SECOND.spec, num_images=2)))
     assert both.record.edit is not None
-    assert both.record.edit.blocks_reused == both.record.edit.blocks_total == 72
+    assert both.record.edit.blocks_reused == both.record.edit.blocks_total == 48
     assert torch.equal(outside(both.latents[0], SECOND), outside(both.latents[1], SECOND))
 
 
