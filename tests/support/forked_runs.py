@@ -28,6 +28,9 @@ from tests.support.interruption import END_TIMEOUT_S, handle_signals
 
 Group = Sequence[pytest.Item]
 
+# What `--durations` is to show of fixtures.
+_SLOW_S = 0.1
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Process:
@@ -146,8 +149,11 @@ class _Reports:
     def __init__(self, config: pytest.Config, link: Connection) -> None:
         self._config = config
         self._link = link
+        self._all = bool(config.getoption("xmlpath"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call" and report.duration < _SLOW_S and not self._all:
+            return  # two thirds of the reports say no more than that
         data: dict[str, Any] = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         with contextlib.suppress(OSError):  # an interrupted run reads no reports
             self._link.send(("reports", data))
