@@ -36,8 +36,8 @@ AGAIN = replace(FIRST, key="again")
 ELSEWHERE = masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere")
 # Activations are kept in float16.
 TOLERANCE = 0.02
-# Six transformer blocks, two halves, three steps.
-BLOCKS = 36
+# Four transformer blocks, two halves, three steps.
+BLOCKS = 24
 SECTIONS = 6
 
 
