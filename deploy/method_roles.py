@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.method_roles import METHOD_ROLES
+from bottega.rpc.security.caller import METHOD_ROLES, Role
 
 PAGE = Path(__file__).resolve().parent.parent / "libs/bottega/rpc/security/README.md"
 _BEGIN, _END = "<!-- roles begin -->\n", "<!-- roles end -->"

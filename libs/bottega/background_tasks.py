@@ -1,4 +1,4 @@
-"""Background tasks that end with their owner, and work that runs to its end even if its caller is cancelled."""
+"""Background tasks that end with their owner, work that runs to its end whatever its caller does, and work in threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typing import Any, TypeVar
 from bottega.errors import QueueFull
 
 ResultT = TypeVar("ResultT")
+
+# Copying, packing and parsing 1 MiB costs up to a millisecond of CPU, hashing it somewhat more; handing it to a thread
+# costs some hundred microseconds.
+LARGE_BYTES = 256 * 2**10
 
 _log = logging.getLogger(__name__)
 
@@ -178,3 +182,12 @@ async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], obje
     finally:
         for resource in made:
             await run_to_end(asyncio.to_thread(unmake, resource))
+
+
+async def copied(size_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+    """Return the result of `work`, run on the event loop if it is small and in a thread if it is large.
+
+    Args:
+        size_bytes: Bytes that `work` passes over once or twice. It must not block otherwise.
+    """
+    return work() if size_bytes <= LARGE_BYTES else await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""The folders in which services, the command and trainings keep state, and their permissions.
+"""The folders in which services, the command and trainings keep state, their permissions, and whole writes of files.
 
 Tenants and certificates that an operator writes for the units of a machine are beside the units' configurations. State
 contains prompts and pictures, so folders and files are readable by their owner only. Imports little, so that commands
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,3 +86,14 @@ def private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Replace a file in one step, so that a reader never sees a part of it."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -22,7 +22,7 @@ from typing import Any
 import PIL.Image
 
 from bottega.client import AsyncClient, AsyncJob, Box, Client, ControlNet
-from bottega.client.types.trace import TraceSpan
+from bottega.client.types.jobs import TraceSpan
 from bottega.errors import BottegaError, ControlNetNotFound, JobCancelled, NoControlNet
 from bottega.miniature import WEIGHTS
 from load.bench.controlnet_suite import pinned

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from bottega.gateway.__main__ import main
-from bottega.gateway.jobs.store import group_commit
+from bottega.gateway.jobs.store import sqlite_writer
 from bottega.storage import SerialTask
 
 GROUP_VARIABLE = "BENCH_MAX_GROUP"
@@ -19,18 +19,18 @@ GROUP_VARIABLE = "BENCH_MAX_GROUP"
 SLOWER_VARIABLE = "BENCH_SLOWER_S"
 """Seconds that every commit takes more: in WAL mode it waits for one fsync, and so it does for one that is slower."""
 
-_TRANSACT = group_commit.GroupCommit._transact
+_TRANSACT = sqlite_writer.GroupCommit._transact
 
 
 def change(max_group: int, slower_s: float) -> None:
     """Makes every job store of this process so from now on."""
 
-    def slowed(self: group_commit.GroupCommit, group: Sequence[SerialTask]) -> None:
+    def slowed(self: sqlite_writer.GroupCommit, group: Sequence[SerialTask]) -> None:
         _TRANSACT(self, group)
         time.sleep(slower_s)
 
-    group_commit._MAX_GROUP = max_group
-    group_commit.GroupCommit._transact = slowed if slower_s else _TRANSACT  # type: ignore[method-assign]
+    sqlite_writer._MAX_GROUP = max_group
+    sqlite_writer.GroupCommit._transact = slowed if slower_s else _TRANSACT  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from statistics import median
 import psutil
 
 from bottega.client import Client
-from bottega.gateway.fleet.scrape_targets import TARGETS_PATH
+from bottega.gateway.gateway import TARGETS_PATH
 from load.bench.report import report
 from load.bench.scratch import scratch
 from load.bench.suite import JOIN_TIMEOUT_S

@@ -10,9 +10,8 @@ from unittest import mock
 
 from bottega.client import Client
 from bottega.client.transport import credentials
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.certificate_folder import CertificateFolder
-from bottega.rpc.security.identity import Identity
+from bottega.rpc.security.caller import Identity, Role
+from bottega.rpc.security.certificates import CertificateFolder
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 

@@ -72,7 +72,7 @@ class Throttle:
         with contextlib.suppress(OSError, ValueError):  # ValueError: of a closed socket
             while True:
                 here, _, _ = select.select([source], [], [], 0.0)
-                came = os.splice(source.fileno(), pipe[1], self._most_bytes)
+                came = os.splice(source.fileno(), pipe[1], self._max_bytes)
                 if not came:
                     break
                 self._wait(came, way, waited_here=bool(here))
@@ -85,7 +85,7 @@ class Throttle:
             os.close(descriptor)
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         """Of the next piece."""
         return min(self._piece_bytes, max(_PIECE_BYTES, int(self.bytes_per_s * _PIECE_S)))
 

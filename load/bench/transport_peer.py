@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator
 
 from bottega.errors import LinkError
 from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
-from bottega.transport.memory.copying import copy
-from bottega.transport.memory.mappings import private_slot
+from bottega.transport.memory import copy, private_slot
 from bottega.v1.link_pb2 import LinkOffer
 
 LIMITS = Limits(slots=2, slot_bytes=128 << 20)

@@ -31,7 +31,7 @@ from bottega.transport import (
     TensorSpec,
     offer_to_wire,
 )
-from bottega.transport.memory.mappings import address, private_slot
+from bottega.transport.memory import address, private_slot
 from load.bench.transport_peer import ACK, GRPC_OPTIONS, LIMITS, SERVICE
 
 CHUNK_BYTES = 2 << 20

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from bottega.rpc.channel import PLAINTEXT, Channels
-from bottega.rpc.security.identity import Identity
+from bottega.rpc.security.caller import Identity
 
 
 async def _tell_nobody(_: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from bottega.codec import limits
+from bottega.codec import structure
 from tests.samples import hostile_images as hostile
 from tests.samples.hostile_images import saved
 
@@ -33,10 +33,10 @@ def good_images() -> Mapping[str, bytes]:
         "one pixel": saved(Image.new("RGB", (1, 1), "white")),
         "palette with alpha": saved(picture.convert("P"), transparency=0),
         "cmyk": saved(picture.convert("CMYK"), "JPEG"),
-        "a thin line": saved(Image.new("1", (limits.MAX_IMAGE_SIDE, 1), 1)),
+        "a thin line": saved(Image.new("1", (structure.MAX_IMAGE_SIDE, 1), 1)),
         "progressive jpeg": saved(picture, "JPEG", progressive=True),
-        "as many scans as may be": hostile.scans(limits.MAX_JPEG_SCANS, side=_SIDE),
-        "as many texts as may be": hostile.png_with(hostile.chunk(b"tEXt", b"a\0b") * limits.MAX_PNG_TEXTS),
+        "as many scans as may be": hostile.scans(structure.MAX_JPEG_SCANS, side=_SIDE),
+        "as many texts as may be": hostile.png_with(hostile.chunk(b"tEXt", b"a\0b") * structure.MAX_PNG_TEXTS),
     }
 
 
@@ -101,15 +101,15 @@ def _hostile_images() -> Mapping[str, bytes]:
     """One more than is taken of what costs a decoder time each: small files, and all but the first quick to decode."""
     return {
         "scans of the largest size": hostile.scans(3000, refine=True),
-        "one scan too many": hostile.scans(limits.MAX_JPEG_SCANS + 1, side=_SIDE),
-        "one segment too many": hostile.segments(limits.MAX_JPEG_SEGMENTS),
-        "one stray byte too many": hostile.jpeg_with(bytes(limits.MAX_JPEG_STRAY_BYTES + 1)),
+        "one scan too many": hostile.scans(structure.MAX_JPEG_SCANS + 1, side=_SIDE),
+        "one segment too many": hostile.segments(structure.MAX_JPEG_SEGMENTS),
+        "one stray byte too many": hostile.jpeg_with(bytes(structure.MAX_JPEG_STRAY_BYTES + 1)),
         "arithmetic codes": hostile.arithmetic(),
-        "one text too many": hostile.compressed_texts(limits.MAX_PNG_TEXTS + 1),
+        "one text too many": hostile.compressed_texts(structure.MAX_PNG_TEXTS + 1),
         "two colour profiles": hostile.colour_profiles(2),
-        "one chunk too many": hostile.chunks(limits.MAX_PNG_CHUNKS),
-        "one webp chunk too many": hostile.webp_with(limits.MAX_WEBP_CHUNKS),
-        "one pixel too long": saved(Image.new("1", (limits.MAX_IMAGE_SIDE + 1, 1))),
+        "one chunk too many": hostile.chunks(structure.MAX_PNG_CHUNKS),
+        "one webp chunk too many": hostile.webp_with(structure.MAX_WEBP_CHUNKS),
+        "one pixel too long": saved(Image.new("1", (structure.MAX_IMAGE_SIDE + 1, 1))),
     }
 
 

@@ -19,7 +19,7 @@ from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.store import ActivationStore
 from bottega.activations.worker_link import ActivationLinks
 from bottega.errors import PeerDead
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.link_pb2 import LinkOffer

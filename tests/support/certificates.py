@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bottega.rpc.channel import Channels
-from bottega.rpc.security.certificate_folder import CertificateFolder
-from bottega.rpc.security.identity import identity_from
+from bottega.rpc.security.caller import identity_from
+from bottega.rpc.security.certificates import CertificateFolder
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 
 

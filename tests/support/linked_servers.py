@@ -19,7 +19,7 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.errors import Unavailable
-from bottega.rpc.links_config import DeviceLinksConfig
+from bottega.rpc.server_config import DeviceLinksConfig
 from bottega.transport import Offer, ServiceOffer
 from tests.support.offers import OffersAtOnce
 

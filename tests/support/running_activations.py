@@ -24,9 +24,8 @@ from bottega.addons.edits.wire.messages import CHUNK_BYTES, WORKER_LIMITS, Activ
 from bottega.addons.edits.wire.pieces import SectionChunks
 from bottega.errors import BottegaError
 from bottega.rpc.channel import open_channel
-from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server import Server
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.server_config import LimitedLinksConfig, ServerConfig
 from bottega.rpc.status import from_job_error
 from bottega.transport import Deadline, Limits, Link, WholeMessage, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import activations_pb2 as pb

@@ -19,9 +19,8 @@ from bottega.cache.__main__ import build
 from bottega.cache.config import CacheConfig
 from bottega.cache.server import CacheServer
 from bottega.rpc.channel import open_channel
-from bottega.rpc.links_config import LinksConfig
 from bottega.rpc.server import Server
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.server_config import LinksConfig, ServerConfig
 from bottega.transport import Deadline, DType, Layout, Limits, Link, connect, kind_of, offer_from_wire
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1 import cache_pb2_grpc, fleet_pb2, link_pb2_grpc

@@ -23,9 +23,8 @@ from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.store import LoraStore
 from bottega.process import CallNeed, PreparedCall
 from bottega.rpc.channel import open_channel
-from bottega.rpc.links_config import LimitedLinksConfig
 from bottega.rpc.server import Server
-from bottega.rpc.server_config import ServerConfig
+from bottega.rpc.server_config import LimitedLinksConfig, ServerConfig
 from bottega.rpc.status import from_job_error, from_rpc_error
 from bottega.transport import Deadline, Limits, Link, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import link_pb2_grpc, lora_pb2_grpc

@@ -29,7 +29,7 @@ from bottega.addons.loras.wire.canonical import BACKBONE, ModuleWeights, TensorD
 from bottega.caching import TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.loras.worker_link import LoraLinks
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer

@@ -28,7 +28,7 @@ from bottega.transport import (
     TensorSpec,
     connect,
 )
-from bottega.transport.memory.sealed_file import new_file, reserve, seal
+from bottega.transport.memory import new_file, reserve, seal
 
 BACKENDS = tuple(backend for backend in Backend if backend is not Backend.NCCL)
 """Those that a machine without a GPU has: slot pools share memory of the host, in place of a device's."""

@@ -9,7 +9,7 @@ import time
 
 from bottega.errors import DataLoss
 from bottega.storage import os_errors
-from bottega.transport.memory.sealed_file import reserve, seal
+from bottega.transport.memory import reserve, seal
 
 _PIECE_BYTES = 4 << 20
 

@@ -28,7 +28,7 @@ from bottega.caching.tiers import CacheEntry, CacheLease, KnownFile, LoadParts, 
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
-from bottega.transport.memory.sealed_file import new_file
+from bottega.transport.memory import new_file
 from bottega.v1.trace_pb2 import StoreTimes
 
 _log = logging.getLogger(__name__)

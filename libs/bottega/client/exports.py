@@ -33,10 +33,8 @@ from bottega.addons.loras.client.types import (
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
+from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls
-from bottega.client.transport.retry import RetryPolicy
-from bottega.client.types.control import ControlNet
-from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.fleet import (
     AccelerationTrial,
     AttemptProgress,
@@ -51,9 +49,21 @@ from bottega.client.types.fleet import (
     ServiceStart,
     StepTiming,
 )
-from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
-from bottega.client.types.lora import Lora, LoraLike
-from bottega.client.types.mask import Box, Ellipse
+from bottega.client.types.inputs import Box, ControlNet, Ellipse, Lora, LoraLike
+from bottega.client.types.jobs import (
+    Completed,
+    Event,
+    Interrupted,
+    JobPage,
+    JobState,
+    JobStatus,
+    JobTrace,
+    Preview,
+    Priority,
+    Progress,
+    Queued,
+    TraceSpan,
+)
 from bottega.client.types.models import Adapter, ServedModel, ServedSampler
 from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
@@ -70,7 +80,6 @@ from bottega.client.types.provenance import (
     StageTime,
     Truncation,
 )
-from bottega.client.types.trace import JobTrace, TraceSpan
 
 __all__ = [
     "AccelerationTrial",

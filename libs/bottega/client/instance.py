@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from bottega.client.files import write_whole
 from bottega.errors import BottegaError, Code
 from bottega.manifest import read_services
-from bottega.state_folder import make_missing, make_private, owner_of, private_files
+from bottega.state_folder import make_missing, make_private, owner_of, private_files, write_whole
 
 _INSTANT_S = 0.05
 _LOCKS = Path("/proc/locks")

@@ -1,31 +1,242 @@
-"""Crops the image of an edit to the part that is drawn, and pastes the drawn pixels back.
+"""Reads masks of edits, crops the image to the part that is drawn, and pastes the drawn pixels back.
 
-The functions are pure, and run in a codec process. Pillow visits the pixels; no Python loop does.
-Source: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop, apply_overlay).
+The functions are pure, and run in a codec process. Pillow visits the pixels; no Python loop does. As in Diffusers'
+inpainting pipelines, a mask is cropped to the part of the image that is drawn, resized, made grey and then binarized.
+There are two differences: a mask whose size is not the image's is first resized to it (Diffusers cannot crop it), and a
+mask that redraws nothing is refused.
+Sources: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop, apply_overlay),
+pipeline_stable_diffusion_xl_inpaint.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from PIL import Image, ImageChops, ImageOps
+from PIL import Image, ImageChops, ImageFilter, ImageOps
 
-from bottega.codec import masks
-from bottega.codec.images import load_image
-from bottega.codec.limits import MAX_IMAGE_PIXELS
-from bottega.codec.masks import Box
+from bottega.codec.images import load, load_image, too_much_memory
 from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.structure import MAX_IMAGE_PIXELS
+from bottega.errors import BadImage
+from bottega.v1.generation_pb2 import MaskUse
 
+# Binarization: .5 and above is white, and 127/255 is below.
+_WHITE = 128
+_ONE_CHANNEL = frozenset({"1", "L"})
+
+Box = tuple[int, int, int, int]
+"""Left, upper, right and lower edge in pixels; right and lower are exclusive."""
 # Directions in which a mask's weight spreads. A step costs its length: no sum of steps is shorter than the straight
 # line, so no weight spreads too far.
 _DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnMask:
+    """A mask at the size at which the image is drawn."""
+
+    use: MaskUse
+    """Facts about the mask, without its digest."""
+    pixels: bytes
+    """uint8 [height, width], row-major: 1 where the image is redrawn, else 0."""
+    crop: Box | None
+    """The part of the image that is drawn, in its pixels; None draws all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadMask:
+    """A mask at its own size."""
+
+    image: Image.Image
+    """White where the image is redrawn."""
+    converted: bool = False
+    """Whether several channels become one."""
+    transparency_unread: bool = False
+    """Whether some pixels are transparent although the edit does not read transparency."""
+
+
+def draw(data: bytes, order: MaskOrder) -> DrawnMask:
+    """Return a mask at the size at which the image is drawn.
+
+    Raises BadImage, also if the mask redraws no pixel or no element of the latent.
+    """
+    try:
+        found = read(data, alpha=order.alpha)
+        mask = found.image
+        own = ImageSize(width=mask.width, height=mask.height)
+        crop = None
+        if order.padding is not None:
+            assert order.image_size is not None, "a crop needs the image's size"
+            mask = fitted(mask, order.image_size)
+            crop = crop_region(mask.convert("L"), order.width, order.height, padding=order.padding)
+            if crop is None:
+                raise _empty(order, found)
+            mask = filled(mask.crop(crop), order.width, order.height)
+        mask = fitted(mask, ImageSize(width=order.width, height=order.height)).convert("L")
+        pixels = binary(mask, 1).tobytes()
+    except MemoryError:
+        raise too_much_memory() from None
+    if 1 not in pixels:
+        raise _empty(order, found)
+    _check_latent(pixels, order)
+    use = _use(own, pixels, order, crop)
+    use.converted, use.transparency_unread = found.converted, found.transparency_unread
+    return DrawnMask(use=use, pixels=pixels, crop=crop)
+
+
+def inspect(data: bytes, order: MaskOrder) -> MaskUse:
+    """Return which part of the image a mask redraws, without the mask's digest. Raises BadImage like `draw`."""
+    return draw(data, order).use
+
+
+def read(data: bytes, *, alpha: bool) -> ReadMask:
+    """Return the mask: grey if it is read from transparency, else RGB. Raises BadImage."""
+    image, mode = load(data, "RGBA" if alpha else None)
+    if alpha:
+        return ReadMask(image=ImageOps.invert(image.getchannel("A")))
+    unread = image.mode == "RGBA" and _is_transparent(image)
+    return ReadMask(image=image.convert("RGB"), converted=mode not in _ONE_CHANNEL, transparency_unread=unread)
+
+
+def binary(mask: Image.Image, white: int) -> Image.Image:
+    """Return a grey mask with values 0 and `white`."""
+    return mask.point([0] * _WHITE + [white] * (256 - _WHITE))
+
+
+def fitted(image: Image.Image, size: ImageSize) -> Image.Image:
+    """Return the image resized as by VaeImageProcessor.resize, which does not keep the aspect ratio."""
+    wanted = (size.width, size.height)
+    return image if image.size == wanted else image.resize(wanted, Image.Resampling.LANCZOS)
+
+
+def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> Box | None:
+    """Return the part of an image around the redrawn pixels, widened to the aspect ratio of width x height.
+
+    The part lies inside the image as far as possible. Diffusers instead takes the part around all pixels that are not
+    black, which is too large for a mask with a background of 1 or with the ringing of a resize.
+
+    Args:
+        mask: Grey mask of the image's size.
+
+    Returns:
+        The part, or None if nothing is redrawn.
+
+    Source: VaeImageProcessor.get_crop_region.
+    """
+    found = binary(mask, 255).getbbox()
+    if found is None:
+        return None
+    x1, y1 = max(found[0] - padding, 0), max(found[1] - padding, 0)
+    x2, y2 = min(found[2] + padding, mask.width), min(found[3] + padding, mask.height)
+    ratio = width / height
+    if (x2 - x1) / (y2 - y1) > ratio:
+        y1, y2 = _widened(y1, y2, int((x2 - x1) / ratio - (y2 - y1)), mask.height)
+    else:
+        x1, x2 = _widened(x1, x2, int((y2 - y1) * ratio - (x2 - x1)), mask.width)
+    return x1, y1, x2, y2
+
+
+def filled(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Return the image fitted into width x height, aspect ratio kept; the rest is filled with the colours of its edges.
+
+    Raises BadImage if the image is so narrow that nothing would be left of it.
+    Source: VaeImageProcessor._resize_and_fill.
+    """
+    # Comparisons and arithmetic as in Diffusers: another rounding would give another picture.
+    ratio, own_ratio = width / height, image.width / image.height
+    fitted_width = width if ratio < own_ratio else image.width * height // image.height
+    fitted_height = height if ratio >= own_ratio else image.height * width // image.width
+    if not (fitted_width and fitted_height):
+        raise BadImage(f"the part to be drawn is {image.width}x{image.height} pixels: too narrow for {width}x{height}")
+    inner = image.resize((fitted_width, fitted_height), Image.Resampling.LANCZOS)
+    whole = Image.new("RGB", (width, height))
+    left, top = width // 2 - fitted_width // 2, height // 2 - fitted_height // 2
+    whole.paste(inner, box=(left, top))
+    if ratio < own_ratio and top > 0:
+        whole.paste(inner.resize((width, top), box=(0, 0, width, 0)), box=(0, 0))
+        lowest = inner.resize((width, top), box=(0, inner.height, width, inner.height))
+        whole.paste(lowest, box=(0, top + fitted_height))
+    elif ratio > own_ratio and left > 0:
+        whole.paste(inner.resize((left, height), box=(0, 0, 0, height)), box=(0, 0))
+        rightmost = inner.resize((left, height), box=(inner.width, 0, inner.width, height))
+        whole.paste(rightmost, box=(left + fitted_width, 0))
+    return whole
+
+
+def computed_share(pixels: bytes, order: MaskOrder) -> float:
+    """Return the share, in (0, 1], of tokens of the finest attention level that masked blocks compute, with the margin.
+
+    As in the engine, an element of the latent is redrawn if its first pixel is, and a token if any of its elements is.
+
+    Args:
+        pixels: See DrawnMask.
+    """
+    scale, width = order.latent_scale, order.width
+    lines = [pixels[row : row + width : scale] for row in range(0, width * order.height, width * scale)]
+    tokens = _any(Image.frombytes("L", (len(lines[0]), len(lines)), b"".join(lines)))
+    for _ in range(order.token.bit_length() - 1):  # levels halve a side, and round up
+        tokens = _any(tokens.reduce(2))
+    if order.margin:
+        tokens = tokens.filter(ImageFilter.MaxFilter(2 * order.margin + 1))
+    return tokens.histogram()[255] / (tokens.width * tokens.height)
+
+
+def _any(tokens: Image.Image) -> Image.Image:
+    """Return the image with every pixel white that is not black."""
+    return tokens.point([0] + [255] * 255)
+
+
+def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
+    """Return a span that is `by` pixels wider, and inside [0, end] if possible."""
+    low, high = low - by // 2, high + by - by // 2
+    if high >= end:
+        low, high = low - (high - end), end
+    if low < 0:
+        low, high = 0, high - low
+    return low, min(high, end)
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    """Return whether any pixel is less than half opaque."""
+    return any(image.getchannel("A").histogram()[:_WHITE])
+
+
+def _check_latent(pixels: bytes, order: MaskOrder) -> None:
+    """Raise BadImage if no element of the latent is redrawn: as in torch, the first pixel of an element counts."""
+    scale, width = order.latent_scale, order.width
+    rows = range(0, len(pixels), width * scale)
+    if not any(1 in pixels[row : row + width : scale] for row in rows):
+        rule = f"nothing is left of it in the latent, of which an element is {scale}x{scale} pixels: make it larger"
+        raise BadImage(f"redraws nothing: {rule}")
+
+
+def _empty(order: MaskOrder, found: ReadMask) -> BadImage:
+    what = "transparent (less than half opaque)" if order.alpha else "white (.5 and above)"
+    hint = "; mask_alpha redraws what is transparent in it" if found.transparency_unread else ""
+    return BadImage(f"redraws nothing: nothing of it is {what} at {order.width}x{order.height}{hint}")
+
+
+def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None) -> MaskUse:
+    shown = order.image_size if crop is not None else ImageSize(width=order.width, height=order.height)
+    use = MaskUse(
+        width=own.width,
+        height=own.height,
+        resized=own != shown,
+        share=pixels.count(1) / len(pixels),
+    )
+    if order.token:
+        use.computed_share = computed_share(pixels, order)
+    if crop is not None:
+        use.crop_x, use.crop_y = crop[0], crop[1]
+        use.crop_width, use.crop_height = crop[2] - crop[0], crop[3] - crop[1]
+    return use
+
+
 def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
-    """Return the image and the mask of an edit at the size at which it is drawn. Raises BadImage like `masks.draw`."""
+    """Return the image and the mask of an edit at the size at which it is drawn. Raises BadImage like `draw`."""
     whole = load_image(image)
-    drawn = masks.draw(mask, replace(order, image_size=whole.facts.size))
+    drawn = draw(mask, replace(order, image_size=whole.facts.size))
     pixels = _pixels(_cut(whole.colours, order.width, order.height, drawn.crop))
     return DecodedEdit(pixels=pixels, mask=drawn.pixels, use=drawn.use, facts=whole.facts)
 
@@ -38,7 +249,7 @@ def decode_part(image: bytes, width: int, height: int, crop: Crop) -> DecodedIma
     """
     whole = load_image(image)
     box = (crop.x, crop.y, crop.x + crop.width, crop.y + crop.height)
-    pixels = _pixels(_cut(masks.fitted(whole.colours, crop.image_size), width, height, box))
+    pixels = _pixels(_cut(fitted(whole.colours, crop.image_size), width, height, box))
     return DecodedImage(pixels=pixels, facts=whole.facts)
 
 
@@ -65,22 +276,22 @@ def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
 
 
 def _composed(drawn: Image.Image, image: Image.Image, overlay: Overlay) -> Image.Image:
-    mask = masks.read(overlay.mask, alpha=overlay.order.alpha).image
+    mask = read(overlay.mask, alpha=overlay.order.alpha).image
     order = overlay.order
     if order.padding is None:
         if not overlay.keep_unmasked:
             return drawn
         box = (0, 0, order.width, order.height)
-        image = masks.fitted(image, ImageSize(width=order.width, height=order.height))
-    mask = masks.fitted(mask, ImageSize(width=image.width, height=image.height)).convert("L")
+        image = fitted(image, ImageSize(width=order.width, height=order.height))
+    mask = fitted(mask, ImageSize(width=image.width, height=image.height)).convert("L")
     if order.padding is not None:
-        found = masks.crop_region(mask, order.width, order.height, padding=order.padding)
+        found = crop_region(mask, order.width, order.height, padding=order.padding)
         assert found is not None, "a mask that redraws nothing is refused before anything is drawn"
         box = found
         drawn = _covering(drawn, box[2] - box[0], box[3] - box[1])
     if not overlay.keep_unmasked:
         return _overlaid(drawn, image, mask, box)
-    return _pasted(drawn, image, masks.binary(mask, 255), box, overlay.feather)
+    return _pasted(drawn, image, binary(mask, 255), box, overlay.feather)
 
 
 def feathered(mask: Image.Image, feather: int) -> Image.Image:
@@ -160,8 +371,8 @@ def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
 def _cut(image: Image.Image, width: int, height: int, crop: Box | None) -> Image.Image:
     """Return the image, or a crop of it, resized as by VaeImageProcessor.preprocess."""
     if crop is None:
-        return masks.fitted(image, ImageSize(width=width, height=height))
-    return masks.filled(image.crop(crop), width, height)
+        return fitted(image, ImageSize(width=width, height=height))
+    return filled(image.crop(crop), width, height)
 
 
 def _shifted(image: Image.Image, x: int, y: int) -> Image.Image:

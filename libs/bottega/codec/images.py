@@ -15,7 +15,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from bottega.codec import structure
-from bottega.codec.limits import (
+from bottega.codec.pixels import DecodedImage, ImageFacts, ImageSize, Pixels
+from bottega.codec.structure import (
     FORMATS,
     FORMATS_FOR_PEOPLE,
     MAX_EXIF_BYTES,
@@ -25,7 +26,6 @@ from bottega.codec.limits import (
     check_number,
     check_pixels,
 )
-from bottega.codec.pixels import DecodedImage, ImageFacts, ImageSize, Pixels
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import ImageFormat

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from bottega.background_tasks import copied
 from bottega.codec import structure
-from bottega.codec.limits import ADDRESS_SPACE_BYTES, LARGE_PIXELS
 from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.structure import ADDRESS_SPACE_BYTES, LARGE_PIXELS
 from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
 from bottega.fair_order import Share
-from bottega.process import CallNeed, Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
+from bottega.process import CallNeed, Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec
 from bottega.v1 import codec_pb2, generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import ImageFormat, MaskUse
 
@@ -48,7 +49,7 @@ class EncodedImage:
 class CodecPool(ProcessPool):
     """A pool of codec processes, which tenants share by the seconds that their images take.
 
-    See `bottega.process.fair_lanes`. Call `start` before the first call and `stop` after the last. Each call gets the
+    See `bottega.process.process_pool`. Call `start` before the first call and `stop` after the last. Each call gets the
     share of the tenant that owns the images.
 
     Args:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from PIL import Image
 
-from bottega.codec import edits, images, masks
-from bottega.codec.limits import DECODE_CPU_S, DECODE_EDIT_CPU_S, ENCODE_CPU_S
+from bottega.codec import edits, images
 from bottega.codec.pixels import Crop, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.structure import DECODE_CPU_S, DECODE_EDIT_CPU_S, ENCODE_CPU_S
 from bottega.errors import BadImage
 from bottega.process import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
@@ -64,7 +64,7 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
         case "encode":
             return _encoded(call.encode)
         case "inspect_mask":
-            use = masks.inspect(call.inspect_mask.mask, _mask_order(call.inspect_mask.order))
+            use = edits.inspect(call.inspect_mask.mask, _mask_order(call.inspect_mask.order))
             return codec_pb2.CodecAnswer(mask_use=use)
         case "decode_edit":
             return _decoded_edit(call.decode_edit)

@@ -22,7 +22,7 @@ from bottega.errors import DeadlineExceeded, LinkError, NoSharedMemory, TooLarge
 from bottega.transport import Deadline, Layout, Part, SealedFile
 from bottega.transport.backends.frame_stream import FrameStream, gone
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
-from bottega.transport.memory.slots import GrowingSlots
+from bottega.transport.memory import GrowingSlots
 
 # Size of one operation: large enough to hide its launch, small enough that a slow link shows progress.
 PIECE_BYTES = 64 << 20

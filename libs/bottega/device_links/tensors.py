@@ -9,8 +9,7 @@ from torch import Tensor
 
 from bottega.device_links.streams import beside, keep_until_used, mark
 from bottega.transport import Layout, Part
-from bottega.transport.memory.copying import copy
-from bottega.transport.memory.slots import GrowingSlots, Slot
+from bottega.transport.memory import GrowingSlots, Slot, copy
 
 
 class DeviceTensor:

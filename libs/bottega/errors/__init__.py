@@ -2,74 +2,396 @@
 
 A class fixes its status code and its reason; the code that raises it adds the message and the facts. Services raise
 these classes, and the client raises the same ones on its side of the wire; bottega.rpc translates between the two.
+By status code, with subclasses in parentheses:
 
-BottegaError
-├── InvalidRequest          INVALID_ARGUMENT     a field breaks a rule; lists every violation
-│   ├── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
-│   └── BadLora             INVALID_ARGUMENT     a file cannot be taken as a LoRA
-├── ModelNotFound           NOT_FOUND
-├── ControlNetNotFound      NOT_FOUND
-├── LoraNotFound            NOT_FOUND
-├── CacheEntryNotFound      NOT_FOUND
-├── JobNotFound             NOT_FOUND
-├── ImageNotFound           NOT_FOUND
-├── TraceNotFound           NOT_FOUND            no attempt has ended yet, or the trace was forgotten
-├── Unauthenticated         UNAUTHENTICATED      no API key, or one that the service does not know
-├── Forbidden               PERMISSION_DENIED    the caller's role or name does not allow it
-├── RequestIdReused         ALREADY_EXISTS
-├── LoraExists              ALREADY_EXISTS
-├── ControlNetExists        ALREADY_EXISTS
-├── FieldNotServed          UNIMPLEMENTED
-├── MethodNotServed         UNIMPLEMENTED
-├── JobNotFinished          FAILED_PRECONDITION
-├── StaleAttempt            FAILED_PRECONDITION
-├── ModelMismatch           FAILED_PRECONDITION  two models under one name
-├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
-├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
-├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers, or a job needs it
-├── CacheEntryGone          FAILED_PRECONDITION  the cached latent that a request names is gone
-├── RecordingNotKept        FAILED_PRECONDITION  an edit cannot be repeated: its recording is not kept
-├── Poisoned                FAILED_PRECONDITION  the request makes workers crash
-├── QueueFull               RESOURCE_EXHAUSTED   retry later
-├── QuotaExceeded           RESOURCE_EXHAUSTED   a quota of the caller's tenant; retry later
-├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
-├── TooLarge                RESOURCE_EXHAUSTED
-├── FleetFull               RESOURCE_EXHAUSTED   no room for another service
-├── Unavailable             UNAVAILABLE          the service cannot be reached
-│   ├── NoWorker            UNAVAILABLE          retry later
-│   ├── NoControlNet        UNAVAILABLE          no server has it; retry later
-│   ├── NoLora              UNAVAILABLE          the store cannot be reached or is too slow; retry later
-│   ├── NoCache             UNAVAILABLE          no approximate cache can be reached
-│   ├── NoActivationStore   UNAVAILABLE          no activation store can be reached
-│   ├── LinksFull           UNAVAILABLE          no room for another tensor link; retry soon or elsewhere
-│   ├── EngineStarting      UNAVAILABLE          the engine that serves tensor links is starting; retry soon
-│   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
-│   ├── WorkerLost          UNAVAILABLE
-│   ├── ReaderStalled       UNAVAILABLE          the caller did not read its answers; retry now
-│   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
-│       └── TooManyOpenFiles UNAVAILABLE         no file or socket can be opened; retry later
-├── DataLoss                DATA_LOSS            what was stored is damaged
-├── DeadlinePassed          DEADLINE_EXCEEDED
-├── JobCancelled            CANCELLED
-├── NotFinite               ABORTED
-├── InternalError           INTERNAL             a fault in the suite
-├── LinkError               UNAVAILABLE          one tensor link failed; others are not affected
-│   ├── PeerDead            UNAVAILABLE          the process at the other end is gone
-│   ├── LinkClosed          UNAVAILABLE          one of the ends closed it
-│   ├── DeadlineExceeded    DEADLINE_EXCEEDED    bytes or a message did not come in time
-│   ├── NoCredit            RESOURCE_EXHAUSTED   every slot is full, and none was released in time
-│   ├── NoSharedMemory      RESOURCE_EXHAUSTED   the system has no memory for a slot
-│   ├── AuthFailed          UNAUTHENTICATED      the token is wrong, used or too old
-│   ├── StaleEpoch          FAILED_PRECONDITION  the link has been reopened
-│   ├── LayoutMismatch      FAILED_PRECONDITION  a message has another layout than the receiver expects
-│   ├── LeaseExpired        FAILED_PRECONDITION  a received message was released, or kept too long
-│   ├── MessageAborted      ABORTED              the sender withdrew a message
-│   └── BadFrame            DATA_LOSS            the peer broke the link's rules
-└── ConfigError             (never on the wire)  a configuration file that cannot be used
-    └── ServicesMissing     (never on the wire)  the SDK is installed without the services
+    INVALID_ARGUMENT     InvalidRequest (BadImage, BadLora)
+    NOT_FOUND            ModelNotFound, ControlNetNotFound, LoraNotFound, CacheEntryNotFound, JobNotFound,
+                         ImageNotFound, TraceNotFound
+    ALREADY_EXISTS       RequestIdReused, LoraExists, ControlNetExists
+    UNAUTHENTICATED      Unauthenticated
+    PERMISSION_DENIED    Forbidden
+    UNIMPLEMENTED        FieldNotServed, MethodNotServed
+    FAILED_PRECONDITION  JobNotFinished, StaleAttempt, ModelMismatch, ControlNetUnusable, LoraUnusable, LoraInUse,
+                         CacheEntryGone, RecordingNotKept, Poisoned
+    RESOURCE_EXHAUSTED   QueueFull, QuotaExceeded, DeadlineUnmeetable, TooLarge, FleetFull
+    UNAVAILABLE          Unavailable (NoWorker, NoControlNet, NoLora, NoCache, NoActivationStore, LinksFull,
+                         EngineStarting, Draining, WorkerLost, ReaderStalled, StorageUnavailable (TooManyOpenFiles)),
+                         LinkError (one tensor link failed; its subclasses have codes of their own)
+    DEADLINE_EXCEEDED    DeadlinePassed
+    CANCELLED            JobCancelled
+    ABORTED              NotFinite
+    DATA_LOSS            DataLoss
+    INTERNAL             InternalError
+    never on the wire    ConfigError (ServicesMissing)
 """
 
-from bottega.errors.addons import *  # noqa: F403
-from bottega.errors.base import *  # noqa: F403
-from bottega.errors.links import *  # noqa: F403
-from bottega.errors.requests import *  # noqa: F403
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from bottega.v1 import error_pb2
+from bottega.v1.error_pb2 import ErrorReason
+
+DOMAIN = "bottega"
+
+
+class Code(IntEnum):
+    """A copy of google.rpc.Code, so that the error classes need not import gRPC."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A field of a request that breaks a rule."""
+
+    field: str
+    """Path of the field, as in google.rpc.BadRequest."""
+    description: str
+    """The rule, and what would be right."""
+
+
+class BottegaError(Exception):
+    """The root of all errors. A subclass fixes its `code` and `reason`.
+
+    Args:
+        message: Text for people. It says what to do where something can be done.
+        metadata: Facts for programs, which travel in ErrorInfo.
+        retry_after_s: Seconds after which a retry may help; None if none will.
+        violations: Fields that break rules. Only InvalidRequest and its subclasses have any.
+    """
+
+    code: ClassVar[Code] = Code.UNKNOWN
+    reason: ClassVar[ErrorReason.ValueType] = error_pb2.ERROR_REASON_UNSPECIFIED
+
+    def __init_subclass__(cls, *, code: Code | None = None, reason: ErrorReason.ValueType | None = None) -> None:
+        """Set the code and the reason; those that are not given are the parent's.
+
+        A client can only raise classes that have a reason of their own.
+        """
+        super().__init_subclass__()
+        if code is not None:
+            cls.code = code
+        if reason is not None:
+            cls.reason = reason
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+        self.violations = tuple(violations)
+
+    @property
+    def reason_name(self) -> str:
+        """Return the reason as ErrorInfo carries it: without the enum's prefix."""
+        return ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_")
+
+
+class InternalError(BottegaError, code=Code.INTERNAL, reason=error_pb2.ERROR_REASON_INTERNAL):
+    """A fault in the suite; the log says more under the same request_id."""
+
+
+class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
+    """A configuration, or something that it names, cannot be used. Never on the wire."""
+
+    exit_status: ClassVar[int] = 2
+    """Exit status of a process that ends with this error. Supervisors do not restart it: it would fail again."""
+
+
+class ServicesMissing(ConfigError):
+    """The SDK was installed without the services, which a command needs."""
+
+
+class InvalidRequest(BottegaError, code=Code.INVALID_ARGUMENT, reason=error_pb2.ERROR_REASON_INVALID_REQUEST):
+    """A field breaks a rule; `violations` lists all of them."""
+
+
+class BadImage(InvalidRequest, reason=error_pb2.ERROR_REASON_BAD_IMAGE):
+    """An input image cannot be decoded, or is beyond the limits."""
+
+
+class FieldNotServed(BottegaError, code=Code.UNIMPLEMENTED, reason=error_pb2.ERROR_REASON_FIELD_NOT_SERVED):
+    """A field is designed but not served yet; metadata["field"] names it, several with commas between."""
+
+
+class MethodNotServed(BottegaError, code=Code.UNIMPLEMENTED, reason=error_pb2.ERROR_REASON_METHOD_NOT_SERVED):
+    """The service has no such method: it is another service, or another version."""
+
+
+class RequestIdReused(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_REASON_REQUEST_ID_REUSED):
+    """The request_id was used for another request."""
+
+
+class TooLarge(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_TOO_LARGE):
+    """The request cannot fit; metadata names the limit."""
+
+
+class ModelNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_MODEL_NOT_FOUND):
+    """No worker serves a model of that name; metadata["served"] lists the models that are served."""
+
+
+class Unauthenticated(BottegaError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_UNAUTHENTICATED):
+    """The service asks callers to identify themselves, and the call has no key, or one that it does not know."""
+
+
+class Forbidden(BottegaError, code=Code.PERMISSION_DENIED, reason=error_pb2.ERROR_REASON_FORBIDDEN):
+    """The caller is known, and may not do that."""
+
+
+class QuotaExceeded(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_QUOTA_EXCEEDED):
+    """The caller's tenant has used up a quota; metadata["quota"] names it."""
+
+
+class JobNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_JOB_NOT_FOUND):
+    """No such job, or it has expired."""
+
+
+class ImageNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_IMAGE_NOT_FOUND):
+    """The job has no image of that index."""
+
+
+class TraceNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_TRACE_NOT_FOUND):
+    """No attempt at the job has ended yet, or its trace was forgotten."""
+
+
+class JobNotFinished(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_JOB_NOT_FINISHED):
+    """The job has no images yet."""
+
+
+class StaleAttempt(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_ATTEMPT):
+    """The attempt is superseded by a later one."""
+
+
+class Poisoned(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_POISONED):
+    """Workers crashed each time they ran the request alone. A retry would only crash more of them."""
+
+
+class QueueFull(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_QUEUE_FULL):
+    """The queue is full."""
+
+
+class DeadlineUnmeetable(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_DEADLINE_UNMEETABLE):
+    """The request would not finish before its deadline; metadata["estimate_s"] is how many seconds it would take."""
+
+
+class DeadlinePassed(BottegaError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_DEADLINE_PASSED):
+    """The deadline passed before the work was done."""
+
+
+class JobCancelled(BottegaError, code=Code.CANCELLED, reason=error_pb2.ERROR_REASON_JOB_CANCELLED):
+    """Somebody cancelled the job."""
+
+
+class NotFinite(BottegaError, code=Code.ABORTED, reason=error_pb2.ERROR_REASON_NOT_FINITE):
+    """The model computed NaN or infinity."""
+
+
+class ModelMismatch(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_MODEL_MISMATCH):
+    """Other workers serve a model of the same name with another hash or element type."""
+
+
+class FleetFull(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_FLEET_FULL):
+    """The fleet has no room for another member; metadata["max_members"] is the limit."""
+
+
+class Unavailable(BottegaError, code=Code.UNAVAILABLE):
+    """The service cannot be reached."""
+
+
+class NoWorker(Unavailable, reason=error_pb2.ERROR_REASON_NO_WORKER):
+    """No worker serves the model now."""
+
+
+class Draining(Unavailable, reason=error_pb2.ERROR_REASON_DRAINING):
+    """The service is stopping."""
+
+
+class WorkerLost(Unavailable, reason=error_pb2.ERROR_REASON_WORKER_LOST):
+    """The worker died or was cut off while it ran the request.
+
+    metadata["died"] is "engine" or "worker" if a process died, else absent; metadata["held_together"] is the number of
+    requests that a dead engine was running.
+    """
+
+
+class ReaderStalled(Unavailable, reason=error_pb2.ERROR_REASON_READER_STALLED):
+    """The caller did not read its answers for so long that the service ended the call. Its job, if any, goes on."""
+
+
+class StorageUnavailable(Unavailable, reason=error_pb2.ERROR_REASON_STORAGE_UNAVAILABLE):
+    """Data cannot be stored now: the disk is full, or cannot be written or read.
+
+    metadata["cause"] is the system's name for the error, such as ENOSPC. The operation may still have happened, as when
+    an answer is lost.
+    """
+
+
+class TooManyOpenFiles(StorageUnavailable, reason=error_pb2.ERROR_REASON_TOO_MANY_OPEN_FILES):
+    """The service or its machine has no file descriptors left; the message says which limit to raise.
+
+    Nothing can be stored or read meanwhile: callers that retry when a disk is unavailable should retry here as well.
+    metadata["cause"] is EMFILE or ENFILE; metadata["limit"] is the service's limit.
+    """
+
+
+class DataLoss(BottegaError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_DATA_LOSS):
+    """Stored data is damaged, and is not returned. A retry does not help; an operator has to act."""
+
+
+class LinkError(BottegaError, code=Code.UNAVAILABLE):
+    """A tensor link failed. Others are not affected."""
+
+
+class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
+    """A service has no room for another tensor link, or for another offer of one.
+
+    metadata["limit"] is "links" or "offers".
+    """
+
+
+class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING):
+    """The service runs, but the engine that serves its links is still starting. Retry."""
+
+
+class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
+    """The process at the other end, or the connection to it, is gone. Partly received messages are void."""
+
+
+class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
+    """The link was closed by one of its ends."""
+
+
+class DeadlineExceeded(LinkError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED):
+    """A message, or a part of one, was not transferred before the deadline. For a job, see DeadlinePassed."""
+
+
+class NoCredit(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_CREDIT):
+    """The receiver holds every slot, and released none before the deadline. The link stays usable."""
+
+
+class NoSharedMemory(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_NO_SHARED_MEMORY):
+    """The system has no memory for a slot, or allows no file of its size. The link stays usable.
+
+    metadata["cause"] is the system's name for the error, such as ENOSPC.
+    """
+
+
+class AuthFailed(LinkError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_LINK_AUTH_FAILED):
+    """The token of a link's offer is wrong, used or too old. Ask for a new offer."""
+
+
+class StaleEpoch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_EPOCH):
+    """The link has been reopened; only the newest epoch is served."""
+
+
+class LayoutMismatch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LAYOUT_MISMATCH):
+    """A message has another layout than its receiver expects; none of its bytes were read."""
+
+
+class LeaseExpired(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LEASE_EXPIRED):
+    """A received message was released, or was kept too long after its link had died."""
+
+
+class MessageAborted(LinkError, code=Code.ABORTED, reason=error_pb2.ERROR_REASON_MESSAGE_ABORTED):
+    """The sender withdrew a message before it was complete. The link stays usable."""
+
+
+class BadFrame(LinkError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_BAD_FRAME):
+    """The peer broke the protocol: a wrong header, a size beyond a limit, memory that is not sealed."""
+
+
+class BadLora(InvalidRequest, reason=error_pb2.ERROR_REASON_BAD_LORA):
+    """A file cannot be used as a LoRA for the base model; the message lists what does not fit."""
+
+
+class LoraNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_LORA_NOT_FOUND):
+    """No LoRA of that name; metadata["loras"] names the missing ones."""
+
+
+class LoraExists(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_REASON_LORA_EXISTS):
+    """Another LoRA has that name: it has other weights, or is for another base model."""
+
+
+class LoraUnusable(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LORA_UNUSABLE):
+    """The LoRA does not fit the model.
+
+    If it was made for another model, metadata has "lora", "made_for" and "model".
+    """
+
+
+class LoraInUse(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_LORA_IN_USE):
+    """The LoRA is being sent to workers, or a job needs it or needed it a moment ago."""
+
+
+class NoLora(Unavailable, reason=error_pb2.ERROR_REASON_NO_LORA):
+    """The LoRA store cannot be reached, or is too slow; metadata["loras"] names the LoRAs that were requested."""
+
+
+class ControlNetNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_CONTROLNET_NOT_FOUND):
+    """No ControlNet of that name; metadata["served"] lists those that are served."""
+
+
+class ControlNetExists(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_REASON_CONTROLNET_EXISTS):
+    """The server's configuration has a ControlNet of that name, which cannot be replaced."""
+
+
+class ControlNetUnusable(
+    BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_CONTROLNET_UNUSABLE
+):
+    """A ControlNet's files cannot be used, or it does not fit the model; the message says what does not."""
+
+
+class NoControlNet(Unavailable, reason=error_pb2.ERROR_REASON_NO_CONTROLNET):
+    """No service that has the ControlNet can be reached now.
+
+    metadata["controlnets"] lists the ControlNets, and metadata["servers"] the servers that failed, separated by commas.
+    """
+
+
+class CacheEntryNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_CACHE_ENTRY_NOT_FOUND):
+    """The cache has no such entry; metadata["entry"] names it."""
+
+
+class CacheEntryGone(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_CACHE_ENTRY_GONE):
+    """The cached latent that a request names is gone, or belongs to a request of another kind.
+
+    metadata["entry"] is "ENTRY@STEP".
+    """
+
+
+class NoCache(Unavailable, reason=error_pb2.ERROR_REASON_NO_CACHE):
+    """No approximate cache can be reached."""
+
+
+class RecordingNotKept(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_RECORDING_NOT_KEPT):
+    """An edit cannot be repeated exactly: the recording that it used is not kept; metadata["recording"] names it."""
+
+
+class NoActivationStore(Unavailable, reason=error_pb2.ERROR_REASON_NO_ACTIVATION_STORE):
+    """No activation store can be reached. Edits are drawn without recordings, and compute everything."""

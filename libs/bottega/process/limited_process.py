@@ -12,15 +12,15 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from bottega.errors import InternalError, Unavailable
-from bottega.process import sandbox_status
 from bottega.process.child import ChildProcess
 
-_log = logging.getLogger(__name__)
+_logged: set[tuple[str, ...]] = set()
 
 # An interpreter that imports its libraries takes .3 to 4 s. The rest is for a machine that is busy with other work.
 _START_S = 60.0
@@ -29,6 +29,8 @@ _STOP_S = 2.0
 _CPU_SIGNALS = frozenset({-signal.SIGXCPU, -signal.SIGPROF})
 # A child that spent less than this share of the deadline as processor time was not slow because of its work.
 _BUSY_SHARE = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 class Loss(StrEnum):
@@ -107,7 +109,7 @@ class LimitedProcess:
         if not is_ready:
             raise InternalError(f"the {spec.name} did not start")
         if spec.sandbox:
-            sandbox_status.log_missing(child.pid)
+            log_missing_restrictions(child.pid)
         return child
 
     async def exchange(self, frame: bytes, limits: Mapping[int, int] | None = None) -> bytes:
@@ -181,3 +183,68 @@ class CpuTime:
         except psutil.Error:
             return 0.0
         return float(used.user + used.system)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxStatus:
+    """The restrictions that are in force for a process."""
+
+    no_network: bool
+    """It has a network namespace of its own."""
+    filtered: bool
+    """It has a system-call filter that this process does not have."""
+    no_new_privileges: bool
+    """No program that it starts has more rights than it has."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The missing restrictions, as text for users.
+
+        The filter forbids sockets, which replaces a network namespace.
+        """
+        parts = {
+            "a network of its own": self.no_network or self.filtered,
+            "a system-call filter": self.filtered,
+            "no new privileges": self.no_new_privileges,
+        }
+        return tuple(part for part, there in parts.items() if not there)
+
+
+def sandbox_status(pid: int) -> SandboxStatus | None:
+    """Return the status of a process, or None if it is unknown: the process is gone, or there is no /proc."""
+    process, this = Path("/proc") / str(pid), Path("/proc/self")
+    try:
+        network = (process / "ns/net").readlink() != (this / "ns/net").readlink()
+        theirs, ours = _status(process), _status(this)
+    except OSError:
+        return None
+    return SandboxStatus(
+        no_network=network,
+        filtered=_filters(theirs) > _filters(ours),
+        no_new_privileges=theirs.get("NoNewPrivs") == "1",
+    )
+
+
+def log_missing_restrictions(pid: int) -> None:
+    """Log once which restrictions a confined child lacks. Call it when the child is ready."""
+    known = sandbox_status(pid)
+    if known is None or not known.missing or known.missing in _logged:
+        return
+    _logged.add(known.missing)
+    _log.info(
+        "processes that open untrusted files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
+        " and ".join(known.missing),
+    )
+
+
+def _status(process: Path) -> dict[str, str]:
+    lines = (line.partition(":") for line in (process / "status").read_text().splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _filters(status: dict[str, str]) -> int:
+    """Return the number of filters in force. Kernels before 5.9 report only whether there are any.
+
+    Services may have one from systemd.
+    """
+    return int(status.get("Seccomp_filters") or status.get("Seccomp") == "2")

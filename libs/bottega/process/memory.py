@@ -1,4 +1,4 @@
-"""Keeps memory management off the event loop and the forwards, and measures the memory of processes.
+"""Keeps memory management off the event loop and the forwards, and measures the memory of processes and the machine.
 
 Fresh pages cost more than the copy that fills them. Receiving an image of 8 MiB takes 15 to 120 ms of CPU on the event
 loop if the C library returns memory after every picture, and 2 ms if it keeps it (two shared x86-64 cores, measured). A
@@ -16,14 +16,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 from bottega.background_tasks import running
 
-_log = logging.getLogger(__name__)
+_ROOT = Path("/")
 
 # Pause between two measurements of a MemoryMeter.
 _LOOK_S = 1.0
@@ -47,6 +47,8 @@ _REST_S = 5.0
 _WORTH_BYTES = 2**20
 # What /proc/PID/clear_refs takes for: the highest resident memory is that of now.
 _RESET_PEAK = "5"
+
+_log = logging.getLogger(__name__)
 
 
 def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
@@ -178,3 +180,58 @@ def _trim_always(rest: _RestDetector) -> None:
         time.sleep(_REST_S)
         if rest.is_at_rest():
             rest.trim()
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Return how much more memory this process can have before the kernel ends a process; None outside Linux.
+
+    That is what the machine and its cgroups leave. Pages of files count as available, as in the kernel's own
+    `MemAvailable`: they are dropped before anything is ended. This takes about a tenth of a millisecond.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    try:
+        of_machine = 1024 * _numbers(root / "proc" / "meminfo")["MemAvailable"]
+    except (OSError, KeyError):
+        return None
+    return min([of_machine, *_of_cgroups(root)])
+
+
+def _of_cgroups(root: Path) -> Iterator[int]:
+    """Yield the remaining bytes of each control group of this process with a limit, in both versions of cgroups."""
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    mounts = root / "sys" / "fs" / "cgroup"
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:
+            yield from _left(mounts, path, limit="memory.max", usage="memory.current", prefix="")
+        elif "memory" in controllers.split(","):
+            names = {"limit": "memory.limit_in_bytes", "usage": "memory.usage_in_bytes"}
+            yield from _left(mounts / "memory", path, **names, prefix="total_")
+
+
+def _left(mount: Path, path: str, *, limit: str, usage: str, prefix: str) -> Iterator[int]:
+    """Yield the remaining bytes of a group and of its parents.
+
+    In a container the path may be one of the machine's, of which only the container's own group is mounted.
+    """
+    own = Path(path.lstrip("/"))
+    for group in (own, *own.parents) if ".." not in own.parts else (Path(),):
+        folder = mount / group
+        try:
+            limit_bytes = int((folder / limit).read_text(encoding="ascii"))
+            used_bytes = int((folder / usage).read_text(encoding="ascii"))
+            pages = _numbers(folder / "memory.stat")
+        except (OSError, ValueError):
+            continue  # it has no limit ("max"), or is not mounted here
+        of_files = sum(pages.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+        yield max(0, limit_bytes - used_bytes + of_files)
+
+
+def _numbers(path: Path) -> Mapping[str, int]:
+    """Return the numbers of a file that has a name and a number a line."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}

@@ -2,7 +2,7 @@
 
 Processes that open untrusted files run in it (`ChildProcess.start(confined=...)`). An attacker that takes over a
 decoder has no network, cannot start programs, and cannot write files. Each restriction is applied only if the machine
-lets an ordinary user apply it; the module runs in any case, and `sandbox_status.found` reports what is in force.
+lets an ordinary user apply it. The module runs in any case; `limited_process.sandbox_status` reports what is in force.
 
 The process may only make the system calls of reading, computing and answering. Everything else fails with "operation
 not permitted", including new sockets, new programs, and signals to other processes. libseccomp does the work, through

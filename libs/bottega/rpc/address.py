@@ -1,13 +1,20 @@
-"""Addresses in configurations: host:port."""
+"""Addresses in configurations, and the hosts and connections of callers, as gRPC and the system write them."""
 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import unquote
 
 from pydantic import AfterValidator
 
 from bottega.errors import ConfigError
+
+# An IPv6 host is a network, not an address.
+_IPV6_PREFIX = 64
+# Prefix of IPv4 addresses on a socket of both families.
+_IPV4_MAPPED = "::ffff:"
 
 
 def split(address: str) -> tuple[str, int]:
@@ -41,3 +48,47 @@ Address = Annotated[str, AfterValidator(_checked)]
 
 OptionalAddress = Annotated[str, AfterValidator(lambda address: _checked(address) if address else "")]
 """An address in a configuration, or an empty text for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The peer of a call."""
+
+    connection: str
+    """The caller's end of the connection; see `endpoint`."""
+    host: str
+    """The address without the port."""
+
+
+def peer_of(peer: str) -> Peer:
+    """Return the peer of gRPC's text, such as ipv4:10.0.0.7:53124 or ipv6:%5B2001:db8::7%5D:53124."""
+    kind, _, rest = unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return Peer(connection=peer, host=kind)
+    address, _, port = rest.rpartition(":")
+    address = address.strip("[]")
+    return Peer(connection=endpoint(address, port), host=host_of_address(address) or kind)
+
+
+def host_of(peer: str) -> str:
+    """Return the host of gRPC's text, for limits on one caller.
+
+    Each address of loopback is a host. All peers without an IP address are one host.
+    """
+    return peer_of(peer).host
+
+
+def endpoint(address: str, port: int | str) -> str:
+    """Return the name of one end of a connection. It does not depend on how the system or gRPC writes the address."""
+    return f"{address.removeprefix(_IPV4_MAPPED)} {port}"
+
+
+def host_of_address(address: str) -> str:
+    """Return the host of an IP address; empty if the text is no IP address."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0].removeprefix(_IPV4_MAPPED))
+    except ValueError:
+        return ""
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((ip, _IPV6_PREFIX), strict=False).network_address)
+    return str(ip)

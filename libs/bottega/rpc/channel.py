@@ -10,8 +10,7 @@ import grpc
 
 from bottega.rpc import telemetry
 from bottega.rpc.security.api_keys import bearer
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.identity import dns_name
+from bottega.rpc.security.caller import Role, dns_name
 from bottega.rpc.security.tls import AuthorityFile, TlsFiles
 
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.

@@ -35,8 +35,8 @@ import psutil
 from bottega.background_tasks import running
 from bottega.fair_order import fair_room
 from bottega.process import open_files
+from bottega.rpc.address import endpoint, host_of_address
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.peers import endpoint, host_of_address
 from bottega.rpc.source_filter import SourceFilter
 
 # Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
@@ -106,7 +106,7 @@ class ConnectionGuard:
     """A guard that ends connections to a port if they are in the way of others.
 
     Args:
-        most: Bound on all connections, of which each host has its share.
+        max_connections: Bound on all connections, of which each host has its share.
         share: A host's share; see `fair_order.fair_room`. With 1 a host may be a proxy with tenants behind it, and no
             connection is ended because of other calls of its host.
         busy: Returns the client ends (peers.endpoint) of connections that have calls now. A host may keep them, however
@@ -115,9 +115,9 @@ class ConnectionGuard:
     """
 
     def __init__(
-        self, *, most: int, share: float, busy: Callable[[], Collection[str]], ledger: ConnectionLedger
+        self, *, max_connections: int, share: float, busy: Callable[[], Collection[str]], ledger: ConnectionLedger
     ) -> None:
-        self._most = most
+        self._max_connections = max_connections
         self._share = share
         self._busy = busy
         self._ledger = ledger
@@ -151,7 +151,7 @@ class ConnectionGuard:
 
     def _crowding(self) -> float:
         """Return the open files and sockets relative to a host's share. Up to 1, no host can have more than that."""
-        return open_file_count() / (self._share * self._most)
+        return open_file_count() / (self._share * self._max_connections)
 
     def _is_working(self) -> bool:
         """Return whether the process has used much of a core since the last round, for whatever reason."""
@@ -213,7 +213,7 @@ class ConnectionGuard:
             return
         for event, count in self._ended.items():
             if count:
-                _log.warning(event, extra={"ended": count, "max_connections": self._most})
+                _log.warning(event, extra={"ended": count, "max_connections": self._max_connections})
         self._ended.clear()
         self._logged_at = time.monotonic()
 
@@ -234,7 +234,7 @@ class ConnectionGuard:
         by_host: dict[str, list[InboundConnection]] = defaultdict(list)
         for connection in found:
             by_host[connection.host].append(connection)
-        free = self._most - len(found)
+        free = self._max_connections - len(found)
         for held in sorted(by_host.values(), key=len, reverse=True):
             idle = [connection for connection in held if connection.peer not in busy]
             random.shuffle(idle)

@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 from bottega.caching import CacheLease
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.rpc.status import job_error_to_json
-from bottega.rpc.store_links import StoreLinkHandler
+from bottega.rpc.store_server import StoreLinkHandler
 from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile, WholeMessage
 from bottega.v1.trace_pb2 import StoreTimes
 
@@ -88,8 +88,8 @@ class FileTransfer(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def send_piece(self, link: Link, most_bytes: int) -> int:
-        """Send the next bytes, up to `most_bytes`, and return how many were sent."""
+    def send_piece(self, link: Link, max_bytes: int) -> int:
+        """Send the next bytes, up to `max_bytes`, and return how many were sent."""
 
     def _fill(self, view: memoryview, place: int) -> None:
         """Read bytes of the file, from `place` on, into a view of a slot."""
@@ -113,8 +113,8 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
         super().__init__(connection)
         self._what = what
         self._limits = limits
-        self._pace = RateLimiter(bytes_per_s, most_bytes=limits.piece_bytes)
-        self._piece_size = PieceSize(slots=limits.slots, most_bytes=limits.piece_bytes)
+        self._pace = RateLimiter(bytes_per_s, max_bytes=limits.piece_bytes)
+        self._piece_size = PieceSize(slots=limits.slots, max_bytes=limits.piece_bytes)
         self._shares = bytes_per_s == 0
         self._orders = itertools.count()
         # Used by the sending thread only. The heads of these were sent.
@@ -134,11 +134,11 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
     def send_idle(self, link: Link) -> None:
         """Send the next piece of the next file."""
         transfer = self._transfers.first()
-        most_bytes = min(self._piece_size.next(), self._pace.most_bytes)
+        max_bytes = min(self._piece_size.next(), self._pace.max_bytes)
 
         def send() -> int:
-            sent_bytes = transfer.send_piece(link, most_bytes)
-            self._transfers.spend(sent_bytes, turn_bytes=most_bytes)
+            sent_bytes = transfer.send_piece(link, max_bytes)
+            self._transfers.spend(sent_bytes, turn_bytes=max_bytes)
             return sent_bytes
 
         self._advance(link, transfer, send)

@@ -19,9 +19,8 @@ import grpc
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, JobCancelled, MethodNotServed, Unavailable
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.identity import Identity
-from bottega.rpc.security.tls_probe import find_tls_mismatch
+from bottega.rpc.security.caller import Identity, Role
+from bottega.rpc.security.tls import find_tls_mismatch
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 

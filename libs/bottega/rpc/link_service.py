@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from bottega.errors import BottegaError, Forbidden, InvalidRequest, Violation
-from bottega.rpc.address import split
-from bottega.rpc.peers import host_of
+from bottega.rpc.address import host_of, split
 from bottega.rpc.security.caller import Role, caller
 from bottega.rpc.server import Server
 from bottega.rpc.status import to_job_error

@@ -24,16 +24,14 @@ from bottega.rpc.address import is_loopback, split
 from bottega.rpc.channel import MAX_MESSAGE_MIB, Channels
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
 from bottega.rpc.interceptor.call_interceptor import CallInterceptor, RequestQuotas
-from bottega.rpc.interceptor.call_limits import CallLimit
+from bottega.rpc.interceptor.call_limits import CallLimit, ResponseFlowControl
 from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
-from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.metrics import CallMetrics, CertificateMetrics, MetricsEndpoint
 from bottega.rpc.operation.sd_notify import SystemdNotifier
-from bottega.rpc.security.caller import AllLocal, CallAuthenticator
-from bottega.rpc.security.certificate_calls import CertificateAuthenticator
+from bottega.rpc.security.caller import AllLocal, CallAuthenticator, CertificateAuthenticator
 from bottega.rpc.security.tls import TlsFiles
 from bottega.rpc.server_config import PLAIN_TEXT, ListenerConfig, ServerConfig, open_metrics_text, open_port_text
 
@@ -113,7 +111,7 @@ class GrpcListener:
         )
         bounds = connection_bounds(config.max_connections)
         self._connections = ConnectionGuard(
-            most=bounds.guarded, share=config.peer_share, busy=limits.connections, ledger=ledger
+            max_connections=bounds.guarded, share=config.peer_share, busy=limits.connections, ledger=ledger
         )
         self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
@@ -311,9 +309,9 @@ def _request_quotas(config: ListenerConfig) -> RequestQuotas:
 
 def _call_limits(config: ListenerConfig) -> CallLimits:
     def calls() -> CallLimit:
-        return CallLimit(most=config.max_calls, share=config.peer_share, limit="max_calls")
+        return CallLimit(max_calls=config.max_calls, share=config.peer_share, limit="max_calls")
 
-    streams = CallLimit(most=config.max_streams, share=config.peer_share, limit="max_streams")
+    streams = CallLimit(max_calls=config.max_streams, share=config.peer_share, limit="max_streams")
     return CallLimits(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
 
 

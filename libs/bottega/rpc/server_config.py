@@ -1,4 +1,4 @@
-"""Configuration of a service's server and of its listeners, and the ports that it refuses to open."""
+"""Configuration of a server, its listeners and its links from workers, and the ports that a service refuses to open."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from bottega.strict import STRICT
 
 PLAIN_TEXT = "it is not encrypted (no server.tls)"
 """Why strangers can use a port without TLS."""
+HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
+NotNegative = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +153,55 @@ def open_metrics_text(config: ServerConfig) -> str | None:
         f"server.metrics_listen {config.metrics_listen} can be reached from the network, and metrics are not encrypted:"
         " set server.insecure: true if the network is trusted"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksConfig:
+    """Addresses on which workers open links to a service."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: HostPort = "127.0.0.1:0"
+    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
+    advertised: HostPort = ""
+    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
+    socket: str | None = ""
+    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
+
+    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
+    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    """
+    seal: bool = True
+    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLinksConfig(LinksConfig):
+    """Addresses on which workers open links to a service that computes on a device, and links between GPUs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    seal: bool = True
+    """Encrypt data to and from workers of other hosts.
+
+    Set false only in a trusted network; links between devices of two hosts need false.
+    """
+    devices: Literal["auto", "off", "gloo"] = "auto"
+    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+
+    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
+    nor authenticated; for tests.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitedLinksConfig(LinksConfig):
+    """Addresses on which workers open links to a store, and the limit of each link."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    bytes_per_s: NotNegative = 0
+    """Limit of each link in bytes per second.
+
+    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
+    """

@@ -9,6 +9,7 @@ import abc
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,20 +18,91 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import Draining
+from bottega.errors import Draining, NoSharedMemory, TooLarge
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership, Listening, registration_of
-from bottega.rpc.link_service import add_link_service
-from bottega.rpc.operation.link_metrics import link_counts, link_metrics
+from bottega.rpc.link_service import add_link_service, link_endpoints, tcp_endpoint
+from bottega.rpc.operation.readings import link_counts, link_metrics
 from bottega.rpc.server import Server
+from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.service_config import StoreConfig
 from bottega.state_folder import state_folder
-from bottega.transport import LinkServer, offer_to_wire
+from bottega.transport import (
+    Connection,
+    Link,
+    LinkHandler,
+    LinkServer,
+    LinkServerSettings,
+    WholeMessage,
+    default_socket_path,
+    offer_to_wire,
+)
 from bottega.v1 import fleet_pb2
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
+HandlerT = TypeVar("HandlerT", bound=LinkHandler)
 ConfigT = TypeVar("ConfigT", bound=StoreConfig)
+
+# Unsent answers of one worker, which has some tens of jobs that ask one question each.
+_MOST_UNSENT = 64
+
+
+class StoreLinkHandler(LinkHandler):
+    """The link of one worker to a store. A worker that does not read its answers gets only refusals."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unsent = 0
+        self._counting = threading.Lock()
+
+    def _send_answer(self, answer: Callable[[], WholeMessage], refusal: WholeMessage) -> None:
+        """Queue an answer to be sent.
+
+        Args:
+            answer: Makes the answer, unless too many wait to be sent.
+            refusal: Sent in its place then, or if the answer is too large.
+        """
+        with self._counting:
+            self._unsent += 1
+            busy = self._unsent > _MOST_UNSENT
+        queued = False
+        try:
+            message = refusal if busy else answer()
+            queued = self._connection.post(lambda link: self._send(link, message, refusal))
+        finally:
+            if not queued:
+                self._sent()
+
+    def _send(self, link: Link, message: WholeMessage, refusal: WholeMessage) -> None:
+        try:
+            self._connection.send_now(link, message)
+        except (NoSharedMemory, TooLarge):  # nothing was sent, and the link can be used further
+            self._connection.send_now(link, refusal)
+        finally:
+            self._sent()
+
+    def _sent(self) -> None:
+        with self._counting:
+            self._unsent -= 1
+
+
+class StoreLinks(LinkServer[HandlerT]):
+    """The links of a store to all workers. Raises ConfigError if an address cannot be bound.
+
+    Args:
+        kind: The service's kind, which names its unix socket.
+        what: Names the service in texts, such as "the activation store".
+    """
+
+    def __init__(self, config: LinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
+        socket: str | Path | None = default_socket_path(kind) if config.socket == "" else config.socket
+        super().__init__(
+            link_endpoints(config.listen, socket, seal=config.seal),
+            service=what,
+            settings=settings,
+            advertised=tcp_endpoint(config.advertised),
+        )
 
 
 class StoreServer(Collector):

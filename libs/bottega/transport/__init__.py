@@ -21,7 +21,7 @@ Every backend keeps these promises, and one suite tests all backends (tests/serv
 - Each direction is ordered and has its own credit: a message needs a free slot, and only the receiver frees slots.
 - A layout is registered before its first message. The header of a message is checked before its first byte moves.
 - Every call ends by its deadline. If a message never arrives completely, the tensors that did arrive are void.
-- Within a host, a message may carry a file in sealed memory (memory/sealed_file.py). Both ends read the same pages and
+- Within a host, a message may carry a file in sealed memory (`SealedFile`). Both ends read the same pages and
   no byte is copied. Link.passes_files tells whether a link supports this. A file is at most as large as a slot.
 - A link ends once, for one cause, and does not end other links. Nothing is sent twice. Received memory stays valid as
   long as something refers to it.
@@ -36,28 +36,34 @@ of its header. Outgoing.parts and Incoming.part give access to them. channel/bac
 do.
 """
 
-from bottega.transport.channel.backend import Backend, BackendChoice
-from bottega.transport.channel.buffers import DeviceBuffer, Part, SentBuffer, in_host_memory
+from bottega.transport.channel.backend import (
+    Backend,
+    BackendChoice,
+    DeviceBuffer,
+    DeviceEndpoint,
+    DeviceLinks,
+    Part,
+    ProvenConnections,
+    SentBuffer,
+    in_host_memory,
+)
 from bottega.transport.channel.counters import LinkCounters, LinkStatistics, TransferStatistics
-from bottega.transport.channel.deadline import Deadline
-from bottega.transport.channel.device_links import DeviceEndpoint, DeviceLinks, ProvenConnections
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.channel.sender import Outgoing
 from bottega.transport.client import LinkClient, LinkClientHandler, LinkClientSettings, OfferSource, ServiceOffer
 from bottega.transport.connection import Connection, LinkHandler
-from bottega.transport.handshake.binding import Endpoints
+from bottega.transport.handshake.binding import Endpoints, default_socket_path, links_group
 from bottega.transport.handshake.connector import connect
-from bottega.transport.handshake.credentials import links_group
 from bottega.transport.handshake.listener import LinkListener
-from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint
-from bottega.transport.handshake.offer_wire import offer_from_wire, offer_to_wire
-from bottega.transport.handshake.socket_folder import default_socket_path
+from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint, offer_from_wire, offer_to_wire
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.link import Link
-from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory import SealedFile
 from bottega.transport.messages import (
     BytesMessage,
+    PieceSize,
+    RateLimiter,
     WholeMessage,
     kind_of,
     number_message,
@@ -65,7 +71,6 @@ from bottega.transport.messages import (
     pack_number,
     read_number,
 )
-from bottega.transport.pacing import PieceSize, RateLimiter
 from bottega.transport.server import MESSAGE_S, LinkServer, LinkServerSettings
 
 __all__ = [

@@ -21,10 +21,9 @@ from bottega.errors import (
     PeerDead,
     Unavailable,
 )
+from bottega.transport.channel.backend import DeviceLinks
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
-from bottega.transport.channel.device_links import DeviceLinks
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.connector import connect
 from bottega.transport.handshake.offer import Offer

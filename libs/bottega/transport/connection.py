@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from bottega.clocks import AwakeClock
 from bottega.errors import BadFrame, BottegaError, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead, TooLarge
-from bottega.transport.channel.buffers import Part
-from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.backend import Part
+from bottega.transport.channel.limits import Deadline
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.link import Link
-from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory import SealedFile
 from bottega.transport.messages import WholeMessage, kind_of, number_message, read_number
 
 _log = logging.getLogger(__name__)

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
-from bottega.transport.channel.backend import BackendChoice, ReceiverBackend, SenderBackend
-from bottega.transport.channel.buffers import SentBuffer
-from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
-from bottega.transport.channel.lifecycle import Lifecycle
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.backend import BackendChoice, ReceiverBackend, SenderBackend, SentBuffer
+from bottega.transport.channel.counters import Lifecycle, LinkCounters
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.channel.receiver import Incoming, Receiver
 from bottega.transport.channel.sender import Outgoing, Sender
 from bottega.transport.layout import Layout
-from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory import SealedFile
 
 # How long messages may still be read after the end of their link.
 LEASE_S = 30.0

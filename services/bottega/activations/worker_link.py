@@ -20,8 +20,8 @@ from bottega.addons.edits.wire.pieces import SectionPieces, send_chunk
 from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InvalidRequest
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
-from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.rpc.store_links import StoreLinks
+from bottega.rpc.server_config import LimitedLinksConfig
+from bottega.rpc.store_server import StoreLinks
 from bottega.transport import (
     Connection,
     Incoming,
@@ -174,14 +174,14 @@ class SectionTransfer(FileTransfer):
         """Whether everything requested was sent."""
         return self._pieces.done
 
-    def send_piece(self, link: Link, most_bytes: int) -> int:
+    def send_piece(self, link: Link, max_bytes: int) -> int:
         """Send the next chunk; the first one has the store's times."""
         times = None if self._begun else self._request.times(self.lease)
         self._begun = True
         return send_chunk(
             link,
             self.number,
-            self._pieces.take(most_bytes),
+            self._pieces.take(max_bytes),
             lambda piece, view: self._fill(view, self._layout.offsets[piece.tensor] + piece.start),
             times=times,
         )

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.rpc.links_config import LinksConfig
+from bottega.rpc.server_config import LinksConfig
 from bottega.rpc.service_config import AtLeastOne, NotNegative, StoreConfig
 from bottega.strict import STRICT
 

@@ -15,8 +15,8 @@ from bottega.addons.cache.wire.messages import CacheMessage, CacheMessageKind
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError
-from bottega.rpc.links_config import LinksConfig
-from bottega.rpc.store_links import StoreLinkHandler, StoreLinks
+from bottega.rpc.server_config import LinksConfig
+from bottega.rpc.store_server import StoreLinkHandler, StoreLinks
 from bottega.transport import (
     Connection,
     Incoming,

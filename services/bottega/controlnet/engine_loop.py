@@ -32,7 +32,7 @@ from bottega.diffusion.model.model import pick_device
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
-from bottega.rpc.operation.link_metrics import link_counts
+from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 

@@ -5,10 +5,10 @@
     draining   all jobs have ended, or the grace is over        stopped; the other jobs are in the store
     dead       started again                                    starting; live jobs are queued again, and those that ran
                                                                 are held a moment for the worker that still has them
-                                                                (scheduling/recovery.py), and go on there even if it
-                                                                comes later, unless another attempt was started; numbers
-                                                                carry the life, so that those of an earlier one are
-                                                                never given again
+                                                                (AttemptRecovery), and go on there even if it comes
+                                                                later, unless another attempt was started; numbers carry
+                                                                the life, so that those of an earlier one are never
+                                                                given again
     serving    the disk cannot be written                       paused: nothing is accepted or dispatched; finished
                                                                 images are kept, and written when it is back
                                                                 (jobs/storage.py)
@@ -21,8 +21,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from bottega import kinds
@@ -38,22 +40,27 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.worker_client import GrpcWorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.fleet.scrape_targets import TARGETS_PATH, scrape_targets
-from bottega.gateway.jobs.provenance import version
+from bottega.gateway.jobs.conversion import version
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
-from bottega.gateway.tenants.authenticator import TenantAuthenticator
-from bottega.gateway.tenants.quotas import TenantTerms
+from bottega.gateway.tenants.terms import TenantAuthenticator, TenantTerms
 from bottega.manifest import load_object, read_services
+from bottega.rpc.address import split
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1.fleet_pb2 import Registration
 
+TARGETS_PATH = "/targets"
+"""Path of the targets, beside the gateway's own /metrics."""
+
+# Hosts that mean every address of the machine; such a service is scraped at the host of its calls.
+_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 # How often health is checked, beside whenever the disk's trouble begins or ends.
 _HEALTH_S = 1.0
 # How long an input image may wait for a codec process: one that hangs its codec may hold up the others that long.
@@ -147,12 +154,10 @@ class Gateway:
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storage.open(
-                restore=self._restore, on_failure=self._jobs.allow_reads, live=self._jobs.live_records
-            )
+            await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
         finally:
             await starting
-        self._storage.start()
+        self._storage.start(self._jobs.live_records)
         self._controller.start()
         self._periodic.start()
         self._health.start(self._keep_health())
@@ -236,3 +241,24 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
     metrics.image_bytes.set_function(lambda: images.size_bytes)
     metrics.image_budget_bytes.set(images.budget_bytes)
     return storage
+
+
+def scrape_targets(registrations: Iterable[Registration]) -> str:
+    """Return the targets as JSON: a group of one target for each service that has metrics.
+
+    Its labels are its kind as `service` and its name as `instance`, which stay the same when it is started again and
+    listens elsewhere.
+    """
+    groups = [
+        {"targets": [_scrape_target(service)], "labels": {"service": service.kind, "instance": service.name}}
+        for service in registrations
+        if service.metrics_address
+    ]
+    return json.dumps(groups)
+
+
+def _scrape_target(registration: Registration) -> str:
+    host, port = split(registration.metrics_address)
+    if host in _EVERYWHERE:
+        host, _ = split(registration.address)
+    return f"{host}:{port}"

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from bottega.manifest import read_services
-from bottega.rpc.operation.counted import count_and_sum, totals
+from bottega.rpc.operation.readings import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
 
 # From a picture of the embedded model to the longest that callers wait for.

@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from bottega import rules
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.service_config import AtLeastOne, NotNegative, Seconds, StoreConfig
 from bottega.strict import STRICT
 

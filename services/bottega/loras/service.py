@@ -14,7 +14,7 @@ from bottega.loras.quarantine import QuarantinedLora
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.store import LoraStore
 from bottega.loras.upload import Upload, UploadPart
-from bottega.rpc.peers import host_of
+from bottega.rpc.address import host_of
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 

@@ -12,8 +12,8 @@ from bottega.addons.loras.wire.messages import LoraMessageKind
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, DataLoss
 from bottega.rpc.file_links import FileLimits, FileLinkHandler, FileRequest, FileTransfer
-from bottega.rpc.links_config import LimitedLinksConfig
-from bottega.rpc.store_links import StoreLinks
+from bottega.rpc.server_config import LimitedLinksConfig
+from bottega.rpc.store_server import StoreLinks
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, header_bytes
 from bottega.transport import (
     Connection,
@@ -121,10 +121,10 @@ class LoraTransfer(FileTransfer):
             outgoing.finish()
         return layout.size_bytes
 
-    def send_piece(self, link: Link, most_bytes: int) -> int:
+    def send_piece(self, link: Link, max_bytes: int) -> int:
         """Send the next piece of the UNet's section."""
         lora = self._lora
-        size_bytes = min(most_bytes, lora.unet_bytes - self._sent_bytes)
+        size_bytes = min(max_bytes, lora.unet_bytes - self._sent_bytes)
         with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             self._fill(outgoing.views[messages.PIECE], lora.header_bytes + lora.text_bytes + self._sent_bytes)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
+from bottega.background_tasks import copied
 from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
 from bottega.fair_order import Share
-from bottega.process import copied
 from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
 from bottega.v1.tensor_pb2 import Tensor

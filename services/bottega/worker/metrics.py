@@ -9,9 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.counted import totals
-from bottega.rpc.operation.device_metrics import device_metrics
-from bottega.rpc.operation.link_metrics import link_metrics
+from bottega.rpc.operation.readings import device_metrics, link_metrics, totals
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import Acceleration, Activity
 from bottega.v1.generation_pb2 import LoraUse, StageTime

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import grpc
 
-from bottega.process import copied
+from bottega.background_tasks import copied
 from bottega.rpc.operation import logs
 from bottega.rpc.status import to_job_error
 from bottega.v1 import activations_pb2, worker_pb2

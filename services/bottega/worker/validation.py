@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from google.protobuf.message import DecodeError
 
 from bottega import kinds, rules
-from bottega.codec.limits import MAX_IMAGE_BYTES
+from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.rpc.security.grants import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.v1 import worker_pb2

@@ -13,7 +13,7 @@ import pytest
 from bottega.addons.edits.wire import messages
 from bottega.addons.edits.wire.pieces import SectionChunks
 from bottega.errors import BottegaError, DataLoss, LinkError
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, number_message, number_spec, pack_number
 from bottega.transport.messages import BytesMessage
 from bottega.v1 import activations_pb2 as pb

@@ -464,11 +464,11 @@ def _begun(store: ActivationStore, name: str, step: int = 0) -> SectionIntake:
 
 def test_a_section_that_comes_in_any_pieces_is_the_same(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
-        for step, most_bytes in enumerate((1, 7, 64, 10_000)):
+        for step, max_bytes in enumerate((1, 7, 64, 10_000)):
             intake, pieces, views = _begun(store, "cat", step), SectionPieces(LAYOUT), tensors_of(f"cat {step}")
             while not pieces.done:
                 tensor, start = pieces.first
-                taken = pieces.take(most_bytes)
+                taken = pieces.take(max_bytes)
                 chunk = b"".join(views[each.tensor][each.start : each.start + each.size_bytes] for each in taken)
                 intake.write(tensor, start, memoryview(chunk))
         store.complete(recording_header("cat"), drawn_of("cat"), "worker")

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.errors import LinkError
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.transport import Deadline, Limits, Link, kind_of
 from tests.support.running_activations import (
     LARGE,

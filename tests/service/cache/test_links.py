@@ -12,7 +12,7 @@ import pytest
 from bottega.addons.cache.wire import messages
 from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.errors import Draining, LinkError
-from bottega.rpc.links_config import LinksConfig
+from bottega.rpc.server_config import LinksConfig
 from bottega.transport import DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
 from bottega.v1 import cache_pb2 as pb
 from tests.support.other_user import needs_root, run_as_another

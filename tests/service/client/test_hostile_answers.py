@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from bottega.client import AsyncClient
-from bottega.client.transport import answers, calls
+from bottega.client.transport import calls, credentials
 from bottega.errors import InternalError
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.fleet_pb2 import ListMembersResponse, Member
@@ -95,7 +95,7 @@ async def test_an_answer_that_would_become_large_is_refused_before_it_is_parsed(
 
 
 def test_an_answer_with_as_many_fields_as_a_large_fleet_is_read() -> None:
-    parse = answers._bounded(ListMembersResponse.FromString, LIST_MEMBERS)
+    parse = credentials._bounded(ListMembersResponse.FromString, LIST_MEMBERS)
     assert parse is not None
     raw = ListMembersResponse(members=[Member()] * 100_000).SerializeToString()
     assert len(parse(raw).members) == 100_000

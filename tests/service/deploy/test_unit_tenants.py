@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from bottega.client import Client
-from bottega.client.transport.retry import RetryPolicy
+from bottega.client.transport.calls import RetryPolicy
 from bottega.errors import Unauthenticated
 from bottega.rpc.security.tenant_file import GROUP
 from tests.support.other_user import USER, command_of_another, needs_root

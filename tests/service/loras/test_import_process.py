@@ -12,7 +12,7 @@ import pytest
 from bottega.errors import Unavailable
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.miniature import WEIGHTS
-from bottega.process import ChildProcess, sandbox_status
+from bottega.process import ChildProcess, limited_process
 from bottega.process.limited_process import LimitedProcess
 from tests.support.running_loras import lora_file
 
@@ -46,7 +46,7 @@ async def test_an_import_process_has_no_secrets_and_is_confined(
     environment = child.environ()
     known = set()
     while not run.done():
-        known.add(sandbox_status.found(child.pid))
+        known.add(limited_process.sandbox_status(child.pid))
         await asyncio.sleep(0.002)
     assert (await run).format == "kohya"
     assert SECRET not in environment

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from bottega.errors import LinksFull
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
-from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE
+from bottega.transport.handshake.listener import MAX_OFFERS_OF_ONE
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_loras import config, lora_file, running
 

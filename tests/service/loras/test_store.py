@@ -25,7 +25,7 @@ from bottega.errors import (
 )
 from bottega.loras.config import ImportConfig, OwnLora
 from bottega.loras.store import LoraStore
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.fakes.listening import FakeListening
 from tests.samples.lora_files import Part, canonical_deltas, peft

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bottega.process import ChildProcess, sandbox, sandbox_status
+from bottega.process import ChildProcess, limited_process, sandbox
 
 PROBE = """
 import argparse, ctypes, json, os, socket, subprocess, sys, threading
@@ -100,7 +100,7 @@ import asyncio, errno, io, json, logging, pathlib, sys
 import pyseccomp
 from PIL import Image
 from bottega.codec import CodecPool
-from bottega.process import sandbox_status
+from bottega.process import limited_process
 
 refusal = pyseccomp.ERRNO(errno.EPERM)
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -122,7 +122,7 @@ async def main():
     Image.new("RGB", (30, 20), "teal").save(image, "PNG")
     pool = CodecPool(processes=2)
     await pool.start()
-    found = sandbox_status.found(pool.pids[0])
+    found = limited_process.sandbox_status(pool.pids[0])
     size = await pool.inspect(image.getvalue())
     await pool.stop()
     print(json.dumps([found.no_network, found.filtered, found.no_new_privileges, size.width, lines]))
@@ -181,7 +181,7 @@ async def test_a_confined_child_cannot_reach_a_listener_of_its_machine(path: str
         await accepting
         async with probe(path, confined="reads") as child:
             assert await ask(child, "connect", port) in (REFUSED, {"error": os.strerror(101)})
-            known = sandbox_status.found(child.pid)
+            known = limited_process.sandbox_status(child.pid)
             assert known is not None
             assert known.no_network or known.filtered
             assert known.no_new_privileges
@@ -195,7 +195,7 @@ async def test_a_confined_child_makes_no_sockets_programs_processes_or_files(pat
         for call in (("run",), ("fork",), ("write", str(tmp_path / "new")), ("kill", os.getpid())):
             assert not isinstance(await ask(child, *call), dict), "the probe can do it where nothing confines it"
     async with probe(path, confined="reads") as child:
-        assert sandbox_status.found(child.pid) == sandbox_status.SandboxStatus(
+        assert limited_process.sandbox_status(child.pid) == limited_process.SandboxStatus(
             no_network=True, filtered=True, no_new_privileges=True
         )
         assert await ask(child, "socket_of_thread") == [1]
@@ -221,13 +221,13 @@ async def test_a_confined_child_makes_no_sockets_programs_processes_or_files(pat
 async def test_what_is_missing_is_told_once(path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with probe(path) as child:  # one that nothing confines
-        sandbox_status.log_missing(child.pid)
-        sandbox_status.log_missing(child.pid)
+        limited_process.log_missing_restrictions(child.pid)
+        limited_process.log_missing_restrictions(child.pid)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     for part in ("a network of its own", "a system-call filter", "no new privileges"):
         assert part in caplog.text
-    sandbox_status.log_missing(child.pid)  # which is gone
-    assert sandbox_status.found(child.pid) is None
+    limited_process.log_missing_restrictions(child.pid)  # which is gone
+    assert limited_process.sandbox_status(child.pid) is None
 
 
 @needs_library

@@ -15,8 +15,7 @@ from bottega.errors import ConfigError
 from bottega.rpc.channel import Target
 from bottega.rpc.operation import audit
 from bottega.rpc.operation.audit import AuditLog
-from bottega.rpc.security.caller import Caller, Role
-from bottega.rpc.security.method_roles import AUDITED, METHOD_ROLES
+from bottega.rpc.security.caller import AUDITED, METHOD_ROLES, Caller, Role
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.v1 import lora_pb2, lora_pb2_grpc

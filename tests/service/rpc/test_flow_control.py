@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from bottega import errors
-from bottega.rpc.interceptor import response_flow
+from bottega.rpc.interceptor import call_limits
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import NAME, failure, narrow_channel, scripted_images, stub
@@ -61,7 +61,7 @@ async def test_who_reads_may_wait_for_news_as_long_as_there_is_none() -> None:
 
 
 async def test_who_does_not_read_is_waited_for_less_when_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_flow, "_CONTENDED_S", 0.3)
+    monkeypatch.setattr(call_limits, "_CONTENDED_S", 0.3)
     async with (
         scripted_images(max_streams=1, answer_wait_s=60) as (server, _, channel),
         narrow_channel(server.address) as narrow,

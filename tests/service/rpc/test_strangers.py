@@ -16,11 +16,11 @@ import grpc
 import pytest
 
 from bottega.errors import Unauthenticated
+from bottega.rpc.address import Peer, host_of_address, peer_of
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
 from bottega.rpc.interceptor import connection_ledger
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.peers import Peer, host_of_address, peer_of
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
@@ -210,7 +210,7 @@ def test_a_connection_that_has_calls_is_remembered_however_many_others_come() ->
 
 async def test_only_refused_connections_of_a_known_host_are_ended() -> None:
     ledger = ConnectionLedger()
-    guard = ConnectionGuard(most=100, share=0.5, busy=frozenset, ledger=ledger)
+    guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
         port = listening.getsockname()[1]
         clients = []
@@ -240,7 +240,7 @@ async def test_a_guard_at_rest_starts_no_work_in_threads() -> None:
             return super().submit(*args, **keywords)
 
     asyncio.get_running_loop().set_default_executor(Counting())
-    guard = ConnectionGuard(most=4096, share=0.5, busy=frozenset, ledger=ConnectionLedger())
+    guard = ConnectionGuard(max_connections=4096, share=0.5, busy=frozenset, ledger=ConnectionLedger())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         async with guard.looking(listening.getsockname()[1]):
             await asyncio.sleep(1.5)  # six rounds, of which some may be busy with the test before
@@ -256,7 +256,7 @@ def _is_ended(client: socket.socket) -> bool:
 @pytest.mark.parametrize("share", [0.5, 1.0])
 async def test_a_host_that_may_have_all_is_a_proxy_and_loses_no_connection_by_strangers_calls(share: float) -> None:
     ledger = ConnectionLedger()
-    guard = ConnectionGuard(most=100, share=share, busy=frozenset, ledger=ledger)
+    guard = ConnectionGuard(max_connections=100, share=share, busy=frozenset, ledger=ledger)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, listening.accept()[0]:

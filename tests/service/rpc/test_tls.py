@@ -23,8 +23,7 @@ from google.protobuf.descriptor import MethodDescriptor
 import bottega.v1
 from bottega.errors import ConfigError, Forbidden
 from bottega.rpc.channel import PLAINTEXT, Channels, Target, open_channel
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.method_roles import METHOD_ROLES
+from bottega.rpc.security.caller import METHOD_ROLES, Role
 from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig

@@ -245,7 +245,7 @@ def test_a_message_given_back_while_it_is_looked_at_has_expired(
         incoming.release()
         return 0.0
 
-    monkeypatch.setattr("bottega.transport.channel.lifecycle.time", SimpleNamespace(monotonic=meanwhile))
+    monkeypatch.setattr("bottega.transport.channel.counters.time", SimpleNamespace(monotonic=meanwhile))
     with pytest.raises(LeaseExpired):
         incoming.view(0)
 

@@ -26,7 +26,7 @@ from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind
 from bottega.transport.layout import MAX_ENCODED_BYTES
 from bottega.transport.link import LinkTerms
-from bottega.transport.memory.mappings import shared_slot
+from bottega.transport.memory import shared_slot
 from tests.support.transport_backends import (
     FILE_NAME,
     LAYOUT,

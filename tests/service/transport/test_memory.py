@@ -13,9 +13,7 @@ import pytest
 
 from bottega.errors import NoSharedMemory
 from bottega.transport import Backend, DType, Layout, Limits, TensorSpec
-from bottega.transport.memory.copying import copy
-from bottega.transport.memory.mappings import address
-from bottega.transport.memory.slots import GrowingSlots
+from bottega.transport.memory import GrowingSlots, address, copy
 from tests.support.full_disk import files_at_most
 from tests.support.transport_backends import (
     LAYOUT,

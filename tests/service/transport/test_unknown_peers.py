@@ -30,8 +30,8 @@ from bottega.transport import (
 )
 from bottega.transport.handshake import messages as handshake
 from bottega.transport.handshake.acceptor import HANDSHAKE_S, MAX_PENDING_CONNECTIONS
+from bottega.transport.handshake.listener import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
 from bottega.transport.handshake.messages import CHALLENGE_BYTES, REQUEST_BYTES, Direction, Verdict
-from bottega.transport.handshake.pending_offers import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
 from tests.support.transport_backends import (
     check_message,
     listening,

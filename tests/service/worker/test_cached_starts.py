@@ -22,7 +22,7 @@ from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
-from bottega.rpc.links_config import LinksConfig
+from bottega.rpc.server_config import LinksConfig
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -17,7 +17,7 @@ from bottega.addons.loras.engine import LoraHandle, LoraRef
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.worker import LoraCache, LoraLinkSettings
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
-from bottega.rpc.links_config import LimitedLinksConfig
+from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc

@@ -14,7 +14,7 @@ import pytest
 
 from bottega.caching import Tier
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
-from bottega.transport.memory.sealed_file import new_file, received_file, seal
+from bottega.transport.memory import new_file, received_file, seal
 from tests.support.tiered_files import FILE, SIZE, WAIT_S, Shelf
 from tests.support.waiting import wait_until
 

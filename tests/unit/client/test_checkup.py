@@ -19,13 +19,14 @@ from bottega.client.checkup.gateway import check_gateway
 from bottega.client.checkup.machine import (
     check_cores,
     check_disk,
+    check_model,
     check_open_files,
+    check_own_controlnets,
     check_packages,
     check_python,
     check_unit_disks,
     pinned_versions,
 )
-from bottega.client.checkup.model import check_model, check_own_controlnets
 from bottega.client.types.checks import Level
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE

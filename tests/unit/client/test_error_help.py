@@ -8,7 +8,7 @@ import pytest
 
 from bottega import errors
 from bottega.client.cli.error_help import explain
-from bottega.client.transport.retry import CallDeadline
+from bottega.client.transport.calls import CallDeadline
 from bottega.client.types.messages import check_size
 from bottega.errors import BottegaError, DataLoss, InvalidRequest, NotFinite, StorageUnavailable, TooLarge, Violation
 from bottega.storage import os_errors

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
+from bottega.client.transport.calls import Backoff, CallDeadline, RetryPolicy
 from bottega.errors import DeadlinePassed, InvalidRequest, NoWorker, Unavailable
 from tests.fakes.fake_time import FakeTime
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.client.cli.trace import busy_s, chrome_trace, draw_timeline, lanes_of
-from bottega.client.types.trace import GATEWAY, JobTrace, TraceSpan, trace_from
+from bottega.client.types.jobs import GATEWAY, JobTrace, TraceSpan, trace_from
 from bottega.v1 import trace_pb2
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bottega.client.checkup.model import check_model
+from bottega.client.checkup.machine import check_model
 from bottega.client.cli import main
 from bottega.client.types.checks import Level
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bottega.codec import ImageSize, Pixels, images
-from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from bottega.codec.structure import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
 from tests.samples.hostile_images import chunk, saved

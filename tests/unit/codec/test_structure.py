@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
-from bottega.codec import images, limits, structure
+from bottega.codec import images, structure
 from bottega.errors import BadImage
 from tests.samples import hostile_images as hostile
 
@@ -90,7 +90,7 @@ def spent_s(work: Callable[[], object]) -> float:
 def test_more_parts_than_images_have_are_refused_at_once_with_what_was_found_and_what_is_taken(name: str) -> None:
     make, said = REFUSED[name]
     data = make()
-    assert len(data) <= limits.MAX_IMAGE_BYTES, "else its size is what is refused"
+    assert len(data) <= structure.MAX_IMAGE_BYTES, "else its size is what is refused"
 
     def refuse() -> None:
         with pytest.raises(BadImage, match=said) as refusal:
@@ -103,7 +103,7 @@ def test_more_parts_than_images_have_are_refused_at_once_with_what_was_found_and
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_at_the_bounds_is_decoded_well_within_the_limit_of_processor_time(name: str) -> None:
     data = TAKEN[name]()
-    assert spent_s(lambda: images.decode(data, 512, 512)) < limits.DECODE_CPU_S / 2
+    assert spent_s(lambda: images.decode(data, 512, 512)) < structure.DECODE_CPU_S / 2
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -163,8 +163,8 @@ def test_a_file_that_ends_early_is_left_to_its_decoder(data: bytes) -> None:
 def test_large_images_are_told_by_their_header() -> None:
     for name, options in (("PNG", {}), ("JPEG", {}), ("WEBP", {}), ("WEBP", {"lossless": True})):
         small, large = (hostile.saved(Image.new("RGB", (side, 2048)), name, **options) for side in (2048, 2064))
-        assert structure.claimed_pixels(small) == limits.LARGE_PIXELS
-        assert structure.claimed_pixels(large) > limits.LARGE_PIXELS
+        assert structure.claimed_pixels(small) == structure.LARGE_PIXELS
+        assert structure.claimed_pixels(large) > structure.LARGE_PIXELS
     progressive = hostile.saved(Image.new("RGB", (2048, 1024)), "JPEG", progressive=True)
     assert structure.claimed_pixels(progressive) == 4 * 2048 * 1024
     assert structure.claimed_pixels(b"") == 0

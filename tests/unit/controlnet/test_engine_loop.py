@@ -10,7 +10,7 @@ import torch
 from bottega.controlnet import engine_loop
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.process import FramedPipe
-from bottega.rpc.links_config import DeviceLinksConfig
+from bottega.rpc.server_config import DeviceLinksConfig
 from tests.support.memory_device import MemoryDevice
 
 MIB = 1 << 20

@@ -27,9 +27,9 @@ from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from bottega.process import open_files
-from bottega.rpc.security.method_roles import METHOD_ROLES
+from bottega.rpc.security.caller import METHOD_ROLES
 from bottega.rpc.server_config import ServerConfig
-from bottega.transport.handshake.credentials import GROUP_VARIABLE
+from bottega.transport.handshake.binding import GROUP_VARIABLE
 from bottega.worker.config import WorkerConfig
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"

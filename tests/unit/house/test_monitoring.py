@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from bottega.gateway.config import DEFAULT_METRICS_ADDRESS
-from bottega.gateway.fleet.scrape_targets import TARGETS_PATH
+from bottega.gateway.gateway import TARGETS_PATH
 from tests.support.deployed_metrics import DEPLOY, PROMETHEUS, expressions, rules
 
 RULES = ["bottega.rules.yml", "bottega.alerts.yml"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import NoSharedMemory, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.jobs.store import sqlite_errors
+from bottega.gateway.jobs.store import sqlite_schema
 from bottega.process import ChildProcess, open_files
 from bottega.storage import os_errors
-from bottega.transport.memory.mappings import shared_slot
+from bottega.transport.memory import shared_slot
 
 
 @contextlib.contextmanager
@@ -78,10 +78,10 @@ def test_what_sqlite_cannot_open_is_told_by_why_it_cannot(tmp_path: Path) -> Non
         return caught.value
 
     with limited(3):
-        told = sqlite_errors.typed(failure(tmp_path / "jobs.sqlite"))
+        told = sqlite_schema.typed_error(failure(tmp_path / "jobs.sqlite"))
     assert isinstance(told, TooManyOpenFiles)
     expect_told(told)
-    other = sqlite_errors.typed(failure(tmp_path / "nowhere" / "jobs.sqlite"))
+    other = sqlite_schema.typed_error(failure(tmp_path / "nowhere" / "jobs.sqlite"))
     assert type(other) is StorageUnavailable
 
 

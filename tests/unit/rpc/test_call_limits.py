@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from bottega.errors import QueueFull
+from bottega.rpc.address import Peer
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
 from bottega.rpc.interceptor.memory_quota import CallTurn, FairQueue, MemoryQuota
-from bottega.rpc.peers import Peer
 
 
 def peer(host: str, port: int = 1) -> Peer:
@@ -27,7 +27,7 @@ def taken(places: CallLimit, who: Peer) -> list[CallSlot]:
 
 
 def streams(most: int, share: float = 0.5) -> CallLimit:
-    return CallLimit(most=most, share=share, limit="max_streams")
+    return CallLimit(max_calls=most, share=share, limit="max_streams")
 
 
 def test_a_host_alone_has_its_share_and_each_of_its_connections_a_part_of_that() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
-from bottega.rpc.security.caller import Role
+from bottega.rpc.security.caller import Identity, Role, dns_name, identity_from, identity_in
 from bottega.rpc.security.certificates import CertificatePair, check_pair, facts_of, new_authority, new_certificate
-from bottega.rpc.security.identity import Identity, dns_name, identity_from, identity_in
 from bottega.rpc.security.private_files import read_private, write_file
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
 from tests.support.certificates import Authority

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bottega.errors import BottegaError
-from bottega.rpc import store_links
-from bottega.rpc.store_links import StoreLinkHandler
+from bottega.rpc import store_server
+from bottega.rpc.store_server import StoreLinkHandler
 from bottega.transport import Connection, Incoming
 
 
@@ -34,7 +34,7 @@ class Outbox:
 
 
 def test_answers_that_could_not_be_made_do_not_count_as_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_links, "_MOST_UNSENT", 2)
+    monkeypatch.setattr(store_server, "_MOST_UNSENT", 2)
     handler: Any = Handler(Outbox())  # type: ignore[arg-type]
 
     def fault() -> Any:

@@ -14,10 +14,21 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """The request that a job was made of, without its spec."""
+    """The request that a job was made of, without its spec: as the caller sent it, and what admission found.
 
-    fingerprint: str
+    The fields that JobRecord has as well are stored. The others only matter while the request is admitted.
+    """
+
+    fingerprint: str = ""
     """Hash of the spec as the caller sent it."""
+    deadline_s: float | None = None
+    """Seconds after which nobody wants the pictures; None means no bound."""
+    caller_s: float | None = None
+    """Seconds until the caller leaves, and the job ends with it; None for a job that goes on without its caller."""
+    preview: bool = False
+    """Whether its first caller wants previews."""
+    received_at: float = 0.0
+    """When it came, on the monotonic clock."""
     shape: Shape = (0, 0)
     """Height and width of the latent."""
     request_id: str = ""
@@ -46,6 +57,10 @@ class JobRequest:
     """Whether only its caller can ask for the job, so that a restarted gateway does not resume it."""
     priority: Priority.ValueType = PRIORITY_NORMAL
     """Priority among the jobs of the same tenant."""
+
+    def deadline(self, now: float) -> float | None:
+        """Return the time after which nobody wants the pictures, for a clock that says `now`."""
+        return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
 
 
 @dataclass(slots=True, kw_only=True)

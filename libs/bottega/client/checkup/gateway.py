@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, refusals_of
 from bottega.client.sdk.clients import AsyncClient
+from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls, channels_of, tls_from_environment
-from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.errors import BottegaError, ConfigError
@@ -26,9 +26,8 @@ from bottega.manifest import read_services
 from bottega.plain_text import progress_text
 from bottega.rpc.address import is_loopback, split
 from bottega.rpc.channel import Target
-from bottega.rpc.security.caller import Role
-from bottega.rpc.security.identity import dns_name
-from bottega.rpc.security.tls_probe import find_tls_mismatch
+from bottega.rpc.security.caller import Role, dns_name
+from bottega.rpc.security.tls import find_tls_mismatch
 
 _ANSWER_S = 2.0
 _GATEWAY_LOG = "bottega logs gateway says more, on a server journalctl -u bottega-gateway -n 50 -o cat."

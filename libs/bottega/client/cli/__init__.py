@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 import click
 
 from bottega.client.addons import add_ons_by_command
-from bottega.client.cli.escaping import escaped_lines
 from bottega.client.cli.options import gateway_choice, with_examples
-from bottega.client.cli.terminal import fail, note
+from bottega.client.cli.terminal import escaped_lines, fail, note
 from bottega.errors import BottegaError
 
 # In the order in which a newcomer needs them. The module of each has a Click command `command`.

@@ -17,7 +17,7 @@ from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:
-    from bottega.rpc.security.certificate_folder import CertificateFolder
+    from bottega.rpc.security.certificates import CertificateFolder
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -95,7 +95,7 @@ def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
 
     NAME is ROLE/NAME, such as worker/gpu-1.
     """
-    from bottega.rpc.security.identity import NAME_RULE, identity_from
+    from bottega.rpc.security.caller import NAME_RULE, identity_from
 
     made = _with_authority(folder)
     identities = {name: identity_from(name) for name in names}
@@ -152,7 +152,7 @@ def show(*, folder: Path) -> None:
 
 
 def _certificates(folder: Path) -> CertificateFolder:
-    from bottega.rpc.security.certificate_folder import CertificateFolder
+    from bottega.rpc.security.certificates import CertificateFolder
 
     return CertificateFolder(folder)
 

@@ -39,7 +39,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
 def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
     from bottega.client.checkup import gateway, machine
-    from bottega.client.checkup.model import check_model, check_own_controlnets
+    from bottega.client.checkup.machine import check_model, check_own_controlnets
 
     yield from machine.check_python()
     yield from machine.check_packages(machine.installed_versions(), machine.pinned_versions())

@@ -17,18 +17,16 @@ from typing import Any
 import click
 
 from bottega.client.cli.addons import generation_parts
-from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice
 from bottega.client.cli.output_files import OutputTarget, choose_output, save_all
-from bottega.client.cli.terminal import fail, note, say, share_text
-from bottega.client.files import write_whole
+from bottega.client.cli.terminal import escaped_and_cut, fail, note, say, share_text
 from bottega.client.sdk.clients import Client
-from bottega.client.types.events import Completed, Progress
-from bottega.client.types.jobs import Priority
+from bottega.client.types.jobs import Completed, Priority, Progress
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import MaskUse, Parameters, Provenance
 from bottega.errors import InvalidRequest, Violation
+from bottega.state_folder import write_whole
 
 # Stages by their names in the contract, in the order of a request's life. Those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")

@@ -8,11 +8,10 @@ from types import MappingProxyType
 
 from bottega import errors
 from bottega.client.cli.addons import advice_for
-from bottega.client.cli.escaping import escaped
+from bottega.client.cli.terminal import escaped
 from bottega.client.instance import StateFolderUnusable
 from bottega.client.suite.plan import PortTaken
-from bottega.client.transport.calls import TlsMismatch
-from bottega.client.transport.retry import CallTimeout
+from bottega.client.transport.calls import CallTimeout, TlsMismatch
 from bottega.client.types.messages import SIZE_LIMIT
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec

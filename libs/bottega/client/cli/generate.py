@@ -10,7 +10,7 @@ import click
 from bottega.client.cli.drawing import DrawingTerms, draw, drawing_options
 from bottega.client.cli.generation_options import changed, generation_options
 from bottega.client.cli.options import with_examples
-from bottega.client.types.mask import MASK_OPTIONS
+from bottega.client.types.inputs import MASK_OPTIONS
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.png_parameters import parameters_of
 

@@ -84,7 +84,7 @@ def timeout_option(command: CommandT) -> CommandT:
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """Return a client that waits for the gateway as long as a person would."""
     from bottega.client.sdk.clients import Client
-    from bottega.client.transport.retry import RetryPolicy
+    from bottega.client.transport.calls import RetryPolicy
 
     fleet_address = gateway_choice(click.get_current_context()).fleet_address
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))

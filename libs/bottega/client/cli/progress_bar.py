@@ -10,7 +10,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from bottega.client.cli.terminal import new_console, note, text_column
-from bottega.client.types.events import Completed, Event, Interrupted, Progress, Queued
+from bottega.client.types.jobs import Completed, Event, Interrupted, Progress, Queued
 from bottega.errors import InternalError, Unavailable
 
 _Show = Callable[[Event], None]

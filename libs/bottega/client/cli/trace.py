@@ -16,11 +16,10 @@ from typing import Any
 
 import click
 
-from bottega.client.cli.escaping import escaped
 from bottega.client.cli.options import address_option, connect
-from bottega.client.cli.terminal import fail, note, say
-from bottega.client.files import write_whole
-from bottega.client.types.trace import GATEWAY, JobTrace, TraceSpan
+from bottega.client.cli.terminal import escaped, fail, note, say
+from bottega.client.types.jobs import GATEWAY, JobTrace, TraceSpan
+from bottega.state_folder import write_whole
 
 # Two spans that touch within this time do not overlap: seconds have been converted from nanoseconds.
 _TOUCH_S = 2e-9

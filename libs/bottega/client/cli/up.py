@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bottega.client.addons.addon import LeftOutThing, left_out_of
-from bottega.client.cli.escaping import escaped, escaped_lines
-from bottega.client.cli.log_format import pretty
+from bottega.client.cli.logs import pretty
 from bottega.client.cli.options import state_option
-from bottega.client.cli.terminal import Styled, fail, note, say
+from bottega.client.cli.terminal import Styled, escaped, escaped_lines, fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
 from bottega.client.sdk.clients import Client
 from bottega.client.suite.plan import SuiteOptions, SuitePlan, plan_suite
@@ -32,7 +31,7 @@ from bottega.manifest import options_of, read_services
 from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:
-    from bottega.client.suite.supervisor import Supervisor
+    from bottega.client.suite.service_process import Supervisor
 
 
 class _WithServicesOptions(click.Command):
@@ -224,7 +223,7 @@ FIRST_PROMPT = "a big red star on the left on a blue background"
 
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
     """Run a suite until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raise DoesNotStart if it fails."""
-    from bottega.client.suite.supervisor import Supervisor
+    from bottega.client.suite.service_process import Supervisor
 
     with closing(ServiceLog(state.logs, "suite")) as log:
         address, fleet_address = plan.settings.address, plan.settings.fleet_address

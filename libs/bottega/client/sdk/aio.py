@@ -17,16 +17,22 @@ import grpc
 
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.transport.address import default_address
-from bottega.client.transport.cancel_on_exit import CancelOnExit, job_has_ended
+from bottega.client.transport.calls import CallDeadline, CallTimeout, LastProgress, RetryPolicy, timeout_error
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.credentials import Tls, default_key, tls_from_environment
-from bottega.client.transport.retry import CallDeadline, CallTimeout, LastProgress, RetryPolicy, timeout_error
-from bottega.client.transport.watching import wait_until_completed, watch_job
-from bottega.client.types.events import Completed, Event
+from bottega.client.transport.watching import CancelOnExit, job_has_ended, wait_until_completed, watch_job
 from bottega.client.types.fleet import FleetStatus, fleet_from
-from bottega.client.types.image_source import ImageSource
-from bottega.client.types.jobs import JobPage, JobState, Priority, page_request, priority_to_wire, status_from
-from bottega.client.types.mask import MaskSource
+from bottega.client.types.inputs import ImageSource, MaskSource
+from bottega.client.types.jobs import (
+    Completed,
+    Event,
+    JobPage,
+    JobState,
+    Priority,
+    page_request,
+    priority_to_wire,
+    status_from,
+)
 from bottega.client.types.messages import build_message
 from bottega.client.types.models import (
     Adapter,

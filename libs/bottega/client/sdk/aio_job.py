@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from bottega.client.transport.calls import fetch_image
+from bottega.client.transport.calls import CallTimeout, LastProgress, fetch_image, timeout_error
 from bottega.client.transport.connection import GatewayConnection
-from bottega.client.transport.retry import CallTimeout, LastProgress, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
-from bottega.client.types.events import Event
-from bottega.client.types.jobs import JobStatus, status_from
+from bottega.client.types.jobs import Event, JobStatus, JobTrace, status_from, trace_from
 from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
 from bottega.client.types.provenance import Provenance
-from bottega.client.types.trace import JobTrace, trace_from
 from bottega.v1 import image_pb2
 
 

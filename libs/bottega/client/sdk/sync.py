@@ -1,20 +1,153 @@
 """The SDK without asyncio, for calls to the gateway: the asyncio client on a loop in a thread of its own.
 
-Add-ons (bottega.client.addons) derive from GatewayClient; bottega.client.sdk.clients combines all of them.
+A method is written once, in the asyncio class. Its blocking twin is one line (`models = blocking(Async.models)`), which
+has the same arguments for the type checker and the same documentation for people. Add-ons (bottega.client.addons)
+derive from GatewayClient; bottega.client.sdk.clients combines all of them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
+import threading
 import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.aio_job import AsyncJob
-from bottega.client.sdk.blocking import OnLoop, blocking, blocking_as, iterating
-from bottega.client.sdk.loop_thread import LoopThread
+from bottega.client.transport.calls import RetryPolicy
 from bottega.client.transport.credentials import Tls
-from bottega.client.transport.retry import RetryPolicy
+
+T = TypeVar("T")
+WrappedT = TypeVar("WrappedT")
+OwnerT = TypeVar("OwnerT", bound="OnLoop")
+
+# Seconds that a call may take to end after Ctrl-C, which needs no network.
+_CANCEL_S = 2.0
+# Seconds that a task may take to end when it is cancelled once more, because it missed the interrupt.
+_CLOSE_S = 2.0
+P = ParamSpec("P")
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bottega-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for it. If the wait is interrupted, cancel it and wait for its end."""
+        ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_set_when_ended(coroutine, ended), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # After Ctrl-C, the coroutine must cancel its job before close().
+            if future.cancel():
+                ended.wait(_CANCEL_S)
+            raise
+
+    def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """Yield items on demand, and close `items` at the end. No item may be None."""
+        iteration = _Iteration(items)
+        try:
+            while (item := self.run(iteration.next())) is not None:
+                yield item
+        finally:
+            self.run(iteration.close())
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Iteration(Generic[T]):
+    """An asynchronous generator that yields one item at a time, and may be closed while it computes one."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._next_task: asyncio.Task[Any] | None = None
+
+    async def next(self) -> T | None:
+        """Return the next item; None at the end."""
+        self._next_task = asyncio.current_task()
+        try:
+            return await anext(self._items, None)
+        finally:
+            self._next_task = None
+
+    async def close(self) -> None:
+        """Cancel a running call and close the generator, which cannot be closed while it runs."""
+        if self._next_task is not None:
+            if not self._next_task.cancelling():
+                self._next_task.cancel()
+            await asyncio.wait({self._next_task}, timeout=_CLOSE_S)
+        await self._items.aclose()
+
+
+async def _set_when_ended(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()
+
+
+class OnLoop:
+    """A wrapper of an object of the asyncio SDK and the loop that its methods run on."""
+
+    _async: Any
+    _loop: LoopThread
+
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[OnLoop, P], T]:
+    """Return a method that waits for the result of `method`."""
+
+    def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(method(self._async, *args, **kwargs))
+
+    return _documented(call, method)
+
+
+def blocking_as(
+    wrap: Callable[[OwnerT, T], WrappedT],
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[OwnerT, P], WrappedT]:
+    """Return a method that waits for the result of `method`, and wraps it into its own blocking twin."""
+
+    def call(self: OwnerT, /, *args: P.args, **kwargs: P.kwargs) -> WrappedT:
+        return wrap(self, self._loop.run(method(self._async, *args, **kwargs)))
+
+    return _documented(call, method, returns=inspect.signature(wrap).return_annotation)
+
+
+def iterating(
+    method: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[OnLoop, P], Generator[T, None, None]]:
+    """Return a method whose generator yields what the asynchronous generator `method` yields."""
+
+    def call(self: OnLoop, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        return self._loop.iterate(method(self._async, *args, **kwargs))
+
+    return _documented(call, method, returns="Generator[Event, None, None]")
+
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+def _documented(call: CallT, method: Callable[..., Any], *, returns: object = None) -> CallT:
+    """Give a call the name, documentation and signature of `method`, with another return type if one is given."""
+    functools.update_wrapper(call, method, assigned=("__name__", "__doc__"), updated=())
+    if returns is not None:
+        signature = inspect.signature(method).replace(return_annotation=returns)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 class Job(OnLoop):

@@ -1,4 +1,4 @@
-"""A process of a suite: starts it, reads its output, restarts it when it dies, and stops it."""
+"""The processes of a suite: each is started, read, restarted when it dies, and stopped; and all of them together."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import asyncio
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bottega.background_tasks import BackgroundTasks
-from bottega.client.suite.plan import ProcessPlan
+import psutil
+
+from bottega.background_tasks import BackgroundTasks, run_until_first_ends
+from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.sdk.clients import AsyncClient
+from bottega.client.suite.plan import ProcessPlan, SuitePlan
 from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, lines_of
-from bottega.errors import BottegaError, Code, ConfigError
+from bottega.client.transport.calls import RetryPolicy
+from bottega.client.types.fleet import FleetStatus
+from bottega.errors import BottegaError, Code, ConfigError, DeadlinePassed, Unavailable
 
 # Seconds to read the last output of a process that has ended.
 _READ_REST_S = 1.0
+# Interval at which the fleet is asked for until the suite is ready.
+_LOOK_S = 0.3
 
 
 class DoesNotStart(BottegaError):
@@ -201,3 +209,86 @@ def _end_group(pid: int) -> None:
 
 def _how_it_ended(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+
+class Supervisor:
+    """A supervisor of a suite that runs from a state folder, whose lock this process holds."""
+
+    def __init__(
+        self, plan: SuitePlan, state: StateFolder, listener: ServiceListener, policy: RestartPolicy | None = None
+    ) -> None:
+        self._plan = plan
+        self._state = state
+        self._changed = asyncio.Event()
+        self._written: InstanceRecord | None = None
+        self._processes = [
+            ServiceProcess(process, state.logs, listener, policy or RestartPolicy(), on_change=self._changed.set)
+            for process in plan.processes
+        ]
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[FleetStatus], None]) -> None:
+        """Run the suite until `stop` is set, and end all of its processes.
+
+        Args:
+            stop: Ends the suite.
+            on_ready: Called once with the fleet, when every service serves and all that join the fleet have joined it.
+
+        Raises:
+            DoesNotStart: A service died several times before it served.
+        """
+        services = (process.run() for process in self._processes)
+        try:
+            await run_until_first_ends(stop.wait(), self._watch(on_ready), *services)
+        finally:
+            self._state.forget()
+
+    def kill_all(self) -> None:
+        """Kill all processes that are still running."""
+        for process in self._processes:
+            process.kill()
+
+    async def _watch(self, on_ready: Callable[[FleetStatus], None]) -> None:
+        settings, no_retry = self._plan.settings, RetryPolicy(patience_s=0.0)
+        async with AsyncClient(settings.address, fleet_address=settings.fleet_address, retry=no_retry) as client:
+            while (fleet := await self._whole_fleet(client)) is None:
+                self._record(ready=False)
+                await asyncio.sleep(_LOOK_S)
+        on_ready(fleet)
+        while True:
+            self._changed.clear()
+            self._record(ready=True)
+            await self._changed.wait()
+
+    def _record(self, *, ready: bool) -> None:
+        """Write the state of the suite if it has changed."""
+        record = InstanceRecord(
+            pid=os.getpid(),
+            address=self._plan.settings.address,
+            fleet_address=self._plan.settings.fleet_address,
+            ready=ready,
+            starting=", ".join(
+                f"{process.name}: {process.progress}" for process in self._processes if process.progress
+            ),
+            children=tuple(self._children()),
+        )
+        if record != self._written:
+            self._state.write(record)
+            self._written = record
+
+    async def _whole_fleet(self, client: AsyncClient) -> FleetStatus | None:
+        """Return the fleet when every service serves and all that join it have reported to it, else None."""
+        if not all(process.serving.is_set() for process in self._processes):
+            return None
+        try:
+            fleet = await client.fleet()
+        except (Unavailable, DeadlinePassed):
+            return None
+        joined = Counter(member.kind for member in fleet.members if member.reported)
+        whole = all(joined[service.kind] >= count for service, count in self._plan.counts if service.joins)
+        return fleet if whole else None
+
+    def _children(self) -> Iterable[InstanceProcess]:
+        for process in self._processes:
+            if process.pid is not None and psutil.pid_exists(process.pid):
+                started_s = psutil.Process(process.pid).create_time()
+                yield InstanceProcess(name=process.name, pid=process.pid, started_s=started_s)

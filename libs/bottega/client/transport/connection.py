@@ -11,9 +11,8 @@ from dataclasses import replace
 import grpc
 
 from bottega.client.transport.address import ADDRESS_VARIABLE, default_fleet_address
-from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_with_retries
+from bottega.client.transport.calls import CallDeadline, CallTerms, RequestT, ResponseT, RetryPolicy, call_with_retries
 from bottega.client.transport.credentials import Tls, channels_of, checked_key, tls_from_environment
-from bottega.client.transport.retry import CallDeadline, RetryPolicy
 from bottega.client.types.messages import UNSENDABLE, describe
 from bottega.errors import Forbidden, InvalidRequest, Violation
 from bottega.rpc.channel import Channels, Target

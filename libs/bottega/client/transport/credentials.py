@@ -1,19 +1,35 @@
-"""Credentials of a client: its certificates and its API key."""
+"""Credentials of a client, and the bounds on the answers of servers, which a client need not trust.
+
+An empty message in a list takes two bytes on the wire and a hundred in memory, so an answer of valid size could take a
+gigabyte. An answer with too many fields, or one that is no message, raises an error when it is read.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, cast
 
-from bottega.client.transport.answers import BoundedChannels
-from bottega.errors import ConfigError, InvalidRequest, Violation
-from bottega.rpc.channel import Channels
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+
+from bottega.errors import ConfigError, InternalError, InvalidRequest, TooLarge, Violation
+from bottega.rpc.channel import MAX_MESSAGE_MIB, Channels, Target
+from bottega.rpc.interceptor.message_limits import has_unknown_fields
 from bottega.rpc.security.api_keys import parse_key
 from bottega.rpc.security.tls import AuthorityFile, TlsConfig, TlsFiles
 
+AnswerT = TypeVar("AnswerT")
+
 # In the order of Tls's fields.
 VARIABLES = ("BOTTEGA_TLS_AUTHORITY", "BOTTEGA_TLS_CERTIFICATE", "BOTTEGA_TLS_KEY")
+
+# Twice the fields of a fleet of 256 services that each host hundreds of LoRAs.
+MAX_FIELDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +87,77 @@ def checked_key(key: str) -> str:
         rule = "must be btg_, 16 hexadecimal digits, _ and 64 more, as `bottega tenants add` shows it once"
         raise InvalidRequest(f"api_key: {rule}", violations=[Violation(field="api_key", description=rule)])
     return key
+
+
+class BoundedChannels(Channels):
+    """A factory of a client's channels, whose answers have at most `MAX_FIELDS` fields."""
+
+    def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
+        """Return a channel; see Channels.open."""
+        channel = super().open(target, max_message_mib=max_message_mib, api_key=api_key)
+        return cast("grpc.aio.Channel", _BoundedChannel(channel))
+
+
+class _BoundedChannel:
+    """A channel that counts the fields of answers before they are parsed."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    async def __aenter__(self) -> _BoundedChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._channel.__aexit__(kind, error, at)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the channel. Its methods that make calls get a parser that counts fields first."""
+        found = getattr(self._channel, name)
+        if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            return found
+
+        def make_call(method: str, *args: Any, response_deserializer: Any = None, **kwargs: Any) -> Any:
+            return found(method, *args, response_deserializer=_bounded(response_deserializer, method), **kwargs)
+
+        return make_call
+
+
+class _Unreadable:
+    """A stand-in for an answer that cannot be read, which raises an error on every access.
+
+    A parser cannot raise it itself: gRPC logs its errors and returns None.
+    """
+
+    def __init__(self, error: InternalError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.error
+
+
+def readable(answer: AnswerT) -> AnswerT:
+    """Return an answer. Raise InternalError if it could not be read."""
+    if isinstance(answer, _Unreadable):
+        raise answer.error
+    return answer
+
+
+def _bounded(parse: Callable[[bytes], Any] | None, method: str) -> Callable[[bytes], Any] | None:
+    descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+    if parse is None or descriptor is None:
+        return parse
+
+    def parse_bounded(raw: bytes) -> Any:
+        try:
+            has_unknown_fields(raw, descriptor, max_fields=MAX_FIELDS)
+            return parse(raw)
+        except TooLarge:
+            why = f"has more than {MAX_FIELDS:,} fields, or is nested too deeply"
+        except DecodeError:
+            why = "cannot be read"
+        return _Unreadable(InternalError(f"the server's answer to {method.rpartition('/')[2]} {why}"))
+
+    return parse_bounded

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from bottega.client.types.messages import value_from
 from bottega.client.types.models import ServedModel, model_from
-from bottega.client.types.values import value_from
 from bottega.errors import InternalError
 from bottega.v1 import fleet_pb2, hosted_pb2
 

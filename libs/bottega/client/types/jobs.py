@@ -1,21 +1,76 @@
-"""Jobs as the gateway reports them, and the request that lists them."""
+"""Jobs as the gateway reports them: their states, their events, the request that lists them, and their time line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.client.types.messages import as_list, build_message, describe, set_timestamp
+from bottega.client.types.messages import as_list, build_message, describe, moment_from, set_timestamp
+from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import Parameters, Provenance, parameters_from, provenance_from
-from bottega.client.types.values import moment_from
 from bottega.errors import BottegaError, Violation
 from bottega.rpc.status import from_job_error
 from bottega.rules import refuse
-from bottega.v1 import image_pb2
+from bottega.v1 import image_pb2, trace_pb2
+
+GATEWAY = "gateway"
+"""The service of the gateway's own spans."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """The job waits for a worker."""
+
+    job_id: str
+    place: int
+    """Number of jobs of the same model before it."""
+    estimate_s: float | None
+    """Estimated seconds until it completes; None if nothing has been measured yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """A small image of an unfinished picture."""
+
+    index: int
+    """Index of the picture in the job, from 0."""
+    jpeg: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The job runs."""
+
+    job_id: str
+    steps_done: int
+    """Denoising steps done, over all pictures."""
+    steps_total: int
+    previews: tuple[Preview, ...] = ()
+    """Previews, if they were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """The gateway does not answer. The SDK attaches again by itself after `wait_s`."""
+
+    error: BottegaError
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """The job has completed. This is always the last event."""
+
+    job_id: str
+    images: tuple[Picture, ...]
+    provenance: Provenance = field(repr=False)
+
+
+Event = Queued | Progress | Interrupted | Completed
 
 
 class JobState(StrEnum):
@@ -153,3 +208,55 @@ def _priority(priority: image_pb2.Priority.ValueType) -> Priority:
 
 def _time(stamp: Timestamp) -> datetime:
     return moment_from(stamp.seconds + stamp.nanos / 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpan:
+    """A span of time in which a service worked on a job, or waited for something."""
+
+    name: str
+    service: str
+    """Name of the service in the fleet; "gateway" for the gateway itself."""
+    track: str
+    """The part of the service that was busy, or waited."""
+    begin_s: float
+    """Seconds since the gateway accepted the job.
+
+    On another host they are as exact as the worker's clock was when the attempt began. A store's span is put in the
+    middle of the time that the worker waited for it.
+    """
+    seconds: float
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Details, for people."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the job's acceptance to the end of the span."""
+        return self.begin_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTrace:
+    """The spans of a job."""
+
+    job_id: str
+    spans: tuple[TraceSpan, ...]
+    """Spans, by their beginnings."""
+    dropped: int = 0
+    """Number of spans that were left out, because a trace has a size limit."""
+
+
+def trace_from(job_id: str, trace: trace_pb2.Trace) -> JobTrace:
+    """Return the trace that the wire describes."""
+    spans = tuple(
+        TraceSpan(
+            name=span.name,
+            service=span.service or GATEWAY,
+            track=span.track,
+            begin_s=span.begin_ns / 1e9,
+            seconds=span.duration_ns / 1e9,
+            facts=dict(span.facts),
+        )
+        for span in trace.spans
+    )
+    return JobTrace(job_id=job_id, spans=spans, dropped=trace.dropped)

@@ -9,10 +9,18 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
-from bottega.client.types.control import ControlNet, add_controlnets, controlnet_from
-from bottega.client.types.image_source import ImageSource, set_image
-from bottega.client.types.lora import LoraLike, add_loras, lora_from
-from bottega.client.types.mask import MaskSource, set_mask
+from bottega.client.types.inputs import (
+    ControlNet,
+    ImageSource,
+    LoraLike,
+    MaskSource,
+    add_controlnets,
+    add_loras,
+    controlnet_from,
+    lora_from,
+    set_image,
+    set_mask,
+)
 from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bottega.client.files import write_whole
 from bottega.errors import InternalError
+from bottega.state_folder import write_whole
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import ImageFormat
 from bottega.v1.image_pb2 import Image

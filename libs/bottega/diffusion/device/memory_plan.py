@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from bottega.diffusion.device.device import Device
 from bottega.errors import TooLarge
-from bottega.process.available_memory import available_bytes
+from bottega.process.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 

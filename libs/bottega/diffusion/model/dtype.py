@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from bottega.model_files import ModelReport
 from bottega.model_files.presets import read_preset
-from bottega.process.available_memory import available_bytes
+from bottega.process.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -1,33 +1,29 @@
 """The scenes that the miniature draws: their grammar, captions, layouts and pictures. No torch here."""
 
-from bottega.miniature.scenes.captions import (
-    WORDS,
-    any_caption,
-    caption,
-    placed_caption,
-    read_caption,
-    unknown_words,
-    unplaced_caption,
-)
-from bottega.miniature.scenes.controls import DRAWN, draw_edges, draw_layout, find_edges
 from bottega.miniature.scenes.grammar import (
     COLOURS,
     PLACES,
     RELATIONS,
     SHAPES,
     SIZES,
+    WORDS,
     Scene,
     Thing,
+    any_caption,
+    caption,
     elsewhere,
     held_out_scenes,
     near_miss,
+    placed_caption,
     random_scene,
+    read_caption,
     refine,
     training_scene,
+    unknown_words,
+    unplaced_caption,
 )
 from bottega.miniature.scenes.layout import Placed, SceneLayout, random_layout
-from bottega.miniature.scenes.render import SIDE, coverage, render
-from bottega.miniature.scenes.styles import STYLES
+from bottega.miniature.scenes.render import DRAWN, SIDE, STYLES, coverage, draw_edges, draw_layout, find_edges, render
 
 __all__ = [
     "COLOURS",

@@ -12,8 +12,7 @@ import numpy as np
 import PIL.Image
 
 from bottega.miniature.scenes import SHAPES, Placed, Scene, Thing, coverage
-from bottega.miniature.scenes.layout import APART, BIG, OFFSET, SMALL
-from bottega.miniature.scenes.outlines import area, centroid
+from bottega.miniature.scenes.layout import APART, BIG, OFFSET, SMALL, area, centroid
 from bottega.quality.oracle.regions import Numbers, Region, find_ground, find_regions
 
 _BIG_FROM = (SMALL[1] + BIG[0]) / 2

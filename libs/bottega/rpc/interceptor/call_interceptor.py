@@ -18,8 +18,10 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
+from bottega.background_tasks import copied
 from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
-from bottega.process import copied
+from bottega.rpc.address import Peer
+from bottega.rpc.interceptor.call_limits import CallResponses, ResponseFlowControl
 from bottega.rpc.interceptor.calls import CallGuard, CallLimits, CallTracker, Context
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
@@ -31,10 +33,8 @@ from bottega.rpc.interceptor.message_limits import (
     has_unknown_fields,
     limits_of,
 )
-from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.metrics import CallMetrics
-from bottega.rpc.peers import Peer
 from bottega.rpc.security.caller import CallAuthenticator
 
 # Walking through a message with up to this many fields takes less time than copying its bytes; with more, a byte costs

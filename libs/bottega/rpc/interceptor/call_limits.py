@@ -1,18 +1,30 @@
-"""Limits on the calls of a kind that a service serves at once, in all and of one caller.
+"""Limits on the calls that a service serves at once, and on the bytes of responses that callers have not read yet.
 
 The more places are taken, the fewer one host may have, so that some are always left for another host.
+
+gRPC accepts an answer when there is room on the way to the caller. If the caller does not read, the answer stays in
+memory. Every call has room for a small answer; large ones share `max_bytes`, and have to be read in time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
-from bottega.errors import QueueFull
+from bottega.errors import QueueFull, ReaderStalled
 from bottega.fair_order import fair_room
-from bottega.rpc.peers import Peer
+from bottega.rpc.address import Peer
 
+# Answers up to this size do not count towards `max_bytes`; gRPC itself buffers 64 KiB of every call.
+SMALL_BYTES = 96 << 10
+
+# Time for a caller to read while others are refused because of it: enough for a MiB on a slow line.
+_CONTENDED_S = 5.0
+
+_responses: ContextVar[CallResponses | None] = ContextVar("bottega_responses", default=None)
 # Most calls end sooner. The time is random so that callers that were refused together do not retry together.
 _RETRY_S = (0.5, 1.5)
 
@@ -36,13 +48,13 @@ class CallLimit:
     """A limit on calls of one kind.
 
     Args:
-        most: Calls of all callers.
+        max_calls: Calls of all callers.
         share: Share of a host, and of a connection within its host; see `fair_room`.
         limit: Field of ServerConfig with the limit, for errors.
     """
 
-    def __init__(self, *, most: int, share: float, limit: str) -> None:
-        self._most = most
+    def __init__(self, *, max_calls: int, share: float, limit: str) -> None:
+        self._max_calls = max_calls
         self._share = share
         self._limit = limit
         self._all = CallCounter()
@@ -51,7 +63,7 @@ class CallLimit:
     def acquire(self, peer: Peer) -> CallSlot:
         """Return a slot for one call. Raises QueueFull, with the time after which to retry, if there is none."""
         host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
-        free = self._most - self._all.count
+        free = self._max_calls - self._all.count
         if free <= 0:
             raise full("as many calls are served as can be", limit=self._limit)
         host_room = fair_room(free=free, held=host.count, share=self._share)
@@ -113,3 +125,99 @@ def full(message: str, *, limit: str) -> QueueFull:
         limit: Field of ServerConfig with the limit.
     """
     return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))
+
+
+def reserve(size_bytes: int) -> bool:
+    """Return whether the call of this task may build an answer of that size. Otherwise it should send a smaller one."""
+    responses = _responses.get()
+    return responses is None or responses.reserve(size_bytes)
+
+
+class ResponseFlowControl:
+    """A limit on the memory of unread responses of all calls.
+
+    Args:
+        max_bytes: Bytes of large answers that are not read yet.
+        wait_s: Seconds for a caller to read an answer of a stream.
+    """
+
+    def __init__(self, *, max_bytes: int, wait_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._wait_s = wait_s
+        self._held_bytes = 0
+        self._unread: dict[asyncio.Timeout, float] = {}
+
+    def shorten_waits(self) -> None:
+        """End calls that do not read soon, because another caller was refused."""
+        now = asyncio.get_running_loop().time()
+        for scope, began in self._unread.items():
+            ends = scope.when()
+            if ends is not None and not scope.expired() and ends > began + _CONTENDED_S:
+                scope.reschedule(max(now, began + _CONTENDED_S))
+
+    def try_hold(self, size_bytes: int, own_bytes: int) -> bool:
+        """Reserve more bytes for a call that holds `own_bytes`, and return whether there is room.
+
+        There always is room for the only call that holds any.
+        """
+        if self._held_bytes + size_bytes > self._max_bytes and self._held_bytes > own_bytes:
+            return False
+        self._held_bytes += size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """Release bytes."""
+        self._held_bytes -= size_bytes
+
+    async def wait_until_read(self, writing: Awaitable[object]) -> None:
+        """Wait until the caller has read an answer. Raises ReaderStalled if that takes too long."""
+        scope = asyncio.timeout(self._wait_s)
+        self._unread[scope] = asyncio.get_running_loop().time()
+        try:
+            async with scope:
+                await writing
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ReaderStalled("an answer was not read in time; ask again") from None
+        finally:
+            del self._unread[scope]
+
+
+class CallResponses:
+    """The responses of one call."""
+
+    def __init__(self, flow: ResponseFlowControl) -> None:
+        self._flow = flow
+        self._held_bytes = 0
+
+    def bind(self) -> None:
+        """Make `reserve` of this module use this call, in the current task and tasks that it starts."""
+        _responses.set(self)
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Reserve room for the next answer until it is read. Return False if there is none."""
+        more_bytes = size_bytes - self._held_bytes
+        if size_bytes <= SMALL_BYTES or more_bytes <= 0:
+            return True
+        if not self._flow.try_hold(more_bytes, self._held_bytes):
+            return False
+        self._held_bytes = size_bytes
+        return True
+
+    def admit(self, raw: bytes) -> bytes:
+        """Return an answer after reserving room for it. Raises QueueFull without room."""
+        if not self.reserve(len(raw)):
+            self._flow.shorten_waits()
+            raise full("as many answers wait to be read as there is memory for", limit="max_answers_mib")
+        return raw
+
+    async def send(self, raw: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Write one answer. Raises QueueFull or ReaderStalled; the room then stays reserved, as gRPC has the answer."""
+        await self._flow.wait_until_read(write(self.admit(raw)))
+        self.release()
+
+    def release(self) -> None:
+        """Release the room: everything is read, or the call is over. A second call does nothing."""
+        self._flow.give_back(self._held_bytes)
+        self._held_bytes = 0

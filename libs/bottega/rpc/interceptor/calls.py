@@ -16,15 +16,13 @@ import grpc
 
 from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles, Unauthenticated
 from bottega.process import open_files
-from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
+from bottega.rpc.address import peer_of
+from bottega.rpc.interceptor.call_limits import CallLimit, CallResponses, CallSlot, ResponseFlowControl
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.audit import AuditLog, about
 from bottega.rpc.operation.metrics import CallMetrics
-from bottega.rpc.peers import peer_of
-from bottega.rpc.security.caller import CallAuthenticator, Caller, bind_caller
-from bottega.rpc.security.method_roles import AUDITED, check_method
+from bottega.rpc.security.caller import AUDITED, CallAuthenticator, Caller, bind_caller, check_method
 from bottega.rpc.status import to_grpc_status
 from bottega.sampled_log import SampledLog
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from bottega.rpc.peers import Peer
+from bottega.rpc.address import Peer
 
 # Connections whose calls are remembered.
 _MAX_ACCOUNTS = 16_384

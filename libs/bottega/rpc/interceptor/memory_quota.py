@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from bottega.fair_order import fair_room
+from bottega.rpc.address import Peer
 from bottega.rpc.interceptor.call_limits import full
-from bottega.rpc.peers import Peer
 
 ReadT = TypeVar("ReadT")
 KeyT = TypeVar("KeyT")

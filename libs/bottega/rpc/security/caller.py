@@ -1,14 +1,27 @@
-"""The caller of a call: its role, name and tenant, however the listener authenticated it."""
+"""The caller of a call: its role, name and tenant, and the methods that its role may call.
+
+A certificate of Bottega's authority has the URI bottega://ROLE/NAME, by which a server identifies its caller, and the
+DNS names NAME.ROLE.bottega and ROLE.bottega, by which gRPC checks that it reached the right service. Certificates have
+no host names, because services may move.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from bottega.errors import Forbidden, Unauthenticated
 from bottega.rpc.security.grants import ALL_GRANTED, Grants
+
+NAME_RULE = "1 to 63 of a-z, 0-9, - and ., with neither - nor . at the beginning or end"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+_URI = re.compile(r"bottega://([a-z]+)/([a-z0-9.-]+)")
+_DOMAIN = "bottega"
+_NOBODY = "the certificate names nobody whom this service knows: bottega certs issue ROLE/NAME makes one that does"
 
 Metadata = Sequence[tuple[str, str | bytes]]
 """Metadata of a call, as in gRPC. Keys are in lower case."""
@@ -27,6 +40,54 @@ class Role(StrEnum):
     LORAS = "loras"
     CACHE = "cache"
     ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The identity of a service, a tenant or an operator."""
+
+    role: Role
+    name: str
+    """Name, unique within the role; see NAME_RULE."""
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        """The URI by which servers identify it as a caller."""
+        return f"bottega://{self.role}/{self.name}"
+
+    @property
+    def dns_names(self) -> tuple[str, str]:
+        """The names by which its callers identify it: its own, and that of its role."""
+        return dns_name(self.role, self.name), dns_name(self.role)
+
+
+def dns_name(role: str, name: str = "") -> str:
+    """Return the DNS name that a server's certificate must have.
+
+    Args:
+        name: Name of the server; empty is any of the role.
+    """
+    return ".".join(filter(None, (name, role, _DOMAIN)))
+
+
+def is_name(name: str) -> bool:
+    """Return whether an identity can have the name; see NAME_RULE."""
+    return _NAME.fullmatch(name) is not None
+
+
+def identity_from(text: str) -> Identity | None:
+    """Return the identity of "ROLE/NAME", or None if the text is none."""
+    role, _, name = text.partition("/")
+    return Identity(role=Role(role), name=name) if role in set(Role) - {Role.LOCAL} and is_name(name) else None
+
+
+def identity_in(uris: Iterable[str]) -> Identity | None:
+    """Return the identity in a certificate's URIs, or None if there is not exactly one."""
+    found = [match for uri in uris if (match := _URI.fullmatch(uri))]
+    return identity_from(f"{found[0][1]}/{found[0][2]}") if len(found) == 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +141,127 @@ class AllLocal:
         """Return LOCAL."""
         del identities, metadata
         return LOCAL
+
+
+class CertificateAuthenticator:
+    """A CallAuthenticator for listeners that require client certificates."""
+
+    async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
+        """Return the caller that the certificate names. Raises Unauthenticated."""
+        del metadata
+        known = caller_in(identities)
+        if known is None:
+            raise Unauthenticated(_NOBODY)
+        return known
+
+
+def caller_in(identities: Sequence[str]) -> Caller | None:
+    """Return the caller that a certificate names by its URIs, or None."""
+    identity = identity_in(identities)
+    if identity is None:
+        return None
+    tenant = identity.name if identity.role is Role.TENANT else ""
+    return Caller(role=identity.role, name=identity.name, tenant=tenant)
+
+
+_CALLERS = frozenset({Role.TENANT, Role.OPERATOR})
+_OPERATOR = frozenset({Role.OPERATOR})
+_GATEWAY = frozenset({Role.GATEWAY})
+_GATEWAY_OR_OPERATOR = _GATEWAY | _OPERATOR
+_WORKER = frozenset({Role.WORKER})
+_MEMBERS = frozenset({Role.WORKER, Role.CONTROLNET, Role.LORAS, Role.CACHE, Role.ACTIVATIONS})
+
+METHOD_ROLES: Mapping[str, frozenset[Role]] = {
+    f"/bottega.v1.{method}": roles
+    for method, roles in {
+        "ImageService/Generate": _CALLERS,
+        "ImageService/GetImage": _CALLERS,
+        "ImageService/SubmitJob": _CALLERS,
+        "ImageService/GetJob": _CALLERS,
+        "ImageService/ListJobs": _CALLERS,
+        "ImageService/WatchJob": _CALLERS,
+        "ImageService/CancelJob": _CALLERS,
+        "ImageService/DeleteJob": _CALLERS,
+        "ImageService/ListModels": _CALLERS,
+        "ImageService/ListAdapters": _CALLERS,
+        "ImageService/GetJobTrace": _CALLERS,
+        "FleetService/Join": _MEMBERS,
+        "FleetService/ListMembers": _OPERATOR,
+        "WorkerService/RunAttempt": _GATEWAY,
+        "WorkerService/CancelAttempt": _GATEWAY,
+        "WorkerService/ListAttempts": _GATEWAY,
+        "WorkerService/WatchCheckpoints": _GATEWAY,
+        "WorkerService/PreviewAttempt": _GATEWAY,
+        "WorkerService/ListTemplates": _OPERATOR,
+        "WorkerService/DropTemplate": _OPERATOR,
+        "WorkerService/ProfileBlocks": _OPERATOR,
+        "ControlNetService/Prefetch": _GATEWAY,
+        "ControlNetService/ListControlNets": _OPERATOR,
+        "ControlNetService/AddControlNet": _OPERATOR,
+        "ControlNetService/SetProfile": _OPERATOR,
+        "LoraService/GetLora": _GATEWAY_OR_OPERATOR,
+        "LoraService/PrefetchLoras": _GATEWAY,
+        "LoraService/UploadLora": _OPERATOR,
+        "LoraService/RegisterLora": _OPERATOR,
+        "LoraService/ListLoras": _GATEWAY_OR_OPERATOR,
+        "LoraService/DeleteLora": _OPERATOR,
+        "LoraService/PinLora": _OPERATOR,
+        "LoraService/SetLoraProfile": _OPERATOR,
+        "LoraService/ListQuarantine": _OPERATOR,
+        "LoraService/RestoreLora": _OPERATOR,
+        "LoraService/DiscardLora": _OPERATOR,
+        "CacheService/GetCacheStats": _OPERATOR,
+        "CacheService/GetCacheEntry": _OPERATOR,
+        "CacheService/ListCacheEntries": _OPERATOR,
+        "CacheService/ClearCache": _OPERATOR,
+        "CacheService/ListCacheProfiles": _OPERATOR,
+        "CacheService/SetCacheProfile": _OPERATOR,
+        "ActivationService/PrefetchTemplates": _GATEWAY,
+        "ActivationService/ListStoredTemplates": _OPERATOR,
+        "ActivationService/DropStoredTemplate": _OPERATOR,
+        "ActivationService/PinTemplate": _OPERATOR,
+        "ActivationService/WarmTemplate": _OPERATOR,
+        "ActivationService/ListBlockProfiles": _OPERATOR,
+        "ActivationService/SetBlockProfile": _OPERATOR,
+        "LinkService/OpenLink": _WORKER,
+    }.items()
+}
+"""Roles by method, as gRPC names it. Other methods, of services that were added, are for operators."""
+
+AUDITED: frozenset[str] = frozenset(
+    f"/bottega.v1.{method}"
+    for method in (
+        "ImageService/Generate",
+        "ImageService/SubmitJob",
+        "ImageService/CancelJob",
+        "ImageService/DeleteJob",
+        "FleetService/Join",
+        "WorkerService/DropTemplate",
+        "WorkerService/ProfileBlocks",
+        "ControlNetService/AddControlNet",
+        "ControlNetService/SetProfile",
+        "LoraService/UploadLora",
+        "LoraService/RegisterLora",
+        "LoraService/DeleteLora",
+        "LoraService/PinLora",
+        "LoraService/SetLoraProfile",
+        "LoraService/RestoreLora",
+        "LoraService/DiscardLora",
+        "CacheService/ClearCache",
+        "CacheService/SetCacheProfile",
+        "ActivationService/DropStoredTemplate",
+        "ActivationService/PinTemplate",
+        "ActivationService/WarmTemplate",
+        "ActivationService/SetBlockProfile",
+    )
+)
+"""Methods that change something: each call is a line in the audit log. Calls between services are not."""
+
+
+def check_method(method: str, known: Caller) -> None:
+    """Raise Forbidden if the caller's role may not call a method. LOCAL may call all."""
+    allowed = METHOD_ROLES.get(method, _OPERATOR)
+    if known.role is Role.LOCAL or known.role in allowed:
+        return
+    rule = "needs an operator's certificate" if Role.OPERATOR in allowed else f"is for {' or '.join(sorted(allowed))}"
+    raise Forbidden(f"{known.role} {known.name} may not do that: it {rule}", metadata={"role": known.role})

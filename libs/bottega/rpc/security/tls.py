@@ -1,12 +1,17 @@
-"""TLS of a process: its certificate, its key, and the authority that it trusts.
+"""TLS of a process: its certificate, its key, and the authority that it trusts; and whether a port expects TLS.
 
 The files are checked when they are used, so that every new connection uses renewed ones without a restart. If new files
 cannot be used, the process keeps using the old ones.
+
+gRPC reports a connection of which only one end uses TLS as one that nobody answers, so ports are probed to explain it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -16,10 +21,14 @@ from typing import Any, ClassVar
 import grpc
 
 from bottega.errors import ConfigError
-from bottega.rpc.security.identity import Identity
+from bottega.rpc.security.caller import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private, read_public
 from bottega.strict import STRICT
 
+# A port of this suite answers a greeting within milliseconds.
+_ANSWER_S = 1.0
+# First bytes of TLS records: an alert, and a handshake message. The second byte is the major version.
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 # Between two checks of the files, which take microseconds.
 _LOOK_S = 1.0
 
@@ -160,3 +169,42 @@ class AuthorityFile:
 def _server_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
     pair = (material.key, material.certificate)
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=material.authority)
+
+
+async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
+    """Return a sentence if only one of the port and the caller uses TLS; else an empty text.
+
+    Args:
+        address: host:port; anything else is not checked.
+        encrypted: Whether the caller uses TLS.
+    """
+    expected = await _expects_tls(address)
+    if expected is None or expected == encrypted:
+        return ""
+    if expected:
+        return f"the server at {address} expects TLS, and this end does not use it"
+    return f"the server at {address} does not use TLS, and this end does"
+
+
+async def _expects_tls(address: str) -> bool | None:
+    """Return whether a port answers a TLS handshake with TLS; None if it does not answer."""
+    from bottega.rpc.address import split  # it imports pydantic, which takes long
+
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    try:
+        host, port = split(address)
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), port)
+            try:
+                writer.write(outgoing.read())
+                answer = await reader.readexactly(2)
+            finally:
+                writer.close()
+    except (ConfigError, OSError, TimeoutError, asyncio.IncompleteReadError):
+        return None
+    return answer in _TLS_RECORDS

@@ -14,15 +14,11 @@ from collections.abc import Sequence
 
 from bottega.errors import BadFrame
 from bottega.transport.backends.frame_stream import FrameStream
-from bottega.transport.channel.buffers import Part, on_host
-from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.backend import Part, on_host
 from bottega.transport.channel.frames import Frame, FrameKind
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout
-from bottega.transport.memory.copying import copy
-from bottega.transport.memory.mappings import received_slot, shared_slot
-from bottega.transport.memory.sealed_file import SealedFile, received_file
-from bottega.transport.memory.slots import GrowingSlots, Slot
+from bottega.transport.memory import GrowingSlots, SealedFile, Slot, copy, received_file, received_slot, shared_slot
 
 _WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
 

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from bottega.transport.backends.frame_stream import FrameStream
 from bottega.transport.backends.records import Records
-from bottega.transport.channel.buffers import Part, on_host
-from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.backend import Part, on_host
 from bottega.transport.channel.frames import Frame
+from bottega.transport.channel.limits import Deadline
 from bottega.transport.layout import Layout
-from bottega.transport.memory.sealed_file import SealedFile
-from bottega.transport.memory.slots import GrowingSlots, Slot
+from bottega.transport.memory import GrowingSlots, SealedFile, Slot
 
 # A host that vanished silently is noticed after about 10 + 3 x 3 seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3))

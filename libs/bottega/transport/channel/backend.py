@@ -1,4 +1,7 @@
-"""The interface between a link and its backends: a sender backend and a receiver backend in each direction.
+"""The interfaces between a link and its backends, and between links and the devices of their process.
+
+There is a sender backend and a receiver backend in each direction. A message has a part for each of its tensors, in
+host or device memory, and an optional file.
 
 A link decides which frames are sent and when. A backend moves frames and bytes, and owns the slots.
 
@@ -20,17 +23,92 @@ Backends of devices (bottega.device_links) rely on these rules:
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from bottega.errors import LinkError
-from bottega.transport.channel.buffers import Part
-from bottega.transport.channel.deadline import Deadline
+from bottega.errors import LinkError, TooLarge
 from bottega.transport.channel.frames import Frame
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout
-from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory import SealedFile
+
+
+class Buffer(Protocol):
+    """Contiguous memory, flat or shaped: bytes, bytearray, memoryview, mmap, a numpy array."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class DeviceBuffer(Protocol):
+    """Flat bytes in device memory. Its implementation is in bottega.device_links."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def to_host(self) -> memoryview:
+        """Return a copy in host memory, after waiting for the enqueued work that writes the bytes."""
+        ...
+
+
+Part: TypeAlias = memoryview | DeviceBuffer
+"""The bytes of one tensor of a message, where they lie. Tensors of a header are always a memoryview."""
+
+SentBuffer: TypeAlias = Buffer | DeviceBuffer
+"""A buffer from which a tensor of a whole message is sent."""
+
+
+def checked(layout: Layout, buffers: Sequence[SentBuffer]) -> list[Part]:
+    """Return the flat bytes of every buffer, with a header's copied to the host.
+
+    Raises ValueError if the buffers do not fit the layout.
+    """
+    if len(buffers) != len(layout.specs):
+        raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
+    parts = [_flat(buffer) for buffer in buffers]
+    for spec, part in zip(layout.specs, parts, strict=True):
+        if part.nbytes != spec.size_bytes:
+            raise ValueError(f"tensor {spec.name} has {spec.size_bytes} bytes, its buffer {part.nbytes}")
+    headers = [part if isinstance(part, memoryview) else part.to_host() for part in parts[: layout.headers]]
+    return [*headers, *parts[layout.headers :]]
+
+
+def on_host(parts: Sequence[Part]) -> list[memoryview]:
+    """Return all parts in host memory; those in device memory are copied."""
+    return [part if isinstance(part, memoryview) else part.to_host() for part in parts]
+
+
+def in_host_memory(part: Part) -> memoryview:
+    """Return a part that must be in host memory already.
+
+    Raises ValueError if it is not: nothing is parsed in device memory.
+    """
+    if not isinstance(part, memoryview):
+        raise ValueError("what should be a message's header lies in memory of a device")
+    return part
+
+
+def check_file(file: SealedFile, *, passes: bool, max_bytes: int) -> None:
+    """Raise ValueError if the link passes no files or the file is empty, and TooLarge if it exceeds `max_bytes`."""
+    if not passes:
+        raise ValueError("this link passes no files: check passes_files first")
+    if file.size_bytes < 1:
+        raise ValueError("an empty file needs no passing")
+    if file.size_bytes > max_bytes:
+        raise TooLarge(
+            f"a file of {file.size_bytes} bytes is more than the {max_bytes} that the peer receives",
+            metadata={"limit": "slot_bytes"},
+        )
+
+
+def _flat(buffer: SentBuffer) -> Part:
+    if isinstance(buffer, (bytes, bytearray, memoryview)):
+        return memoryview(buffer).cast("B")
+    if hasattr(buffer, "to_host"):
+        return buffer  # type: ignore[return-value] # checking a protocol at run time is slow
+    return memoryview(buffer).cast("B")
 
 
 class Backend(StrEnum):
@@ -164,4 +242,56 @@ class ReceiverBackend(BackendEnd, Protocol):
 
     def send_credit(self, frame: Frame) -> None:
         """Send a CREDIT frame without waiting. Any thread may call it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEndpoint:
+    """The device in whose memory one end of a link sends and receives messages."""
+
+    host: str
+    """Identity of the running system."""
+    device: str
+    """Identity of the device, the same for all processes."""
+    version: str
+    """Version of the software that moves bytes. Both ends must have the same."""
+    backends: tuple[Backend, ...]
+    """Backends that this end supports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvenConnections:
+    """The connections of a link that is being opened, one for each direction."""
+
+    sending: socket.socket
+    receiving: socket.socket
+    connecting: bool
+    """Whether this end connected."""
+    limits: Limits
+    """Limits of what this end receives."""
+
+
+class DeviceLinks(Protocol):
+    """The device of a process, as links use it."""
+
+    @property
+    def endpoint(self) -> DeviceEndpoint:
+        """The endpoint that offers contain."""
+        ...
+
+    def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
+        """Return why a backend cannot carry a link to a listener, or "". It does not wait."""
+        ...
+
+    def open(
+        self, backend: Backend, connections: ProvenConnections, deadline: Deadline
+    ) -> tuple[SenderBackend, ReceiverBackend]:
+        """Set up both directions, while the other end does the same.
+
+        Raises LinkError with the reason; the connections are closed then.
+        """
+        ...
+
+    def remember_failure(self, backend: Backend, listener: DeviceEndpoint, why: str) -> None:
+        """Remember that a link to the listener failed. `misfit` reports it for a while."""
         ...

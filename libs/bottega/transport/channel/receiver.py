@@ -18,13 +18,10 @@ from bottega.errors import (
     LinkError,
     MessageAborted,
 )
-from bottega.transport.channel.backend import ReceiverBackend
-from bottega.transport.channel.buffers import Part, in_host_memory
-from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.backend import Part, ReceiverBackend, in_host_memory
+from bottega.transport.channel.counters import Lifecycle, LinkCounters
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
-from bottega.transport.channel.lifecycle import Lifecycle
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout, TensorSpec
 
 

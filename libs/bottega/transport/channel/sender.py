@@ -10,15 +10,12 @@ from types import TracebackType
 from typing import ParamSpec
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
-from bottega.transport.channel.backend import SenderBackend, SentSlot
-from bottega.transport.channel.buffers import SentBuffer, check_file, checked, in_host_memory
-from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.backend import SenderBackend, SentBuffer, SentSlot, check_file, checked, in_host_memory
+from bottega.transport.channel.counters import Lifecycle, LinkCounters
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
-from bottega.transport.channel.lifecycle import Lifecycle
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import Layout
-from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory import SealedFile
 
 _NOW = Deadline(at=0.0)
 _ABORTED = 1
@@ -67,7 +64,7 @@ class Sender:
     ) -> None:
         parts = checked(layout, buffers)
         if file is not None:
-            check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
+            check_file(file, passes=self.passes_files, max_bytes=self._limits.slot_bytes)
         with self.lock:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()

@@ -20,7 +20,7 @@ from typing import Protocol
 from bottega.errors import BadFrame
 from bottega.sampled_log import SampledLog
 from bottega.transport.channel.backend import Backend
-from bottega.transport.handshake.credentials import distrust_reason
+from bottega.transport.handshake.binding import distrust_reason
 from bottega.transport.handshake.messages import (
     PROOF_BYTES,
     REQUEST_BYTES,

@@ -1,18 +1,37 @@
-"""Binds the configured addresses and paths of links, and no others."""
+"""Binds the configured addresses and paths of links, and no others, and decides who may have a link.
+
+A folder is opened first and the open descriptor is checked, so that nobody can swap the folder in between. The kernel
+tells which process is at the other end of a unix socket. Links of one machine are for processes of one user and root.
+Services that run as several users, such as systemd units, may share them through a group, which BOTTEGA_LINKS_GROUP
+names to each of them.
+"""
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import socket
 import stat
+import struct
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import ConfigError
-from bottega.transport.handshake.credentials import links_group
-from bottega.transport.handshake.socket_folder import open_folder
 
+GROUP_VARIABLE = "BOTTEGA_LINKS_GROUP"
+# struct ucred: process, user, group.
+_CREDENTIALS = struct.Struct("iII")
+# systemd makes the first folder for a unit's sockets, and other units can see it. The second is for all of a user's
+# processes.
+_UNIT_VARIABLE = "RUNTIME_DIRECTORY"
+_USER_VARIABLE = "XDG_RUNTIME_DIR"
+_ROOT = 0
+_WRITERS = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_ELSEWHERE = "or give links a socket in another folder (links.socket in its configuration)"
 # Callers of a unix socket that may wait; more are refused at once. See acceptor.MAX_PENDING_CONNECTIONS.
 _BACKLOG = 256
 # Size of sun_path in sockaddr_un, less its final zero.
@@ -20,6 +39,52 @@ _MAX_PATH_BYTES = 107
 _PROBE_S = 0.2
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o660
+
+
+def links_group() -> int | None:
+    """Return the group that shares links, or None if they are for one user.
+
+    Raises ConfigError if the group does not exist.
+    """
+    name = os.environ.get(GROUP_VARIABLE, "")
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"{GROUP_VARIABLE} names group {name}, which this machine does not have: make it with "
+            f"groupadd --system {name}, or take the variable out of the environment"
+        ) from None
+
+
+def distrust_reason(connection: socket.socket, group: int | None) -> str:
+    """Return why the process at the other end of a connected unix socket may have no link; "" if it may.
+
+    For a listening socket, that is the process that called listen.
+
+    Args:
+        group: See links_group. It must be the primary group of the process, because an ordinary member need not be a
+            service.
+    """
+    _, user, their_group = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    if user in {os.geteuid(), _ROOT} or (group is not None and their_group == group):
+        return ""
+    return f"it is a process of {user_name(user)}, and links are for {user_name(os.geteuid())}{_and_group(group)}"
+
+
+def user_name(user: int) -> str:
+    """Return a user's name and number as text."""
+    try:
+        return f"user {pwd.getpwuid(user).pw_name} ({user})"
+    except KeyError:
+        return f"user {user}"
+
+
+def _and_group(group: int | None) -> str:
+    return "" if group is None else f" and group {group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +161,82 @@ def _remove_left_over(path: Path, folder: int) -> None:
                 probe.connect(str(path))
             except ConnectionRefusedError:
                 os.unlink(path.name, dir_fd=folder)
+
+
+def default_socket_path(service: str) -> Path:
+    """Return a path for a unix socket of this process.
+
+    It is in the folder that systemd made for the unit, else in a private folder of this user, which is created if
+    needed in the user's runtime folder or in the one for temporary files. Raises ConfigError if the folder belongs to
+    another user or is open to others.
+    """
+    if given := os.environ.get(_UNIT_VARIABLE, "").partition(":")[0]:
+        _check_folder(Path(given), private=False)
+        return Path(given) / "links.sock"
+    folder = _of_this_user()
+    with suppress(OSError):  # the check below reports the problem
+        folder.mkdir(mode=0o700)
+    _check_folder(folder, private=True)
+    return folder / f"{service}-{os.getpid()}.sock"
+
+
+def open_folder(folder: Path, *, private: bool = False) -> int:
+    """Return a descriptor of a folder in which only this user and root can create or replace anything.
+
+    Raises ConfigError that names the owner and what to do, and OSError if there is no such folder.
+
+    Args:
+        private: Also require that the folder is this user's and that no other user can read it.
+    """
+    _refuse_links(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check(folder, os.fstat(descriptor), private=private)
+    except ConfigError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_folder(folder: Path, *, private: bool) -> None:
+    try:
+        os.close(open_folder(folder, private=private))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used for sockets of links: {error.strerror or error}") from None
+
+
+def _of_this_user() -> Path:
+    runtime = os.environ.get(_USER_VARIABLE, "")
+    if runtime and Path(runtime).is_absolute():
+        with suppress(OSError, ConfigError):  # a folder of another user's session, as after sudo, is not meant
+            os.close(open_folder(Path(runtime), private=True))
+            return Path(runtime) / "bottega"
+    return Path(tempfile.gettempdir()) / f"bottega-{os.geteuid()}"
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise a clear error for a symbolic link or a file; opening it would fail with the same words for both."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise ConfigError(
+            f"{folder} is {what}, made by {user_name(found.st_uid)}: sockets of links lie in a real folder; "
+            f"remove it, {_ELSEWHERE}"
+        )
+
+
+def _check(folder: Path, found: os.stat_result, *, private: bool) -> None:
+    user = os.geteuid()
+    if found.st_uid != user and (private or found.st_uid != _ROOT):
+        raise ConfigError(
+            f"{folder} belongs to {user_name(found.st_uid)}, and not to {user_name(user)}, who runs this: its owner "
+            f"could take links over; have it removed, {_ELSEWHERE}"
+        )
+    open_to = stat.S_IMODE(found.st_mode) & (_OTHERS if private else _WRITERS)
+    if open_to:
+        rights = stat.S_IMODE(found.st_mode)
+        what = "open to others" if private else "writable for others"
+        raise ConfigError(
+            f"{folder} is {what} (its mode is {rights:04o}), who could take links over: look who uses it, then "
+            f"chmod {rights & ~open_to:04o} {folder}, {_ELSEWHERE}"
+        )

@@ -16,12 +16,10 @@ from bottega.process import open_files
 from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.backends.records import SealKeys
 from bottega.transport.backends.tcp import tune
-from bottega.transport.channel.backend import Backend, BackendChoice
+from bottega.transport.channel.backend import Backend, BackendChoice, DeviceLinks, ProvenConnections
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
-from bottega.transport.channel.device_links import DeviceLinks, ProvenConnections
-from bottega.transport.channel.limits import Limits
-from bottega.transport.handshake.credentials import distrust_reason, links_group
+from bottega.transport.channel.limits import Deadline, Limits
+from bottega.transport.handshake.binding import distrust_reason, links_group
 from bottega.transport.handshake.device_opening import open_device_link
 from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,
@@ -34,7 +32,7 @@ from bottega.transport.handshake.messages import (
 )
 from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms
-from bottega.transport.memory.mappings import sharing_failure
+from bottega.transport.memory import sharing_failure
 
 # The listener's host answers in microseconds, another host in a round trip. If it takes longer, try another backend.
 _ATTEMPT_S = 5.0

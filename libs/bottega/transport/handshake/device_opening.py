@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bottega.errors import BadFrame, LinkError
-from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
-from bottega.transport.channel.buffers import on_host
+from bottega.transport.channel.backend import DeviceLinks, ProvenConnections, ReceiverBackend, SenderBackend, on_host
 from bottega.transport.channel.counters import LinkCounters
-from bottega.transport.channel.deadline import Deadline
-from bottega.transport.channel.device_links import DeviceLinks, ProvenConnections
-from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.limits import Deadline, Limits
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.link import Link, LinkTerms
 

@@ -9,7 +9,7 @@ from bottega.addons.edits.wire import DrawnTensors, SectionLayout
 from bottega.addons.edits.wire.pieces import SectionPieces
 from bottega.addons.edits.wire.section import owner
 from bottega.storage import os_errors
-from bottega.transport.memory.sealed_file import new_file, reserve, seal
+from bottega.transport.memory import new_file, reserve, seal
 
 
 class SectionFile:

@@ -65,10 +65,10 @@ class ActivationWriter(BlobWriter):
         """
         if self._trouble:
             return DropReason.TROUBLE
-        most_bytes = self._settings.max_waiting_bytes + (_SPARE_BYTES if is_end else 0)
+        max_bytes = self._settings.max_waiting_bytes + (_SPARE_BYTES if is_end else 0)
         with self._lock:
             too_many = self._waiting >= self._most_waiting and not is_end
-            if too_many or (self._waiting and self._waiting_bytes + size_bytes > most_bytes):
+            if too_many or (self._waiting and self._waiting_bytes + size_bytes > max_bytes):
                 return DropReason.BUSY
             self._waiting += 1
             self._waiting_bytes += size_bytes

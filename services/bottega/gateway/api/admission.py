@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bottega import rules
@@ -36,56 +35,21 @@ from bottega.gateway.api.reuse import IdenticalResult, IdenticalResults, ImageSo
 from bottega.gateway.api.validation import ImageInspector, SeenImages
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.conversion import answered_provenance
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.provenance import answered_provenance
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.tenants.quotas import Admittance
+from bottega.gateway.tenants.terms import Admittance
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
+from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 # Failures after which the same request becomes a new job, because a retry may help.
 _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateCommand:
-    """A request to draw pictures, as the caller sent it."""
-
-    spec: GenerationSpec
-    request_id: str = ""
-    deadline_s: float | None = None
-    """Seconds after which nobody wants the pictures; None means no bound."""
-    caller_s: float | None = None
-    """Seconds until the caller leaves, and the job ends with it; None for a job that goes on without its caller."""
-    peer: str = ""
-    """Host of the caller."""
-    access: Access
-    """The caller's tenant, and the models, LoRAs and ControlNets that it may name."""
-    preview: bool = False
-    priority: Priority.ValueType = PRIORITY_NORMAL
-    log_id: str = ""
-    """What the log calls a request that has no request_id."""
-    received_at: float = 0.0
-    """When it came, on the monotonic clock."""
-
-    def deadline(self, now: float) -> float | None:
-        """Return the time after which nobody wants the pictures, for a clock that says `now`."""
-        return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """The job of a request."""
-
-    job: Job
-    new: bool
-    """Whether the job is new. A request with a known request_id gets the earlier job."""
 
 
 class Admission:
@@ -117,8 +81,13 @@ class Admission:
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
 
-    async def admit(self, command: GenerateCommand) -> Admitted:
-        """Return the job of a request; a new one is durable.
+    async def admit(self, spec: GenerationSpec, request: JobRequest, access: Access) -> tuple[Job, bool]:
+        """Return the job of a request, and whether it is new. A new one is durable; a known request_id gets its job.
+
+        Args:
+            spec: The spec as the caller sent it.
+            request: The rest of the request as the caller sent it; what admission finds is added.
+            access: The models, LoRAs and ControlNets that the caller may name.
 
         Raises:
             QuotaExceeded: If the tenant may have no new job now. A known request_id is never refused for that.
@@ -129,32 +98,23 @@ class Admission:
                 looked up.
         """
         try:
-            return await self._admit(command)
+            return await self._admit(spec, request, access)
         except BottegaError as error:
             self._metrics.refused.labels(error.reason_name).inc()
             raise
 
-    async def _admit(self, command: GenerateCommand) -> Admitted:
-        packed = await _packed(command.spec)
-        request = JobRequest(
-            fingerprint=await digest(packed),
-            size_bytes=len(packed),
-            request_id=command.request_id,
-            log_id=command.log_id,
-            tenant=command.access.tenant,
-            peer=command.access.tenant or command.peer,
-            ends_with_caller=command.caller_s is not None,
-            priority=command.priority or PRIORITY_NORMAL,
-        )
+    async def _admit(self, spec: GenerationSpec, request: JobRequest, access: Access) -> tuple[Job, bool]:
+        packed = await _packed(spec)
+        request = dataclasses.replace(request, fingerprint=await digest(packed), size_bytes=len(packed))
         del packed
         while True:
             before = await self._before(request)
-            if before is not None and self._attach(command, request, before):
-                return Admitted(job=before, new=False)
+            if before is not None and self._attach(request, before):
+                return before, False
             async with self._controller.quotas.admitting(request.tenant) as place:
-                job = await self._new_job(command, request, before)
+                job = await self._new_job(spec, request, access, before)
                 if await self._store_though_cancelled(job, place, replaces=before.job_id if before else ""):
-                    return Admitted(job=job, new=True)
+                    return job, True
             # The same request came twice at once and the other one is stored now, or its answer has gone meanwhile.
 
     async def _before(self, request: JobRequest) -> Job | None:
@@ -163,7 +123,7 @@ class Admission:
             return None
         return await self._jobs.of_request(request.request_id, tenant=request.tenant)
 
-    def _attach(self, command: GenerateCommand, request: JobRequest, job: Job) -> bool:
+    def _attach(self, request: JobRequest, job: Job) -> bool:
         """Return whether a request is served by the job that has its request_id. Raises RequestIdReused."""
         if job.request.fingerprint != request.fingerprint:
             raise RequestIdReused("this request_id was used for another request")
@@ -171,23 +131,23 @@ class Admission:
             return False
         if not all(self._storage.images.holds(image.digest) for image in job.images):
             return False  # its images have expired before it has: that it was completed helps nobody
-        rules.refuse(list(validation.check_deadline(command.deadline_s)))
-        self._controller.extend(job, command.deadline(self._controller.clock.monotonic()))
-        if command.preview:
+        rules.refuse(list(validation.check_deadline(request.deadline_s)))
+        self._controller.extend(job, request.deadline(self._controller.clock.monotonic()))
+        if request.preview:
             self._controller.enable_previews(job)
         return True
 
-    async def _new_job(self, command: GenerateCommand, request: JobRequest, before: Job | None) -> Job:
+    async def _new_job(self, spec: GenerationSpec, request: JobRequest, access: Access, before: Job | None) -> Job:
         """Check every rule, find all violations at once, and return a new job.
 
         Args:
-            command: What the caller asks for.
-            request: What is kept of it.
+            spec: The spec as the caller sent it.
+            request: The rest of the request.
+            access: Access of the caller.
             before: The job of the same request that the new one replaces. A repeated request gets the same images, with
                 the same model.
         """
-        spec, access = command.spec, command.access
-        violations = self._violations(command)
+        violations = self._violations(spec, request)
         meant = before.bare if before else spec
         # The stores know what names stand for. They are asked only if nothing is wrong with the request itself.
         likely = self._model_of(meant, [], access)
@@ -199,7 +159,7 @@ class Admission:
             violations += validation.check_model(spec, model, self._addons)
             if not violations:
                 validation.check_served(spec, model)
-                identical = await self._find_identical(command, before, model, resolutions)
+                identical = await self._find_identical(spec, request, before, model, resolutions)
         elif model is not None:
             violations += model.violations
         seen = SeenImages()
@@ -213,19 +173,19 @@ class Admission:
         for resolution in resolutions:
             resolution.check_model(model)
         if identical is not None:
-            return self._answered_job(command, request, identical, model)
+            return self._answered_job(request, identical, model)
         full = self._complete(spec, before, model, resolutions)
         request = await self._sources.describe(request, full, model, seen)
         self._refuse_if_draining()  # a drain may have begun meanwhile
-        return self._job(command, request, full, model, decisions=self._decisions_of(before) if before else None)
+        return self._job(request, full, model, decisions=self._decisions_of(before) if before else None)
 
-    def _violations(self, command: GenerateCommand) -> list[Violation]:
+    def _violations(self, spec: GenerationSpec, request: JobRequest) -> list[Violation]:
         """Return the violations in a request that do not depend on the model."""
         return [
-            *validation.check_request_id(command.request_id),
-            *validation.check_deadline(command.deadline_s),
-            *validation.check_priority(command.priority),
-            *validation.check_spec(command.spec, self._addons, max_image_bytes=self._config.max_image_bytes),
+            *validation.check_request_id(request.request_id),
+            *validation.check_deadline(request.deadline_s),
+            *validation.check_priority(request.priority),
+            *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
 
     async def _inspect(
@@ -245,9 +205,7 @@ class Admission:
             tokens=self._fleet.mask_tokens(model.name) if model is not None else None,
         )
 
-    def _answered_job(
-        self, command: GenerateCommand, request: JobRequest, identical: IdenticalResult, model: Model
-    ) -> Job:
+    def _answered_job(self, request: JobRequest, identical: IdenticalResult, model: Model) -> Job:
         """Return a job that has its result already."""
         source = identical.source
         request = dataclasses.replace(
@@ -256,13 +214,12 @@ class Admission:
             mask_digest=source.request.mask_digest,
             result_size=source.request.result_size,
         )
-        job = self._job(command, request, identical.spec, model)
+        job = self._job(request, identical.spec, model)
         job.answer(source.images, answered_provenance(job, source))
         return job
 
     def _job(
         self,
-        command: GenerateCommand,
         request: JobRequest,
         full: GenerationSpec,
         model: Model,
@@ -275,10 +232,10 @@ class Admission:
             spec=full,
             bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,
-            deadline=command.deadline(command.received_at),
+            deadline=request.deadline(request.received_at),
             decisions=decisions or AttemptDecisions(),
-            preview=command.preview,
-            times=JobTimes(validate_s=self._controller.clock.monotonic() - command.received_at),
+            preview=request.preview,
+            times=JobTimes(validate_s=self._controller.clock.monotonic() - request.received_at),
         )
 
     def _decisions_of(self, before: Job) -> AttemptDecisions:
@@ -350,16 +307,21 @@ class Admission:
             raise
 
     async def _find_identical(
-        self, command: GenerateCommand, before: Job | None, model: Model, resolutions: Sequence[Resolution]
+        self,
+        spec: GenerationSpec,
+        request: JobRequest,
+        before: Job | None,
+        model: Model,
+        resolutions: Sequence[Resolution],
     ) -> IdenticalResult | None:
         """Return what answers a request that is valid, its images aside."""
         if before is not None and before.images:
             return None  # they have gone, and those of another job may differ unless they are exact
         return await self._identical.find(
-            command.spec,
+            spec,
             model,
-            lambda spec: self._complete(spec, before, model, resolutions),
-            tenant=command.access.tenant,
+            lambda outline: self._complete(outline, before, model, resolutions),
+            tenant=request.tenant,
         )
 
     def _complete(

@@ -17,8 +17,8 @@ from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
+from bottega.rpc.address import host_of
 from bottega.rpc.interceptor.call_limits import full
-from bottega.rpc.peers import host_of
 from bottega.rpc.security.caller import Caller, Role, caller
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 

@@ -15,20 +15,21 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega import rules
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import AddOn
+from bottega.addons.interface.job import JobRequest
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, JobNotFound, TraceNotFound
 from bottega.gateway.api import validation
-from bottega.gateway.api.admission import Admission, GenerateCommand
+from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
+from bottega.gateway.dispatch.job_traces import JobTraces
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
 from bottega.gateway.jobs.values import QueuePosition, StoredImage
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.traces.job_traces import JobTraces
-from bottega.rpc.interceptor import response_flow
+from bottega.rpc.address import host_of
+from bottega.rpc.interceptor import call_limits
 from bottega.rpc.operation import logs
-from bottega.rpc.peers import host_of
 from bottega.rpc.security.caller import caller
 from bottega.rpc.status import to_job_error
 from bottega.storage import ContentReader, ContentStore
@@ -98,25 +99,14 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
         """Draw a request and stream its events. With a request_id the job does not end with its caller."""
-        command = GenerateCommand(
-            spec=request.spec,
-            request_id=request.request_id,
-            deadline_s=_deadline_s(request),
-            caller_s=None if request.request_id else self._caller_s(context),
-            peer=host_of(context.peer()),
-            access=Access.of(caller()),
-            preview=request.preview,
-            priority=request.priority,
-            log_id=_log_id(request.request_id),
-            received_at=self._controller.clock.monotonic(),
-        )
         goes_on, preview = bool(request.request_id), request.preview
-        admitted = await self._admission.admit(command)
-        job = admitted.job
-        del command, request  # the job has what it needs of them; with images they are large
+        caller_s = None if goes_on else self._caller_s(context)
+        received = self._received(request, context, caller_s=caller_s, preview=preview)
+        job, new = await self._admission.admit(request.spec, received, Access.of(caller()))
+        del request  # the job has what it needs of it; with images it is large
         _bind(job)
         try:
-            watch = JobWatch(job, preview=preview, announce=admitted.new)
+            watch = JobWatch(job, preview=preview, announce=new)
             async with contextlib.aclosing(watch.events()) as events:
                 async for event in events:
                     if isinstance(event, EndedEvent) and job.error is not None:
@@ -141,17 +131,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """Accept a request. The call's own deadline bounds the call, not the job."""
-        command = GenerateCommand(
-            spec=request.spec,
-            request_id=request.request_id,
-            deadline_s=_deadline_s(request),
-            peer=host_of(context.peer()),
-            access=Access.of(caller()),
-            priority=request.priority,
-            log_id=_log_id(request.request_id),
-            received_at=self._controller.clock.monotonic(),
-        )
-        job = (await self._admission.admit(command)).job
+        job, _ = await self._admission.admit(request.spec, self._received(request, context), Access.of(caller()))
         _bind(job)
         return image_pb2.SubmitJobResponse(job=_job_to_wire(job))
 
@@ -258,6 +238,28 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             self._listings.popitem(last=False)
         return listing
 
+    def _received(
+        self,
+        request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest,
+        context: _Context,
+        *,
+        caller_s: float | None = None,
+        preview: bool = False,
+    ) -> JobRequest:
+        tenant = caller().tenant
+        return JobRequest(
+            request_id=request.request_id,
+            deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+            caller_s=caller_s,
+            ends_with_caller=caller_s is not None,
+            tenant=tenant,
+            peer=tenant or host_of(context.peer()),
+            preview=preview,
+            priority=request.priority or image_pb2.PRIORITY_NORMAL,
+            log_id=_log_id(request.request_id),
+            received_at=self._controller.clock.monotonic(),
+        )
+
     def _caller_s(self, context: _Context) -> float:
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
 
@@ -268,7 +270,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
         """Convert an event. Images are left out while as many bytes as allowed wait for callers to read them."""
-        inline = isinstance(event, EndedEvent) and _travels_inline(job) and response_flow.reserve(_inline_bytes(job))
+        inline = isinstance(event, EndedEvent) and _travels_inline(job) and call_limits.reserve(_inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
         return _event_to_wire(job, event, data)
 
@@ -296,7 +298,7 @@ def _adapter_token(adapter: image_pb2.Adapter) -> str:
 
 
 def _chunk_bytes() -> int:
-    return _CHUNK_BYTES if response_flow.reserve(_CHUNK_BYTES + _ABOUT_CHUNK_BYTES) else _SMALL_CHUNK_BYTES
+    return _CHUNK_BYTES if call_limits.reserve(_CHUNK_BYTES + _ABOUT_CHUNK_BYTES) else _SMALL_CHUNK_BYTES
 
 
 def _log_id(request_id: str) -> str:
@@ -304,10 +306,6 @@ def _log_id(request_id: str) -> str:
     if found := logs.request_id_from(request_id):
         logs.bind(request_id=found)
     return logs.bound().get("request_id", "")
-
-
-def _deadline_s(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest) -> float | None:
-    return request.deadline_s if request.HasField("deadline_s") else None
 
 
 def _bind(job: Job) -> None:

@@ -16,12 +16,12 @@ from bottega.addons.interface.member import Member
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
+from bottega.gateway.dispatch.job_traces import AttemptTimes, JobTraces
 from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs.conversion import completed_provenance
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.provenance import completed_provenance
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
-from bottega.gateway.traces.job_traces import AttemptTimes, JobTraces
 from bottega.rpc.channel import MAX_MESSAGE_MIB, Target
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2

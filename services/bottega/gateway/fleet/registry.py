@@ -19,7 +19,7 @@ from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, SeenModels
 from bottega.gateway.fleet.validation import check_load, check_registration
 from bottega.planning import RowFractions, StepTable, StepTimes
-from bottega.rpc.peers import host_of
+from bottega.rpc.address import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
 # A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.

@@ -1,4 +1,4 @@
-"""Conversion between jobs and the records of the store.
+"""Conversion between jobs and the records of the store, and the provenances of jobs.
 
 A record's spec has no input images; those are stored beside it, as the complete spec, and go when the job ends.
 """
@@ -6,24 +6,73 @@ A record's spec has no input images; those are stored beside it, as the complete
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 
 from bottega.addons.interface.job import JobLosses, JobRequest
+from bottega.background_tasks import copied
 from bottega.clocks import Clock
 from bottega.errors import BottegaError
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.specs import key_of_result
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
-from bottega.gateway.jobs.store.result_keys import key_of_result
 from bottega.gateway.jobs.values import JobOutcome
-from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error
 from bottega.v1.error_pb2 import JobError
-from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_QUEUED
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# A record has them under the same names.
-_OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest))
+_OF_RECORD = frozenset(field.name for field in dataclasses.fields(JobRecord))
+# What a record has of a request, under the same names.
+_OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest) if field.name in _OF_RECORD)
+
+
+@functools.cache
+def version() -> str:
+    """Return the version of the suite that runs here."""
+    return importlib.metadata.version("bottega-services")
+
+
+def completed_provenance(job: Job, reported: Provenance) -> Provenance:
+    """Return a worker's provenance with what only the gateway knows: parameters, attempts, its own times."""
+    full = Provenance()
+    full.CopyFrom(reported)
+    full.parameters.CopyFrom(job.bare)
+    full.image_digest = job.request.image_digest
+    if job.request.mask_digest:
+        full.mask.digest = job.request.mask_digest
+    full.worker = reported.worker or job.worker
+    full.bottega_version = reported.bottega_version or version()
+    full.attempts = job.attempts
+    full.repeated_steps = job.steps.repeated
+    full.times.extend(
+        StageTime(stage=stage, seconds=seconds)
+        for stage, seconds in (
+            ("validate", job.times.validate_s),
+            ("acknowledge", job.times.acknowledge_s),
+            ("queue", job.times.queue_s),
+            ("route", job.times.route_s),
+        )
+    )
+    return full
+
+
+def answered_provenance(job: Job, source: Job) -> Provenance:
+    """Return the provenance of a job that the stored result of `source` answers, so that nothing was drawn.
+
+    It says how the pictures of `source` were made, which may have been answered itself. Attempts and times are the
+    job's own.
+    """
+    assert source.provenance is not None
+    full = Provenance()
+    full.CopyFrom(source.provenance)
+    full.identical_job = source.provenance.identical_job or source.job_id
+    full.attempts = full.repeated_steps = 0
+    del full.times[:]
+    full.times.add(stage="validate", seconds=job.times.validate_s)
+    return full
 
 
 def record_of(job: Job, *, steady: float) -> JobRecord:

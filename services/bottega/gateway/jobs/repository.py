@@ -34,10 +34,9 @@ from bottega.gateway.jobs.conversion import (
 )
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import PageTokens
-from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.storage import Storage, WriteQueue
 from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.values import JobOutcome
-from bottega.gateway.jobs.write_queue import WriteQueue
 from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED

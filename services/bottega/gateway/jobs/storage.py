@@ -1,8 +1,9 @@
-"""The gateway's disk: the job store and the finished images, and whether they can be written now.
+"""The gateway's disk: the job store and the finished images, whether they can be written now, and the writes that wait.
 
 Both are opened, with retries until that succeeds. A disk that was full or gone is noticed when it is back, and what is
-too old or too much is deleted in small slices. Writes that must happen are retried until they do. While the disk cannot
-be written, no job is accepted or dispatched, and finished images wait in memory, up to a bound.
+too old or too much is deleted in small slices. Writes that must happen are retried until they do, those of a job in
+order. While the disk cannot be written, no job is accepted or dispatched, and finished images wait in memory, up to a
+bound. A worker gets a job before that is written, but the end of the job is still written after it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import hashlib
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from bottega.background_tasks import BackgroundTasks
+from bottega.background_tasks import BackgroundTasks, copied
 from bottega.clocks import ClockMark
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
-from bottega.process import copied
 from bottega.storage import ContentStore, os_errors
 
+# Time for the writes that wait when the gateway stops; they take longer only if the disk is gone.
+_CLOSE_S = 2.0
 ResultT = TypeVar("ResultT")
 
 # Time between two tries: short enough for callers that wait, long enough to spare a disk that is full.
@@ -96,7 +100,6 @@ class Storage:
         self._steady_continued = False
         self._clock_noted_at = -math.inf
         self._unwritten = 0
-        self._live: LiveJobs = _no_jobs
         self._tasks = BackgroundTasks("upkeep of the disk")
 
     async def open(
@@ -104,19 +107,16 @@ class Storage:
         *,
         restore: Callable[[], Awaitable[None]] | None = None,
         on_failure: Callable[[], None] | None = None,
-        live: LiveJobs | None = None,
     ) -> None:
         """Return when both stores are open and `restore` has succeeded.
 
         Args:
             restore: Reads the data that must be read before all other calls.
             on_failure: Called when a store cannot be opened at once; reads may work even then.
-            live: Yields the jobs that have not ended, with their inputs, to restore a job store whose file gets lost.
 
         Raises:
             ConfigError: If files belong to another program, or a folder is unusable until a person changes something.
         """
-        self._live = live or _no_jobs
         while True:
             try:
                 await self._open()
@@ -132,9 +132,13 @@ class Storage:
                 self._recovered()
                 return
 
-    def start(self) -> None:
-        """Start the upkeep: delete old jobs and those beyond the budget, and probe a disk that fails."""
-        self._tasks.start(self._keep_up())
+    def start(self, live: LiveJobs) -> None:
+        """Start the upkeep: delete old jobs and those beyond the budget, and probe a disk that fails.
+
+        Args:
+            live: Yields the jobs that have not ended, with their inputs, to restore a job store whose file gets lost.
+        """
+        self._tasks.start(self._keep_up(live))
 
     async def close(self) -> None:
         """Finish the operations that have begun, and close both stores."""
@@ -277,23 +281,23 @@ class Storage:
                 f"state: the folder {self.folder} cannot be used: {why}; let the gateway have it, or configure another"
             ) from error
 
-    async def _keep_up(self) -> None:
+    async def _keep_up(self, live: LiveJobs) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S if self.trouble is None else _RETRY_S)
             try:
                 if self.trouble is None:
                     await self._sweep()
                 else:
-                    await self._probe()
+                    await self._probe(live)
             except (StorageUnavailable, DataLoss) as error:
                 self.report_failure(error)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
                 _log.exception("the upkeep of the disk failed")
 
-    async def _probe(self) -> None:
+    async def _probe(self, live: LiveJobs) -> None:
         await self.images.probe()
         if self.jobs.lost:
-            await self.jobs.remake(self._live())
+            await self.jobs.remake(live())
         await self.jobs.probe()
         if not self._unwritten:  # writes that wait retry by themselves, and are better probes because they are larger
             self._recovered()
@@ -323,7 +327,73 @@ class Storage:
             self.changed.set()
 
 
-async def _no_jobs() -> AsyncIterator[tuple[JobRecord, bytes]]:
-    nothing: tuple[tuple[JobRecord, bytes], ...] = ()
-    for job in nothing:
-        yield job
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PendingWrite:
+    write: Callable[[], Awaitable[Any]]
+    result: asyncio.Future[Any] | None = None
+    """The result for the caller that waits for the write; None if no caller does."""
+
+
+class WriteQueue:
+    """A queue of writes for each job that has any; at most two writes that no caller waits for are in each."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._queues: dict[str, deque[_PendingWrite]] = {}
+        self._tasks = BackgroundTasks("writing of jobs")
+
+    def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
+        """Queue a write that no caller waits for. It replaces the last such write that has not begun.
+
+        So each of these writes has to contain the whole status of a job.
+        """
+        queue = self._queues.get(job_id)
+        if queue and len(queue) > 1 and queue[-1].result is None:
+            queue.pop()  # not the first: that one is being written
+        self._append(job_id, _PendingWrite(write=write))
+
+    async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Return what `write` returns, after all earlier writes of the job.
+
+        Raises CancelledError if `close` has given up on it.
+        """
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._append(job_id, _PendingWrite(write=write, result=result))
+        return await result
+
+    async def close(self) -> None:
+        """Finish the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
+        await self._tasks.join(_CLOSE_S)
+        await self._tasks.cancel()
+
+    def _append(self, job_id: str, pending: _PendingWrite) -> None:
+        queue = self._queues.get(job_id)
+        if queue is not None:
+            queue.append(pending)
+            return
+        self._queues[job_id] = deque([pending])
+        self._tasks.start(self._drain(job_id))
+
+    async def _drain(self, job_id: str) -> None:
+        queue = self._queues[job_id]
+        try:
+            while queue:
+                await self._run(queue[0])
+                queue.popleft()
+        finally:
+            del self._queues[job_id]
+            for pending in queue:  # the gateway stops: these will not be written
+                if pending.result is not None:
+                    pending.result.cancel()
+
+    async def _run(self, pending: _PendingWrite) -> None:
+        try:
+            result = await self._storage.retry_until_written(pending.write)
+        except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
+            if pending.result is not None and not pending.result.done():
+                pending.result.set_exception(error)
+            elif not isinstance(error, BottegaError):
+                _log.exception("a write of a job failed unexpectedly")
+            return
+        if pending.result is not None and not pending.result.done():
+            pending.result.set_result(result)

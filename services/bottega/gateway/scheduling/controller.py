@@ -17,28 +17,27 @@ from bottega.errors import BottegaError, DeadlinePassed
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.dispatch.job_traces import JobTraces
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.scheduling.estimates import QueueEstimates
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.outcomes import (
     Deadlines,
     JobFinisher,
+    QueueEstimates,
     detach_when_idle,
     draining,
     failure_after_loss,
     failure_after_return,
 )
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.recovery import AttemptRecovery
-from bottega.gateway.scheduling.scheduler import Scheduler
+from bottega.gateway.scheduling.scheduler import AttemptRecovery, Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.tenants.quotas import QuotaLedger, TenantTerms
-from bottega.gateway.traces.job_traces import JobTraces
+from bottega.gateway.tenants.terms import QuotaLedger, TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED

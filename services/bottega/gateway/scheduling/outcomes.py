@@ -1,9 +1,14 @@
-"""How jobs end: deadlines, the writing of outcomes, and the retry policy for attempts that brought no pictures."""
+"""How jobs end, and when they are expected to: deadlines, estimates, the writing of outcomes, and the retry policy.
+
+Estimates say where each pending job is in its queue, when it completes, and whether it can meet its deadline. A queue
+and a fleet may be large, so the estimates of all jobs are made once a second, in a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
@@ -13,14 +18,198 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.v1.image_pb2 import JOB_STATE_RUNNING, JobState
+from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerPlan, WorkerState
+from bottega.v1.image_pb2 import JOB_STATE_RUNNING, JobState, Priority
 
+# A job is not refused by an older forecast, because jobs that have ended since are in it. A new one costs milliseconds.
+_FRESH_S = 0.05
+# A job that would be late by less than this share is admitted: step times are not known better than that.
+_TOLERANCE = 0.1
+# Forecasts that are kept for a tenant and model, one for each kind of jobs.
+_KINDS = 16
+# A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
+# deadlines allow, every job would end at the last moment, and one that takes longer than expected would make all late.
+_SPARE = 0.3
 # How often each worker of a model may refuse or return a job. It is backed off each time, so this is half a minute.
 _MAX_RETURNS = 60
 # Two workers that died of a job, each running it exclusively, make it a poison pill: README, What is promised.
 _POISON_DEATHS = 2
 # A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
 _AT_DEADLINE_S = 0.1
+
+
+class QueueForecast:
+    """A forecast of when each pending job completes if no more jobs come: the least loaded worker takes the next one.
+
+    It is for queue positions and deadlines, and assigns nothing.
+    """
+
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        measured = not all(worker.unmeasured for worker in workers)
+        self._plans = [WorkerPlan(worker) for worker in workers] if measured else []
+        self._loads_s = [plan.load_s for plan in self._plans]
+        self._lines: list[list[int]] = [[] for _ in self._plans]
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Number of jobs that were added."""
+        return self._size
+
+    def add(self, request: ResourceRequest) -> None:
+        """Add a job as the last one."""
+        if self._plans:
+            least = self._least_loaded()
+            self._loads_s[least] += self._plans[least].state.alone_s(request)
+            self._plans[least].add(request, bound=False)
+            self._lines[least].append(self._size)
+        self._size += 1
+
+    def next_completion_s(self, request: ResourceRequest) -> float | None:
+        """Return the expected seconds until a job that came now would complete; None while nothing was measured."""
+        if not self._plans:
+            return None
+        plan = self._plans[self._least_loaded()]
+        return plan.completions_s(request)[-1] + plan.state.fixed_s
+
+    def least_s(self, request: ResourceRequest) -> float | None:
+        """Return the seconds of a job alone on the fastest worker; None while that is not measured."""
+        if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
+            return None
+        return min(plan.state.alone_s(request) + plan.state.fixed_s for plan in self._plans)
+
+    def completions_s(self) -> list[float | None]:
+        """Return the expected seconds until each added job completes; None while nothing was measured."""
+        ends: list[float | None] = [None] * self._size
+        for plan, line in zip(self._plans, self._lines, strict=True):
+            if not line:
+                continue
+            for index, end_s in zip(line, plan.completions_s()[len(plan.state.running) :], strict=True):
+                ends[index] = end_s + plan.state.fixed_s
+        return ends
+
+    def _least_loaded(self) -> int:
+        return self._loads_s.index(min(self._loads_s))
+
+
+def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
+    """Return the expected seconds until each pending job completes; None while nothing was measured."""
+    queue = QueueForecast(workers)
+    for request in requests:
+        queue.add(request)
+    return queue.completions_s()
+
+
+_Kind = tuple[ResourceRequest, "Priority.ValueType"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TimedForecast:
+    """A forecast of the jobs that are served before the next one of a kind."""
+
+    forecast: QueueForecast
+    made_at: float
+
+
+class QueueEstimates:
+    """The estimates of a queue. Call `publish_all` about once a second, and `publish` for each job that was queued."""
+
+    def __init__(self, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
+        self._queue = queue
+        self._snapshot = snapshot
+        self._clock = clock
+        # By model and tenant, and by what a job needs and its priority: jobs that have all of these in common are
+        # served in the order in which they come.
+        self._forecasts: dict[tuple[str, str], dict[_Kind, _TimedForecast]] = {}
+
+    def publish(self, job: Job) -> None:
+        """Set the position of a job that was just queued, by a forecast that is at most a second old."""
+        request = self._snapshot.resource_request(job)
+        timed = self._known_forecast(job, request) or self._forecast(job, request)
+        estimate_s = timed.forecast.next_completion_s(request)
+        job.set_queue_position(self._queue.place(job), estimate_s)
+        # Forecasts of kinds that are served before it get it too, and are a little too late until the next second. No
+        # job is refused for that, because a forecast that is too late is made anew; see check_deadline.
+        for other in self._forecasts[_whose(job)].values():
+            other.forecast.add(request)
+
+    async def publish_all(self) -> None:
+        """Set the position of every job in the queue."""
+        self._forecasts.clear()
+        for model in self._queue.models():
+            jobs = list(self._queue.line(model))
+            requests = [self._snapshot.resource_request(job) for job in jobs]
+            ends = await asyncio.to_thread(forecast, requests, self._snapshot.workers_of(model))
+            by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
+            for place, job in enumerate(self._queue.line(model)):
+                if job.job_id in by_job:  # one that came meanwhile has its position
+                    job.set_queue_position(place, by_job[job.job_id])
+
+    def check_deadline(self, job: Job) -> None:
+        """Raise DeadlineUnmeetable for a job that would end after its deadline if it were queued now.
+
+        While nothing was measured, every job is admitted.
+        """
+        if job.deadline is None:
+            return
+        request = self._snapshot.resource_request(job)
+        left_s = job.deadline - self._clock.monotonic()
+        timed = self._known_forecast(job, request) or self._forecast(job, request)
+        if _fits(timed.forecast, request, left_s):
+            return
+        if timed.made_at < self._clock.monotonic() - _FRESH_S:
+            timed = self._forecast(job, request)
+        estimate_s = timed.forecast.next_completion_s(request)
+        if estimate_s is None or _fits(timed.forecast, request, left_s):
+            return
+        # A retry helps if other jobs are in the way, and does not if its own steps take too long.
+        hopeless = _too_long(timed.forecast.least_s(request), left_s)
+        raise unmeetable(estimate_s, left_s, retry_after_s=None if hopeless else self._queue.retry_after_s())
+
+    def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
+        """Yield the waiting jobs that would be too late even if they ran now and alone, with the error for each."""
+        jobs = [job for job in self._queue.line(model) if job.deadline is not None]
+        if not jobs:
+            return
+        idle = QueueForecast(self._snapshot.workers_of(model))
+        for job in jobs:
+            assert job.deadline is not None
+            least_s = idle.least_s(self._snapshot.resource_request(job))
+            left_s = job.deadline - self._clock.monotonic()
+            if least_s is not None and _too_long(least_s, left_s):
+                yield job, unmeetable(least_s, left_s)
+
+    def _known_forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast | None:
+        return self._forecasts.get(_whose(job), {}).get((request, job.request.priority))
+
+    def _forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast:
+        """Make the forecast of the jobs that are served before this one, or before the next one of its kind."""
+        forecast = QueueForecast(self._snapshot.workers_of(job.bare.model))
+        for other in self._queue.before(job):
+            forecast.add(self._snapshot.resource_request(other))
+        known = self._forecasts.setdefault(_whose(job), {})
+        kind = request, job.request.priority
+        if kind not in known and len(known) >= _KINDS:
+            del known[next(iter(known))]
+        timed = known[kind] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
+        return timed
+
+
+def _whose(job: Job) -> tuple[str, str]:
+    """Return the job's model and tenant."""
+    return job.bare.model, job.request.tenant
+
+
+def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:
+    """Return whether a job that has `left_s` seconds would be done in time, as far as can be known."""
+    estimate_s = forecast.next_completion_s(request)
+    allowed_s = left_s * (1 - _SPARE) if forecast.size else left_s * (1 + _TOLERANCE)
+    return estimate_s is None or estimate_s <= allowed_s
+
+
+def _too_long(seconds: float | None, left_s: float) -> bool:
+    return seconds is not None and seconds > left_s * (1 + _TOLERANCE)
 
 
 class Deadlines:

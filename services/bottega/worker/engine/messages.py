@@ -34,7 +34,7 @@ from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError, MethodNotServed
 from bottega.planning import Shape
-from bottega.rpc.operation.link_metrics import link_counts
+from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2

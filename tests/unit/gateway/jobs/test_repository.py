@@ -86,7 +86,7 @@ class Life:
         )
         log = JobRepository(storage=storage, clock=time.clock())
         await storage.open()
-        storage.start()
+        storage.start(log.live_records)
         return cls(time=time, store=store, storage=storage, log=log, restored=await log.restore())
 
     async def end(self) -> None:

@@ -1,13 +1,24 @@
-"""What the gateway reads from a complete spec: its input images wherever they are, its rows, steps and latent."""
+"""What the gateway reads from a complete spec: its input images wherever they are, its rows, steps, latent, key."""
 
 from __future__ import annotations
 
-import psutil
+from collections.abc import Callable, Iterator
 
+import psutil
+import pytest
+from google.protobuf.message import Message
+
+from bottega.gateway.api.reuse import outline_of
 from bottega.gateway.jobs import specs
-from bottega.gateway.jobs.specs import has_images, input_images, without_images
+from bottega.gateway.jobs.specs import has_images, input_images, key_of_result, result_key, without_images
+from bottega.gateway.jobs.storage import digest
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from bottega.v1.generation_pb2 import ControlNet, ControlNetUse, GenerationSpec, Lora, MaskUse, Provenance, Techniques
+
+# Names: the model, LoRAs and ControlNets count by their hashes. identical_results says how a request may be answered.
+_NO_PART = {"model", "loras.name", "controlnets.name", "techniques.identical_results"}
+# A request that measures has no key at all.
+_MEASURES = {"loras.measure_similarity", "controlnets.measure_similarity"}
 
 
 def test_every_input_image_is_named_by_its_field() -> None:
@@ -72,3 +83,189 @@ def test_of_a_cancelled_job_only_the_beginnings_of_its_prompts_are_kept() -> Non
     assert [short.prompt, *short.prompts] == ["p" * 200 + "…", "p" * 200 + "…", "q"]
     spec = GenerationSpec(prompt="p", prompts=["p", "q"])
     assert specs.with_short_texts(spec) is spec
+
+
+def _spec() -> GenerationSpec:
+    """Complete, with something in every part; its images are their digests."""
+    return GenerationSpec(
+        model="miniature",
+        prompt="a star",
+        seed=7,
+        image=b"1" * 64,
+        strength=0.5,
+        num_images=2,
+        loras=[Lora(name="ink", digest="a" * 64, scale=0.5), Lora(name="wash", digest="b" * 64, scale=1.0)],
+        controlnets=[ControlNet(name="edges", image=b"2" * 64), ControlNet(name="depth", image=b"3" * 64)],
+        techniques=Techniques(stale_residuals=False),
+    )
+
+
+def _key(spec: GenerationSpec, **facts: object) -> str:
+    given = {"model_hash": "m" * 64, "dtype": "float16", "versions": ["v1", "v2"], "tenant": "", **facts}
+    return result_key(spec, **given)  # type: ignore[arg-type]
+
+
+def _parts(spec: GenerationSpec) -> dict[str, Message]:
+    """The messages of a spec whose fields are changed one by one, by the path that leads there."""
+    return {
+        "": spec,
+        "loras.": spec.loras[0],
+        "controlnets.": spec.controlnets[0],
+        "techniques.": spec.techniques,
+    }
+
+
+def _change(message: Message, name: str) -> None:
+    """Gives the field a value that it does not have. A switch that is absent differs from one that is off."""
+    field, now = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.is_repeated:
+        now.append("x")
+        return
+    if isinstance(now, bytes):
+        other: object = now + b"x"
+    elif isinstance(now, str):
+        other = now + "x"
+    elif isinstance(now, bool):
+        other = not now if not field.has_presence or message.HasField(name) else False
+    else:
+        other = now + 1
+    setattr(message, name, other)
+
+
+def _changed() -> Iterator[tuple[str, GenerationSpec]]:
+    """The spec with another value in each of its fields, one at a time, by path."""
+    for prefix, part in _parts(_spec()).items():
+        for field in part.DESCRIPTOR.fields:
+            if field.message_type is None:
+                spec = _spec()
+                _change(_parts(spec)[prefix], field.name)
+                yield prefix + field.name, spec
+
+
+def test_another_value_in_any_field_is_another_key_but_for_names_and_the_switch() -> None:
+    plain = _key(_spec())
+    keys = {path: _key(spec) for path, spec in _changed()}
+    assert len(keys) >= 40
+    assert {path for path, key in keys.items() if key == plain} == _NO_PART
+    assert {path for path, key in keys.items() if not key} == _MEASURES
+    others = [key for path, key in keys.items() if path not in _NO_PART | _MEASURES]
+    assert len(set(others)) == len(others)
+
+
+def test_a_request_with_nothing_but_the_switch_among_its_techniques_is_as_one_without_techniques() -> None:
+    plain, switched = _spec(), _spec()
+    plain.ClearField("techniques")
+    switched.techniques.Clear()
+    switched.techniques.identical_results = True
+    assert _key(switched) == _key(plain) != _key(_spec())
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"model_hash": "n" * 64},
+        {"dtype": "float32"},
+        {"versions": ["v1", "v3"]},
+        {"versions": ["v2", "v1"]},
+        {"tenant": "somebody"},
+        {"tenant": "somebody else"},
+    ],
+)
+def test_another_model_weights_or_tenant_is_another_key(facts: dict[str, object]) -> None:
+    assert _key(_spec(), **facts) not in ("", _key(_spec()))
+    assert _key(_spec(), **{"tenant": "x", **facts}) != _key(_spec(), tenant="x")
+
+
+def test_the_order_of_adapters_counts_as_sums_are_rounded() -> None:
+    turned = _spec()
+    turned.loras.reverse()
+    assert _key(turned) != _key(_spec())
+
+
+@pytest.mark.parametrize("facts", [{"model_hash": ""}, {"dtype": ""}, {"versions": ["v1", ""]}, {"versions": ["v1"]}])
+def test_without_all_that_a_picture_is_made_of_there_is_no_key(facts: dict[str, object]) -> None:
+    assert _key(_spec(), **facts) == ""
+
+
+def _without_lora_digest(spec: GenerationSpec) -> None:
+    spec.loras[1].ClearField("digest")
+
+
+def _without_control_image(spec: GenerationSpec) -> None:
+    spec.controlnets[1].ClearField("image")
+
+
+@pytest.mark.parametrize("change", [_without_lora_digest, _without_control_image])
+def test_a_spec_that_does_not_say_all_has_no_key(change: Callable[[GenerationSpec], None]) -> None:
+    spec = _spec()
+    change(spec)
+    assert _key(spec) == ""
+
+
+def _request() -> GenerationSpec:
+    """The same with images in it, and EXACT."""
+    spec = _spec()
+    spec.fidelity = generation_pb2.FIDELITY_EXACT
+    spec.image = b"a source"
+    for net in spec.controlnets:
+        net.image = b"control " + net.name.encode()
+    return spec
+
+
+def _edit() -> GenerationSpec:
+    """The same as an edit of its image, with all that is said of one."""
+    spec = _request()
+    spec.mask_image = b"a mask"
+    spec.mask_alpha, spec.padding_mask_crop, spec.keep_unmasked, spec.mask_feather = True, 8, True, 8
+    return spec
+
+
+async def _provenance(**facts: object) -> Provenance:
+    uses = [
+        ControlNetUse(name=net.name, digest=version, image_digest=await digest(net.image))
+        for net, version in zip(_request().controlnets, ("v1", "v2"), strict=True)
+    ]
+    full = Provenance(
+        model_hash="m" * 64, dtype="float16", exact=True, image_digest=await digest(b"a source"), controlnets=uses
+    )
+    full.MergeFrom(Provenance(**facts))  # type: ignore[arg-type]
+    return full
+
+
+async def test_a_finished_job_has_the_key_of_the_request_that_it_was_made_of() -> None:
+    key = key_of_result(without_images(_request()), await _provenance(), tenant="")
+    assert key == _key(await outline_of(_request())) != ""
+
+
+async def test_exact_is_answered_by_what_is_exact_only() -> None:
+    bare, provenance = without_images(_request()), await _provenance()
+    provenance.exact = False
+    assert key_of_result(bare, provenance, tenant="") == ""
+    bare.fidelity = generation_pb2.FIDELITY_BALANCED
+    assert key_of_result(bare, provenance, tenant="") != ""
+
+
+async def test_a_job_whose_provenance_leaves_something_open_answers_nobody() -> None:
+    bare = without_images(_request())
+    for name in ("controlnets", "model_hash", "dtype"):
+        provenance = await _provenance()
+        provenance.ClearField(name)
+        assert key_of_result(bare, provenance, tenant="") == ""
+
+
+async def test_every_input_image_that_is_served_counts_by_its_digest() -> None:
+    images = {field.name for field in GenerationSpec.DESCRIPTOR.fields if field.cpp_type == field.CPPTYPE_STRING}
+    images = {name for name in images if isinstance(getattr(GenerationSpec(), name), bytes)}
+    assert images == {"image", "mask_image"}
+    for name in images:
+        other = _edit()
+        setattr(other, name, b"another one")
+        assert _key(await outline_of(other)) != _key(await outline_of(_edit()))
+
+
+async def test_a_finished_edit_has_the_key_of_the_request_that_it_was_made_of() -> None:
+    mask = MaskUse(digest=await digest(b"a mask"), width=64, share=0.2, recording="ab")
+    key = key_of_result(without_images(_edit()), await _provenance(mask=mask), tenant="")
+    assert key == _key(await outline_of(_edit())) != ""
+    assert key != _key(await outline_of(_request()))
+    assert key_of_result(without_images(_edit()), await _provenance(), tenant="") == "", "of which mask?"

@@ -7,14 +7,17 @@ import errno
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import SqliteJobStore
+from bottega.gateway.jobs.storage import Storage, WriteQueue
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.storage import ContentStore, os_errors
+from tests.fakes.memory_storage import Shelf, memory_storage
 from tests.support.job_store_backends import failed, record
 from tests.support.waiting import eventually
 
@@ -63,12 +66,18 @@ def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Stora
     )
 
 
+async def _no_jobs() -> AsyncIterator[tuple[JobRecord, bytes]]:
+    nothing: tuple[tuple[JobRecord, bytes], ...] = ()
+    for job in nothing:
+        yield job
+
+
 @pytest.fixture
 async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
     images = FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5)
     storage = _storage(tmp_path, images, waiting_bytes=100)
     await storage.open()
-    storage.start()
+    storage.start(_no_jobs)
     yield storage
     await storage.close()
 
@@ -240,3 +249,55 @@ async def test_what_tenants_keep_is_theirs_and_latents_are_part_of_it(tmp_path: 
         assert images.holds(modest.digest)
     finally:
         await house.close()
+
+
+async def test_of_one_job_one_thing_is_written_after_the_other() -> None:
+    queue = WriteQueue(memory_storage(Clock(), Shelf()))
+    written: list[int] = []
+
+    async def write(number: int) -> int:
+        await asyncio.sleep(0.002 * (3 - number))
+        written.append(number)
+        return number
+
+    queue.enqueue("a", partial(write, 0))
+    queue.enqueue("a", partial(write, 1))
+    assert await queue.enqueue_and_wait("a", partial(write, 2)) == 2
+    assert written == [0, 1, 2]
+
+
+async def test_of_what_only_the_newest_counts_no_more_waits_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers may attach to a job as often as they like while its disk is full, each with a later deadline."""
+    monkeypatch.setattr("bottega.gateway.jobs.storage._RETRY_S", 0.01)
+    shelf = Shelf(full=True)
+    storage = memory_storage(Clock(), shelf)
+    queue = WriteQueue(storage)
+    tried: list[str] = []
+
+    async def write(what: str) -> None:
+        tried.append(what)
+        await storage.jobs.probe()
+
+    queue.enqueue("a", partial(write, "begun"))
+    for number in range(1000):
+        queue.enqueue("a", partial(write, f"until {number}"))
+    ended = asyncio.create_task(queue.enqueue_and_wait("a", partial(write, "ended")))
+    await asyncio.sleep(0.02)
+    assert set(tried) == {"begun"}
+    shelf.full = False
+    await asyncio.wait_for(storage.jobs.open(), 1)
+    await asyncio.wait_for(ended, 1)
+    assert [*dict.fromkeys(tried)] == ["begun", "until 999", "ended"]
+
+
+async def test_who_waits_for_what_a_full_disk_holds_up_is_sent_away_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.jobs.storage._CLOSE_S", 0.01)
+    shelf = Shelf(full=True)
+    storage = memory_storage(Clock(), shelf)
+    queue = WriteQueue(storage)
+    queue.enqueue("a", storage.jobs.probe)
+    waiting = [asyncio.create_task(queue.enqueue_and_wait(job_id, storage.jobs.probe)) for job_id in ("a", "a", "b")]
+    await asyncio.sleep(0)
+    await queue.close()
+    done, _ = await asyncio.wait(waiting, timeout=1)
+    assert [task.cancelled() for task in waiting] == [True, True, True], f"{len(done)} of 3 have ended"

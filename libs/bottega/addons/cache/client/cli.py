@@ -28,10 +28,10 @@ from bottega.client.cli.terminal import (
     short_hash,
     size_text,
 )
-from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.provenance import Parameters, Provenance
 from bottega.errors import BottegaError
+from bottega.state_folder import write_whole
 
 # Commands of a module that is imported on demand: the options of `warm` are those of all add-ons, of this one too.
 _DRAWING = ("profile", "warm")

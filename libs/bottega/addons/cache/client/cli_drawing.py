@@ -47,11 +47,11 @@ from bottega.client.cli.terminal import (
     say,
     text_column,
 )
-from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, NotFinite
+from bottega.state_folder import write_whole
 
 _MODEL = "the model"
 # Pairs between two lines of progress.

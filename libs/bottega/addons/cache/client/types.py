@@ -9,8 +9,8 @@ from datetime import datetime
 
 from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile
 from bottega.addons.cache.wire.starts import FRACTIONS
+from bottega.client.types.messages import moment_from, value_from
 from bottega.client.types.provenance import Parameters, parameters_from
-from bottega.client.types.values import moment_from, value_from
 from bottega.errors import InternalError
 from bottega.v1 import cache_pb2
 

@@ -18,7 +18,7 @@ from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
-from bottega.client.types.control import ControlNet
+from bottega.client.types.inputs import ControlNet
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance

@@ -19,11 +19,10 @@ from bottega.addons.controlnets.client.types import (
 from bottega.client.addons.addon import ClientAddOn, LeftOutThing
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
-from bottega.client.sdk.blocking import blocking
-from bottega.client.sdk.sync import GatewayClient
+from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.checks import CheckResult, ok, warn
-from bottega.client.types.control import ControlNet
 from bottega.client.types.fleet import FleetMember, FleetStatus, HostedItem, ResidualProfile
+from bottega.client.types.inputs import ControlNet
 from bottega.client.types.messages import as_list, build_message
 from bottega.client.types.picture import Picture
 from bottega.errors import (

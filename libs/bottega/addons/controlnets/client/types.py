@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bottega.client.types.fleet import Readiness, ResidualProfile
-from bottega.client.types.image_source import ImageSource
+from bottega.client.types.inputs import ImageSource
 from bottega.errors import BottegaError
 
 

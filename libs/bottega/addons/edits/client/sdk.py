@@ -33,8 +33,7 @@ from bottega.addons.edits.client.types import (
 from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.sdk.aio import AsyncGatewayClient
-from bottega.client.sdk.blocking import blocking
-from bottega.client.sdk.sync import GatewayClient
+from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, ModelNotFound, NoWorker, Unavailable

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bottega import kinds
-from bottega.client.types.values import value_from
+from bottega.client.types.messages import value_from
 from bottega.errors import BottegaError
 from bottega.v1 import activations_pb2
 

@@ -290,9 +290,9 @@ def _packed(header: Message) -> bytes:
     return (_HEADER_LENGTH.pack(len(encoded)) + encoded).ljust(padded, b"\0")
 
 
-def _read(layout: Layout, views: Sequence[memoryview], kind: type[HeaderT], most_bytes: int) -> tuple[int, HeaderT]:
+def _read(layout: Layout, views: Sequence[memoryview], kind: type[HeaderT], max_bytes: int) -> tuple[int, HeaderT]:
     number = read_number(layout, views)
-    _check_bytes(layout, 1, _HEADER, most_bytes + _HEADER_PADDING, is_last=False)
+    _check_bytes(layout, 1, _HEADER, max_bytes + _HEADER_PADDING, is_last=False)
     packed = bytes(views[1])
     if len(packed) < _HEADER_LENGTH.size:
         raise ValueError(f"the header of a {kind_of(layout)} message is too short")
@@ -318,12 +318,12 @@ def _check_end(layout: Layout, count: int) -> None:
         raise ValueError(f"a {kind_of(layout)} message has {count} tensors, not {len(layout.specs)}")
 
 
-def _check_bytes(layout: Layout, place: int, name: str, most_bytes: int, *, is_last: bool = True) -> None:
+def _check_bytes(layout: Layout, place: int, name: str, max_bytes: int, *, is_last: bool = True) -> None:
     spec = layout.specs[place] if len(layout.specs) > place else None
     if spec is None or (spec.name, spec.dtype, len(spec.shape)) != (name, DType.UINT8, 1):
         raise ValueError(f"a {kind_of(layout)} message has no {name}")
-    if spec.shape[0] > most_bytes:
-        raise ValueError(f"{name} of a {kind_of(layout)} message is not at most {most_bytes} bytes")
+    if spec.shape[0] > max_bytes:
+        raise ValueError(f"{name} of a {kind_of(layout)} message is not at most {max_bytes} bytes")
     if is_last:
         _check_end(layout, place + 1)
 

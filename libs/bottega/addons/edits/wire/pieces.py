@@ -55,15 +55,15 @@ class SectionPieces:
         """The tensor and the byte in it at which the rest begins. Raises IndexError if nothing is left."""
         return self._left[0], self._taken_bytes
 
-    def take(self, most_bytes: int) -> list[SectionPiece]:
-        """Return the next pieces, with at most `most_bytes` in total."""
+    def take(self, max_bytes: int) -> list[SectionPiece]:
+        """Return the next pieces, with at most `max_bytes` in total."""
         pieces = []
-        while self._left and most_bytes:
+        while self._left and max_bytes:
             place = self._left[0]
             whole_bytes = self._layout.tensors[place].size_bytes
-            size_bytes = min(most_bytes, whole_bytes - self._taken_bytes)
+            size_bytes = min(max_bytes, whole_bytes - self._taken_bytes)
             pieces.append(SectionPiece(tensor=place, start=self._taken_bytes, size_bytes=size_bytes))
-            most_bytes -= size_bytes
+            max_bytes -= size_bytes
             self._taken_bytes += size_bytes
             if self._taken_bytes == whole_bytes:
                 self._left.popleft()
@@ -120,9 +120,9 @@ class SectionChunks:
         """Whether everything was sent."""
         return self._pieces.done
 
-    def send(self, link: Link, most_bytes: int) -> int:
-        """Send the next chunk, with at most `most_bytes`; return its size in bytes."""
-        return send_chunk(link, self._number, self._pieces.take(most_bytes), self._fill)
+    def send(self, link: Link, max_bytes: int) -> int:
+        """Send the next chunk, with at most `max_bytes`; return its size in bytes."""
+        return send_chunk(link, self._number, self._pieces.take(max_bytes), self._fill)
 
     def _fill(self, piece: SectionPiece, view: memoryview) -> None:
         view[:] = self._tensors[piece.tensor][piece.start : piece.start + piece.size_bytes]

@@ -84,8 +84,8 @@ class SectionUpload:
         """Whether all of it was sent."""
         return self._chunks.done
 
-    def send(self, connection: Connection, link: Link, most_bytes: int) -> int:
-        """Send the next part, at most `most_bytes` of tensors, and return the number of bytes sent.
+    def send(self, connection: Connection, link: Link, max_bytes: int) -> int:
+        """Send the next part, at most `max_bytes` of tensors, and return the number of bytes sent.
 
         Raises the errors of sending.
         """
@@ -93,7 +93,7 @@ class SectionUpload:
             self._begun = True
             connection.send_now(link, self._message)
             return 0
-        return self._chunks.send(link, most_bytes)
+        return self._chunks.send(link, max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ class RecordingUpload:
     recording: Recording
     message: WholeMessage | None = None
     section: SectionUpload | None = None
-    most_bytes: int = 0
+    max_bytes: int = 0
     """Most bytes of a section's tensors."""
     ends: bool
     """Whether this is the last message of the recording."""
@@ -111,7 +111,7 @@ class RecordingUpload:
     def send(self, connection: Connection, link: Link) -> int:
         """Send the message or the part. Return the number of tensor bytes sent. Raises the errors of sending."""
         if self.section is not None:
-            return self.section.send(connection, link, self.most_bytes)
+            return self.section.send(connection, link, self.max_bytes)
         assert self.message is not None, "one of both"
         connection.send_now(link, self.message)
         return 0
@@ -144,7 +144,7 @@ class Uploads:
 
     def __init__(self, *, budget_bytes: int, meter: LoadMeter, wake: Callable[[], None]) -> None:
         self._numbers = itertools.count(1)
-        self._piece_size = PieceSize(slots=STORE_LIMITS.slots, most_bytes=CHUNK_BYTES)
+        self._piece_size = PieceSize(slots=STORE_LIMITS.slots, max_bytes=CHUNK_BYTES)
         self._budget_bytes = budget_bytes
         self._meter = meter
         self._wake = wake
@@ -282,7 +282,7 @@ class Uploads:
 
     def _piece_of(self, upload: SectionUpload) -> RecordingUpload:
         return RecordingUpload(
-            recording=upload.section.recording, section=upload, most_bytes=self._piece_size.next(), ends=False
+            recording=upload.section.recording, section=upload, max_bytes=self._piece_size.next(), ends=False
         )
 
     def _refused(self, recording: Recording, *, ends: bool) -> None:

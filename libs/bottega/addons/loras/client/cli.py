@@ -16,10 +16,10 @@ from bottega.addons.loras.client.sdk import LEAST_PROMPTS
 from bottega.addons.loras.client.types import StoredLora
 from bottega.client.cli.addons import GenerationPart, ask_as_operator
 from bottega.client.cli.error_help import storage_advice
-from bottega.client.cli.escaping import escaped
 from bottega.client.cli.options import ListGroup, address_option, connect, fleet_option, with_examples
 from bottega.client.cli.terminal import (
     PlainTable,
+    escaped,
     fail,
     moment_text,
     note,
@@ -31,7 +31,7 @@ from bottega.client.cli.terminal import (
 )
 from bottega.client.sdk.clients import Client
 from bottega.client.types.fleet import Readiness
-from bottega.client.types.lora import Lora
+from bottega.client.types.inputs import Lora
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.client.types.provenance import Provenance
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound

@@ -30,10 +30,9 @@ from bottega.addons.loras.client.types import (
 from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
-from bottega.client.sdk.blocking import blocking
-from bottega.client.sdk.sync import GatewayClient
+from bottega.client.sdk.sync import GatewayClient, blocking
 from bottega.client.types.fleet import FleetMember
-from bottega.client.types.lora import Lora
+from bottega.client.types.inputs import Lora
 from bottega.client.types.messages import as_list, build_message, describe
 from bottega.client.types.picture import Picture
 from bottega.client.types.provenance import LoraUse

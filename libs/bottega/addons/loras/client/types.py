@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from bottega.client.types.fleet import Readiness
-from bottega.client.types.values import moment_from, value_from
+from bottega.client.types.messages import moment_from, value_from
 from bottega.v1 import lora_pb2
 
 _READINESS = {

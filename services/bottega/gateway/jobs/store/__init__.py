@@ -1,13 +1,10 @@
 """The job store.
 
-- `record`: the record of a job, and how it may change
-- `result_keys`: the keys by which stored results are found
-- `job_store`: the interface, which every store must fulfil
+- `job_store`: the records, how they may change, and the interface, which every store must fulfil
 - the sqlite modules: the store of a single machine
 """
 
-from bottega.gateway.jobs.store.job_store import JobStore
-from bottega.gateway.jobs.store.record import (
+from bottega.gateway.jobs.store.job_store import (
     ALL_JOBS,
     LIVE,
     Change,
@@ -15,6 +12,7 @@ from bottega.gateway.jobs.store.record import (
     JobFilter,
     JobProgress,
     JobRecord,
+    JobStore,
     TenantUsage,
 )
 from bottega.gateway.jobs.store.sqlite import SqliteJobStore

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
-from bottega.gateway.jobs.store.group_commit import GroupCommit
-from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_place import FileLoss, FilePlace
+from bottega.gateway.jobs.store import sqlite_schema, sqlite_statements
+from bottega.gateway.jobs.store.job_store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.store.sqlite_statements import Listing
+from bottega.gateway.jobs.store.sqlite_writer import FileLoss, FilePlace, GroupCommit
 from bottega.storage import SerialThread, os_errors, sqlite_files
 
 ResultT = TypeVar("ResultT")
@@ -199,7 +198,7 @@ class SqliteJobStore:
 
     async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
         if not self._sound:
-            raise sqlite_errors.damaged()
+            raise sqlite_schema.damaged()
         if not self._writable:
             raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
         if self._lost:
@@ -209,13 +208,13 @@ class SqliteJobStore:
     async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
         found = await self._reader.run(lambda: self._read(query))
         if found is None and not self._sound:
-            raise sqlite_errors.damaged()  # it may have been there
+            raise sqlite_schema.damaged()  # it may have been there
         return found
 
     async def _list(self, query: Callable[[sqlite3.Connection], Listing]) -> list[JobRecord]:
         found = await self._reader.run(lambda: self._read(query))
         if not self._sound:
-            raise sqlite_errors.damaged()  # some may be missing
+            raise sqlite_schema.damaged()  # some may be missing
         for sequence in set(found.damaged) - self._damaged:
             self._damaged.add(sequence)
             _log.error(
@@ -321,7 +320,7 @@ class SqliteJobStore:
         return sqlite_schema.connect_to_write(self._path)
 
     def _typed(self, error: sqlite3.Error) -> BottegaError | None:
-        typed = sqlite_errors.typed(error)
+        typed = sqlite_schema.typed_error(error)
         if isinstance(typed, DataLoss) and (self._lost or self._place.loss() is not None):
             return _out_of_place()  # the next write puts it back
         if isinstance(typed, DataLoss) and self._sound:

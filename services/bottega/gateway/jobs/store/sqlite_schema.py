@@ -1,4 +1,4 @@
-"""The schema of the job store's SQLite file, how the file is opened, and whether it is sound."""
+"""The schema of the job store's SQLite file, how the file is opened, whether it is sound, and SQLite's errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-from bottega.gateway.jobs.store.sqlite_rows import TYPES
-from bottega.storage import sqlite_files
+from bottega.errors import BottegaError, DataLoss
+from bottega.process import open_files
+from bottega.storage import os_errors, sqlite_files
 from bottega.v1 import image_pb2
 
+# Errors of SQLite when it could not open a file: its own, the log beside it, or what readers share.
+_OPENS_FILES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
+# Texts by primary result code, https://sqlite.org/rescode.html; extended codes have it in their low byte.
+_TEXTS = {
+    sqlite3.SQLITE_FULL: "the disk is full",
+    sqlite3.SQLITE_READONLY: "the disk cannot be written",
+    sqlite3.SQLITE_PERM: "the disk cannot be written",
+    sqlite3.SQLITE_CANTOPEN: "the job store cannot be opened",
+    sqlite3.SQLITE_IOERR: "the disk is full or does not do what it should",
+    sqlite3.SQLITE_BUSY: "another process holds the job store",
+    sqlite3.SQLITE_LOCKED: "another process holds the job store",
+    sqlite3.SQLITE_PROTOCOL: "another process holds the job store",
+    sqlite3.SQLITE_NOMEM: "the job store has no memory left",
+}
 FileState = tuple[tuple[int, int, int], ...]
 """Inode, size and time of the last change in ns of a file and of the log beside it."""
 
@@ -27,6 +42,44 @@ _CHECKPOINT_PAGES = 1000
 # Upper bound on the log's file after a checkpoint, which large inputs make large.
 LOG_BYTES = 64 << 20
 
+# Columns of the table and their types, in the order of `sqlite_statements.to_row`.
+TYPES = {
+    "job_id": "TEXT NOT NULL UNIQUE",
+    "tenant": "TEXT NOT NULL",
+    "request_id": "TEXT NOT NULL",
+    "log_id": "TEXT NOT NULL",
+    "ends_with_caller": "INTEGER NOT NULL",
+    "priority": "INTEGER NOT NULL",
+    "fingerprint": "TEXT NOT NULL",
+    "state": "INTEGER NOT NULL",
+    "spec": "BLOB NOT NULL",
+    "latent_height": "INTEGER NOT NULL",
+    "latent_width": "INTEGER NOT NULL",
+    "image_digest": "TEXT NOT NULL",
+    "mask_digest": "TEXT NOT NULL",
+    "kept_latents": "TEXT NOT NULL",
+    "result_width": "INTEGER NOT NULL",
+    "result_height": "INTEGER NOT NULL",
+    "template": "TEXT NOT NULL",
+    "computed_share": "REAL NOT NULL",
+    "size_bytes": "INTEGER NOT NULL",
+    "created_wall": "REAL NOT NULL",
+    "started_wall": "REAL",
+    "ended_wall": "REAL",
+    "deadline_steady": "REAL",
+    "attempt": "INTEGER NOT NULL",
+    "deaths": "INTEGER NOT NULL",
+    "decisions": "BLOB NOT NULL",
+    "images": "TEXT NOT NULL",
+    "picture_bytes": "INTEGER NOT NULL",
+    "provenance": "BLOB NOT NULL",
+    "error": "BLOB NOT NULL",
+    "peer": "TEXT NOT NULL",
+    "ended_steady": "REAL",
+    "result_key": "TEXT NOT NULL",
+    "steps_done": "INTEGER NOT NULL",
+    "checksum": "INTEGER NOT NULL",
+}
 # kept_bytes: the size of an ended job's record, with an estimate for the short columns and indexes. finished: whether
 # it completed, so that it is forgotten last.
 _FINISHED = f"(state = {image_pb2.JOB_STATE_COMPLETED})"
@@ -268,3 +321,24 @@ def _expected_schema() -> list[tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         _create(connection, _TABLES)
         return sqlite_files.schema_of(connection)
+
+
+def typed_error(error: sqlite3.Error) -> BottegaError | None:
+    """Return DataLoss or StorageUnavailable, without SQLite's text; None for what only a fault of ours can cause.
+
+    SQLite does not say why it could not open a file. If no file can be opened at all, that is the reason.
+    """
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:
+        return None
+    if sqlite_files.says_damage(error):
+        return damaged()
+    text = _TEXTS.get(code & 0xFF)
+    if text and code & 0xFF in _OPENS_FILES and (why := open_files.exhausted()):
+        return open_files.too_many(why)
+    return os_errors.unavailable(text, cause=error.sqlite_errorname) if text else None
+
+
+def damaged() -> DataLoss:
+    """Return the error for a store that is damaged."""
+    return DataLoss("the job store is damaged; its operator has to look after it")

@@ -1,18 +1,27 @@
-"""The SQL of the job store: each function is one operation in a transaction, or one query."""
+"""The SQL of the job store: each function is one operation in a transaction, or one query; and the rows of jobs.
+
+Each row has a checksum, so that damaged rows are never used. SQLite's own format has none: after a flipped bit in a
+page, another prompt may be read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
-from bottega.gateway.jobs.store.sqlite_schema import DAY_S
+from bottega.gateway.jobs.store.job_store import Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.sqlite_schema import DAY_S, TYPES, damaged
+from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
+COLUMNS = tuple(TYPES)
+# Columns that are stored as REAL: an integer would be read as a value that differs from what the checksum is of.
+_REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
     f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
@@ -291,3 +300,57 @@ def _listing(rows: list[tuple[Any, ...]]) -> Listing:
 def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
     # All rows at once: a statement that is not read to its end keeps later ones from seeing newer data.
     return [from_row(row) for row in connection.execute(query, parameters).fetchall()]
+
+
+def to_row(record: JobRecord) -> tuple[Value, ...]:
+    """Return the values of COLUMNS for a record."""
+    height, width = record.shape
+    result_width, result_height = record.result_size
+    special: dict[str, Value] = {
+        "latent_height": height,
+        "latent_width": width,
+        "result_width": result_width,
+        "result_height": result_height,
+        "images": json.dumps([dataclasses.astuple(image) for image in record.images]),
+    }
+    values = [special[name] if name in special else _plain(name, getattr(record, name)) for name in COLUMNS[:-1]]
+    return (*values, checksum(values))
+
+
+def from_row(row: Sequence[Any]) -> JobRecord:
+    """Return the record of a row of `sequence` and COLUMNS. Raises DataLoss if the row is damaged."""
+    sequence, *values, expected = row
+    if checksum(values) != expected:
+        raise _damaged_row(sequence)
+    fields = dict(zip(COLUMNS, values, strict=False))
+    shape = fields.pop("latent_height"), fields.pop("latent_width")
+    result_size = fields.pop("result_width"), fields.pop("result_height")
+    images = _images_of(fields.pop("images"))
+    del fields["picture_bytes"]  # it is only for sums in SQL
+    fields["ends_with_caller"] = bool(fields["ends_with_caller"])
+    return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
+
+
+def _images_of(column: str) -> tuple[StoredImage, ...]:
+    """Return the images of a row."""
+    names = [field.name for field in dataclasses.fields(StoredImage)]
+    return tuple(StoredImage(**dict(zip(names, values, strict=True))) for values in json.loads(column))
+
+
+def intact(data: bytes, expected: int, sequence: int) -> bytes:
+    """Return `data` if it has its checksum. Raises DataLoss otherwise."""
+    if checksum([data]) != expected:
+        raise _damaged_row(sequence)
+    return data
+
+
+def _plain(name: str, value: Any) -> Value:
+    if value is None or (not isinstance(value, bool) and name not in _REAL):
+        return value
+    return float(value) if name in _REAL else int(value)
+
+
+def _damaged_row(sequence: int) -> DataLoss:
+    error = damaged()
+    error.metadata["sequence"] = str(sequence)
+    return error

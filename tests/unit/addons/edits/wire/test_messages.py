@@ -10,7 +10,7 @@ import pytest
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
 from bottega.addons.edits.wire.messages import ActivationMessageKind
 from bottega.transport import BytesMessage, DType, Layout, TensorSpec, WholeMessage, kind_of, number_spec, pack_number
-from bottega.transport.channel.buffers import checked, on_host
+from bottega.transport.channel.backend import checked, on_host
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
 

@@ -11,8 +11,7 @@ import torch
 from bottega.addons.loras.engine import LoraRef
 from bottega.addons.loras.worker.download import LoraDownload
 from bottega.errors import DataLoss
-from bottega.transport.memory.mappings import address
-from bottega.transport.memory.sealed_file import received_file
+from bottega.transport.memory import address, received_file
 from tests.support.shared_loras import SMALL, canonical_file
 from tests.support.transport_backends import mapped_files, sealed_file
 

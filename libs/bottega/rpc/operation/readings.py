@@ -1,0 +1,87 @@
+"""Figures that processes report: links and devices as metrics, and the values of a process's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.metrics_core import Metric
+
+from bottega.rpc.operation.metric_families import counter_by, counters, gauge_by, gauges
+from bottega.transport import LinkCounters
+from bottega.v1.device_pb2 import DeviceMemory
+from bottega.v1.link_pb2 import LinkCounts
+
+
+def totals(counter: Counter) -> Mapping[str, float]:
+    """Return the values of a counter with one label, by label value."""
+    (family,) = counter.collect()
+    return {
+        value: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+        for value in sample.labels.values()
+    }
+
+
+def count_and_sum(histogram: Histogram) -> tuple[int, float]:
+    """Return the number and the sum of the observations of a histogram without labels."""
+    (family,) = histogram.collect()
+    values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples if not sample.labels}
+    return int(values["_count"]), values["_sum"]
+
+
+def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
+    """Return the current counters of a process."""
+    now = counters.snapshot()
+    return LinkCounts(
+        open=open_links,
+        sent_messages=now.sent.messages,
+        sent_bytes=now.sent.size_bytes,
+        sent_s=now.sent.seconds,
+        sent_file_bytes=now.sent.file_bytes,
+        received_messages=now.received.messages,
+        received_bytes=now.received.size_bytes,
+        received_s=now.received.seconds,
+        received_file_bytes=now.received.file_bytes,
+        credit_wait_s=now.credit_wait_s,
+        no_credit=now.no_credit,
+        aborted=now.aborted,
+        deaths=now.deaths,
+    )
+
+
+def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
+    """Yield metrics of the last report of a service's engine. A new engine starts at 0."""
+    yield from gauges("bottega", ("links", "Tensor links that are open.", counts.open))
+    for name, text, sent, received in (
+        ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
+        ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
+        (
+            "file_bytes",
+            "Bytes of files that messages carried: shared by both ends, not moved.",
+            counts.sent_file_bytes,
+            counts.received_file_bytes,
+        ),
+        ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
+    ):
+        yield counter_by("direction", f"bottega_link_{name}", text, {"sent": sent, "received": received})
+    yield from counters(
+        "bottega_link",
+        ("credit_wait_seconds", "Seconds of waiting for a link's credit.", counts.credit_wait_s),
+        ("no_credit", "Waits for credit in vain.", counts.no_credit),
+        ("aborted", "Messages taken back.", counts.aborted),
+    )
+    yield counter_by("cause", "bottega_link_deaths", "Links that ended, by cause.", counts.deaths)
+
+
+def device_metrics(memory: DeviceMemory) -> Iterator[Metric]:
+    """Yield metrics of the last report of a service's engine. On a CPU there is no budget, and the values are 0."""
+    text = "Bytes of the device that are set aside, by what for."
+    yield gauge_by("holder", "bottega_device_held_bytes", text, memory.held_bytes)
+    yield from gauges(
+        "bottega_device",
+        ("budget_bytes", "Bytes of the device that the engine may have; 0 on a CPU.", memory.budget_bytes),
+        ("allocated_bytes", "Bytes of the device that the engine's tensors take; 0 on a CPU.", memory.allocated_bytes),
+        ("free_bytes", "Bytes of the device that no process has; 0 on a CPU.", memory.free_bytes),
+    )

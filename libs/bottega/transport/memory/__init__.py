@@ -1,1 +1,0 @@
-"""The memory of messages: slots, sealed shared memory, sealed files, and copies between buffers."""

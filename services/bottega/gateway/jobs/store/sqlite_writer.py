@@ -1,0 +1,314 @@
+"""The writer of the job store's file: operations that wait go into one transaction, in a file that keeps its place.
+
+One thread has the connection that writes. While it waits for the disk, other operations wait and form the next group.
+
+SQLite goes on writing to a file that was deleted or replaced, and over one that was truncated; what it commits then is
+lost when the process ends. So the writer checks before and after each commit whether the open file still has its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import errno
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from bottega.gateway.jobs.store import sqlite_schema
+from bottega.storage import SerialTask, SerialThread, TaskGroups, folders, sqlite_files
+
+ResultT = TypeVar("ResultT")
+
+# How a log begins, https://sqlite.org/fileformat2.html#walformat; the two differ in the last bit.
+_LOG_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
+
+# A group of 256 small operations takes some milliseconds, about as long as an fsync.
+_MAX_GROUP = 256
+_MAX_GROUP_BYTES = 32 << 20
+_MAX_WAITING = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class GroupCommit:
+    """A queue of operations that run in the order in which they came. Each is durable when its future is done.
+
+    Args:
+        connect: Opens a connection without implicit transactions; called in the thread, and again after a failure.
+        typed: Returns what to raise for an error of SQLite, or None if the error is a fault of ours.
+        on_commit: Called in the thread with the seconds that each group took.
+        check: Called in the thread before each group and after its commit, with whether it was committed, before any
+            caller gets its result. It raises if what is committed would not last.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], sqlite3.Connection],
+        typed: Callable[[sqlite3.Error], Exception | None],
+        on_commit: Callable[[float], None],
+        check: Callable[[sqlite3.Connection, bool], None] = lambda connection, committed: None,
+    ) -> None:
+        self._connect = connect
+        self._check = check
+        self._typed = typed
+        self._on_commit = on_commit
+        self._thread = SerialThread(
+            "job-writer",
+            groups=TaskGroups(serve=self._serve, max_tasks=_MAX_GROUP, max_bytes=_MAX_GROUP_BYTES),
+            max_waiting=_MAX_WAITING,
+        )
+        self._connection: sqlite3.Connection | None = None
+        self._failing = False
+        self.commits = 0
+
+    @property
+    def waiting(self) -> int:
+        """Number of operations that wait for the next group."""
+        return self._thread.waiting
+
+    async def run(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
+        """Return what `operation` returns, once it is durable.
+
+        An operation that raises is undone alone. If the commit fails, its whole group fails with the typed error, and
+        later operations are tried again. `operation` may be called twice: if another one of its group fails, the first
+        call is undone.
+
+        Args:
+            operation: What to do with the connection.
+            size_bytes: About how much it writes, if that is much.
+        """
+        return await self._thread.run(lambda: operation(self._open()), size_bytes=size_bytes)
+
+    async def close(self) -> None:
+        """Close after the operations that wait."""
+        await self._thread.close()
+        await asyncio.to_thread(self._close)
+
+    def _serve(self, group: Sequence[SerialTask]) -> None:
+        wanted = [work for work in group if work.wanted]
+        if not wanted:
+            return
+        began = time.perf_counter()
+        try:
+            self._transact(wanted)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the operations are awaited
+            self._fail(wanted, error)
+            return
+        self.commits += 1
+        self._on_commit(time.perf_counter() - began)
+        self._log_change(failing=False)
+
+    def _transact(self, group: Sequence[SerialTask]) -> None:
+        """Run all operations and commit."""
+        connection = self._open()
+        self._check(connection, False)
+        connection.execute("BEGIN IMMEDIATE")
+        if not self._all_went_well(group):
+            connection.execute("ROLLBACK")
+            connection.execute("BEGIN IMMEDIATE")
+            for work in group:
+                self._attempt(connection, work)
+        connection.execute("COMMIT")
+        self._check(connection, True)
+
+    def _all_went_well(self, group: Sequence[SerialTask]) -> bool:
+        """Run all operations, or those up to the first that fails by itself. Return whether none failed.
+
+        Nearly none fails, and undoing one alone takes two more statements for each, at each of which this thread waits
+        for the interpreter.
+        """
+        try:
+            for work in group:
+                work.result = work.do()
+        except Exception as error:  # noqa: BLE001 - it is raised again when the operation runs alone
+            self._raise_for_all(error)
+            return False
+        return True
+
+    def _attempt(self, connection: sqlite3.Connection, work: SerialTask) -> None:
+        """Run an operation so that it is undone alone if it fails."""
+        connection.execute("SAVEPOINT operation")
+        try:
+            work.result = work.do()
+        except Exception as error:  # noqa: BLE001 - it is raised where the operation is awaited
+            self._raise_for_all(error)
+            connection.execute("ROLLBACK TO operation")
+            work.error = error
+        connection.execute("RELEASE operation")
+
+    def _raise_for_all(self, error: Exception) -> None:
+        """Raise an error of the disk or the file: every operation of the group gets it."""
+        if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
+            raise error
+
+    def _fail(self, group: Sequence[SerialTask], error: BaseException) -> None:
+        self._log_change(failing=True, error=error)
+        self._close()
+        for work in group:
+            typed = self._typed(error) if isinstance(error, sqlite3.Error) else None
+            if typed is not None:
+                typed.__cause__ = error
+            work.error = typed or error
+
+    def _log_change(self, *, failing: bool, error: BaseException | None = None) -> None:
+        """Log the first failure and the first success after it."""
+        if failing and not self._failing:
+            _log.error("jobs cannot be written", exc_info=error)
+        elif self._failing and not failing:
+            _log.info("jobs can be written again")
+        self._failing = failing
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._connection = self._connect()
+        return self._connection
+
+    def _close(self) -> None:
+        """Close the connection, which rolls back what is open; the next operation gets a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):  # nothing that is lost was acknowledged
+                connection.close()
+
+
+class FileLoss(enum.Enum):
+    """The kinds of losses of a writer's file."""
+
+    MOVED = "deleted or replaced"
+    """The open file is still complete."""
+    CUT = "truncated"
+    """The contents are gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    device: int
+    inode: int
+    size_bytes: int
+
+    def is_same(self, other: _Seen) -> bool:
+        return (self.device, self.inode) == (other.device, other.inode)
+
+
+class FilePlace:
+    """The place of a database and of its log. `remember` it when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log_path = sqlite_files.log_of(path)
+        self._file: _Seen | None = None
+        self._log: _Seen | None = None
+
+    def remember(self) -> None:
+        """Remember which file has the name now, and that its log is unknown. Raises OSError if there is no file."""
+        self._file = _seen(self._path.stat())
+        self._log = None
+
+    def forget_log(self) -> None:
+        """Forget the log, which may be another one from now on: SQLite deletes it with its last connection."""
+        self._log = None
+
+    def follow(self) -> None:
+        """Remember the sizes of both, after a commit has found them in place. Raises OSError."""
+        self._file = _seen(self._path.stat())
+        self._log = _seen(self._log_path.stat())
+
+    def loss(self, *, committed: bool = False) -> FileLoss | None:
+        """Return how the files were lost, or None if they are in place.
+
+        Args:
+            committed: Whether the connection has written to the log.
+        """
+        # The file is not opened here: closing it would release this process's locks on it.
+        if self._file is None:
+            return None
+        file, log = _stat(self._path), _stat(self._log_path)
+        if file is None or not file.is_same(self._file):
+            return FileLoss.MOVED
+        if file.size_bytes < self._file.size_bytes:
+            return FileLoss.CUT
+        if self._log is None:
+            return FileLoss.MOVED if committed and log is None else None
+        if log is None or not log.is_same(self._log):
+            return FileLoss.MOVED
+        # When the log begins anew, its file keeps at most this size.
+        shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
+        return FileLoss.CUT if shorter or not self._has_header(log) else None
+
+    def put_back(self, connection: sqlite3.Connection) -> bool:
+        """Restore the file from the content that an open connection reads. Return False if it cannot read all.
+
+        Another file that has the name now is renamed. Raises OSError and sqlite3.Error if nothing can be written.
+        """
+        copy = self._path.with_name(f"{self._path.name}-copy")
+        if not sqlite_files.copy_whole(connection, copy, self._is_whole):
+            return False
+        self._put_aside()
+        copy.rename(self._path)
+        folders.sync(self._path.parent)
+        self.remember()
+        return True
+
+    def begin_anew(self) -> None:
+        """Create a new file, or use the old one without its log if that is whole. Raises OSError."""
+        self._put_aside(log_only=self._is_whole_alone())
+        sqlite_files.create_file(self._path)
+        self.remember()
+
+    def _has_header(self, log: _Seen) -> bool:
+        """Return whether the log has its header: a truncated log is zeros up to what was written since."""
+        if not log.size_bytes:
+            return True
+        try:
+            with self._log_path.open("rb") as file:
+                return file.read(4) in _LOG_MAGIC
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return True  # without a free descriptor it cannot be read now; the next check reads it
+
+    def _is_whole_alone(self) -> bool:
+        if not self._path.exists() or not self._path.stat().st_size:
+            return False
+        try:
+            with contextlib.closing(sqlite_files.connect_without_log(self._path)) as connection:
+                return self._is_whole(connection)
+        except sqlite3.Error:
+            return False
+
+    def _is_whole(self, connection: sqlite3.Connection) -> bool:
+        return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(connection, made=True)
+
+    def _put_aside(self, *, log_only: bool = False) -> None:
+        """Rename the files that have the names, and delete empty ones."""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        for end in ("-wal", "-shm", *([] if log_only else [""])):
+            part = self._path.with_name(self._path.name + end)
+            if not part.exists():
+                continue
+            if part.stat().st_size:
+                part.rename(part.with_name(f"{self._path.stem}.aside-{stamp}{self._path.suffix}{end}"))
+            else:
+                part.unlink()
+        if self._path.parent.is_dir():
+            folders.sync(self._path.parent)
+
+
+def _seen(status: os.stat_result) -> _Seen:
+    return _Seen(device=status.st_dev, inode=status.st_ino, size_bytes=status.st_size)
+
+
+def _stat(path: Path) -> _Seen | None:
+    try:
+        return _seen(path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None

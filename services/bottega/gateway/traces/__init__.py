@@ -1,1 +1,0 @@
-"""Traces: how long each part of a job took, in all services."""

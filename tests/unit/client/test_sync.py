@@ -1,0 +1,84 @@
+"""The client without asyncio has the methods of the one with it, and each is that one's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+from collections.abc import AsyncGenerator, Iterator
+
+import pytest
+
+from bottega.client import AsyncClient, AsyncJob, Client, Job
+from bottega.client.addons import add_ons_by_command
+from bottega.client.sdk import sync
+from bottega.client.sdk.sync import LoopThread
+
+PAIRS = [(AsyncClient, Client), (AsyncJob, Job)]
+
+
+def _methods(kind: type) -> set[str]:
+    return {name for name, member in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+
+def test_the_clients_have_the_methods_of_every_add_on() -> None:
+    expected = {f"{package}.sdk" for package in add_ons_by_command().values()}
+    for client in (AsyncClient, Client):
+        assert {base.__module__ for base in client.__bases__} == expected
+
+
+@pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)
+def test_both_clients_offer_the_same(asynchronous: type, blocking: type) -> None:
+    assert _methods(asynchronous) == _methods(blocking) != set()
+    for name in _methods(asynchronous):
+        theirs, ours = getattr(asynchronous, name), getattr(blocking, name)
+        assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters, name
+        assert ours.__doc__, name
+        assert not inspect.iscoroutinefunction(ours), name
+
+
+def test_help_names_what_comes_back_without_asyncio() -> None:
+    assert inspect.signature(Client.generate).return_annotation == "Picture"
+    assert inspect.signature(Client.submit).return_annotation == "Job"
+    assert inspect.signature(Client.stream).return_annotation == "Generator[Event, None, None]"
+    assert "idempotency key" in (Client.stream.__doc__ or "")
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def interrupted() -> Iterator[None]:
+    """Ctrl-C after a moment."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_generator_that_lets_go_slowly_is_closed_after_it_has(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    async def items() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            steps.append("closed")
+
+    # Whoever waited for the item gives up at once, as it does where the interrupt hits it before it can wait.
+    monkeypatch.setattr(sync, "_CANCEL_S", 0.0)
+    pulled = thread.iterate(items())
+    assert next(pulled) == 1
+    with pytest.raises(KeyboardInterrupt):
+        next(pulled)
+    assert steps == ["closed"]
