@@ -25,7 +25,7 @@ from bottega.addons.interface.member import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.policy import RunningShares
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 from bottega.planning.step_table import MAX_POINTS
 from bottega.process.memory import tune_garbage_collector
 from bottega.v1 import fleet_pb2, worker_pb2

@@ -24,7 +24,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance

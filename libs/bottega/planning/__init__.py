@@ -3,12 +3,19 @@
 The gateway's scheduler and the worker's engine decide with the same functions, so that they agree.
 """
 
-from bottega.planning.cost import Shape, StepTimes
-from bottega.planning.pairing import rows_to_offload
-from bottega.planning.row_fractions import RowFractions, rounded_share, rows_in
+from bottega.planning.cost import RowFractions, Shape, StepTimes, rounded_share, rows_in
 from bottega.planning.step_table import StepTable
-from bottega.planning.width import MAX_BACKLOG, best_width, completion_times, most_on_trial
-from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
+from bottega.planning.width import (
+    MAX_BACKLOG,
+    RemainingWork,
+    best_width,
+    completion_times,
+    control_steps,
+    most_on_trial,
+    rows_per_image,
+    rows_to_offload,
+    steps_to_run,
+)
 
 __all__ = [
     "MAX_BACKLOG",

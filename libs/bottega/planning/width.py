@@ -1,12 +1,14 @@
-"""Decides how many requests should run together, from the cost of a turn."""
+"""The work of requests, and what follows from the cost of a turn: how many requests run together, and where.
+
+The work of a request is counted here alone: what guidance, image-to-image and ControlNets run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heapify, heappop, heapreplace
-
-from bottega.planning.work import RemainingWork
+from typing import NamedTuple
 
 # Number of requests that are considered. More of them would raise only the cost of the choice.
 _HORIZON = 32
@@ -20,6 +22,48 @@ _TOLERANCE = 0.05
 # Upper bound of that, as a share of the works' own times. Sharing a turn without gain costs each work half of it, which
 # disappears in the mean of a long queue.
 _MOST_TOLERANCE = 0.15
+# Sharing a turn must save at least this share; less is within the noise of the measured times.
+_LEAST_GAIN = 0.05
+
+Seconds = Callable[[float], float | None]
+"""Seconds of a forward by its number of rows; None if nothing was measured."""
+
+
+class RemainingWork(NamedTuple):
+    """The work that a request still needs. It is a tuple because the scheduler makes hundreds per decision."""
+
+    steps: int
+    """Remaining turns."""
+    rows: float
+    """Rows that it puts into each turn (two per image if guided), in row-equivalents of plain rows."""
+
+
+def rows_per_image(guidance_scale: float) -> int:
+    """Return the rows of an image in a turn: classifier-free guidance needs a second one."""
+    return 2 if guidance_scale > 1.0 else 1
+
+
+def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
+    """Return the denoising steps of one image. A strength means image-to-image, which starts later.
+
+    Source: get_timesteps of Diffusers' StableDiffusionXLImg2ImgPipeline.
+    """
+    if strength is None:
+        return num_inference_steps
+    return min(int(num_inference_steps * strength), num_inference_steps)
+
+
+def control_steps(start: float, end: float, steps: int) -> tuple[int, int]:
+    """Return the steps [first, last) of `steps` in which a ControlNet is active, or (0, 0) if there are none.
+
+    Source: controlnet_keep of Diffusers' StableDiffusionXLControlNetPipeline, with the same divisions.
+
+    Args:
+        start: control_guidance_start, a fraction of the steps that run.
+        end: control_guidance_end, likewise.
+    """
+    active = [step for step in range(steps) if step / steps >= start and (step + 1) / steps <= end]
+    return (active[0], active[-1] + 1) if active else (0, 0)
 
 
 def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> list[float]:
@@ -111,3 +155,32 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
             return width
     # Also for invalid turn times such as NaN, for which nothing is within the bound.
     return min(1, len(sums))
+
+
+def rows_to_offload(
+    rows: int, offloadable: int, *, own: Seconds, theirs: Seconds, backlog: int, saved: float = 0.0
+) -> int:
+    """Return how many of `rows` rows the other worker should compute, so that the turn ends earliest.
+
+    It returns 0 if sharing saves less than 5 % of the turn.
+
+    Args:
+        offloadable: How many rows may be offloaded.
+        own: Seconds of a local forward.
+        theirs: Seconds of a forward at the peer, with transfer.
+        backlog: Requests that wait for a worker. Nothing is offloaded then: two workers that share a request achieve
+            less than two that have one each, because half the rows take more than half the time.
+        saved: How many rows' worth of time the rows that stay save by computing only part of their tokens.
+    """
+    if backlog > 0 or offloadable < 1 or rows < 2:
+        return 0
+    alone_s = own(rows - saved)
+    if alone_s is None:
+        return min(offloadable, rows // 2)  # nothing is known: split equally
+    best, best_s = 0, alone_s * (1 - _LEAST_GAIN)
+    for offloaded in range(1, min(offloadable, rows - 1) + 1):
+        here_s, there_s = own(rows - offloaded - saved), theirs(offloaded)
+        shared_s = max(here_s or 0.0, there_s if there_s is not None else own(offloaded) or 0.0)
+        if shared_s < best_s:
+            best, best_s = offloaded, shared_s
+    return best

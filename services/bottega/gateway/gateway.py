@@ -47,7 +47,7 @@ from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
-from bottega.gateway.tenants.terms import TenantAuthenticator, TenantTerms
+from bottega.gateway.tenants import TenantAuthenticator, TenantTerms
 from bottega.manifest import load_object, read_services
 from bottega.rpc.address import split
 from bottega.rpc.server import Server

@@ -43,7 +43,7 @@ from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.values import JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.tenants.terms import Admittance
+from bottega.gateway.tenants import Admittance
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
 from bottega.v1.worker_pb2 import AttemptDecisions

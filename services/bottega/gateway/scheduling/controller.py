@@ -37,7 +37,7 @@ from bottega.gateway.scheduling.outcomes import (
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.scheduler import AttemptRecovery, Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.gateway.tenants.terms import QuotaLedger, TenantTerms
+from bottega.gateway.tenants import QuotaLedger, TenantTerms
 from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED

@@ -11,7 +11,7 @@ from bottega.errors import QueueFull
 from bottega.fair_order import fair_room
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 
 # The rate is measured over the completed jobs of this window, at most so many. The newest few count whatever their age,
 # because a picture may take minutes.

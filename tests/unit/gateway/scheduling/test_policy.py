@@ -11,7 +11,7 @@ import pytest
 from bottega.gateway.scheduling.outcomes import forecast
 from bottega.gateway.scheduling.policy import Assignment, PendingJob, RunningShares, assign
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 from bottega.planning import RowFractions, StepTimes
 from tests.support.processor_speed import on_this_machine
 

@@ -15,7 +15,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.worker_plan import ResourceRequest
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job

@@ -18,7 +18,7 @@ from bottega.errors import RecordingNotKept
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.policy import RunningShares
-from bottega.gateway.tenants.terms import TenantTerms
+from bottega.gateway.tenants import TenantTerms
 from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,

@@ -12,7 +12,7 @@ import pytest
 
 from bottega.errors import ConfigError, InvalidRequest, QuotaExceeded, Unauthenticated
 from bottega.gateway.jobs.store import TenantUsage
-from bottega.gateway.tenants.terms import QuotaLedger, TenantAuthenticator, TenantTerms
+from bottega.gateway.tenants import QuotaLedger, TenantAuthenticator, TenantTerms
 from bottega.rpc.security.api_keys import bearer, new_key
 from bottega.rpc.security.caller import Caller, Role
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
