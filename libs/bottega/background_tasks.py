@@ -1,4 +1,4 @@
-"""Background tasks that end with their owner, work that runs to its end whatever its caller does, and work in threads."""
+"""Background tasks that end with their owner, work that runs to its end whatever its caller does, work in threads."""
 
 from __future__ import annotations
 
