@@ -22,14 +22,13 @@ from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transfor
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.edits.engine.masked.support import unsupported
-from bottega.addons.edits.engine.masked.tokens import finest_stride
+from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
 from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.order import read_decision, read_order
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
 from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
 from bottega.addons.edits.engine.recordings.keys import RecordedControl, RecordingKey
-from bottega.addons.edits.engine.recordings.mask_levels import MaskLevels
 from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bottega.addons.edits.engine.recordings.areas import level_of, whole_cells
+from bottega.addons.edits.engine.recordings.image_reader import whole_cells
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
-from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder
+from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder, level_of
 from bottega.diffusion.rows import Half
 from tests.support.staged_device import StagedDevice
 

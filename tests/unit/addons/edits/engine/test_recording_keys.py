@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bottega import rules
-from bottega.addons.edits.engine.recordings.request_steps import rounded
+from bottega.addons.edits.engine.recordings.keys import rounded
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
 from bottega.diffusion.spec import ControlSpec

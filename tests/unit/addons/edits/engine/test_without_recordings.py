@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from bottega.addons.edits.engine.recordings.request_steps import rounded
+from bottega.addons.edits.engine.recordings.keys import rounded
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.events import (
     ControlUse,

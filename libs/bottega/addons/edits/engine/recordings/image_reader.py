@@ -11,16 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
 from bottega.addons.edits.engine.loading.planner import Coming, ComingRow
-from bottega.addons.edits.engine.masked.tokens import share
-from bottega.addons.edits.engine.recordings.areas import whole_cells
-from bottega.addons.edits.engine.recordings.keys import StepKey, prompt_of
-from bottega.addons.edits.engine.recordings.mask_levels import MaskLevels
+from bottega.addons.edits.engine.masked.tokens import MaskLevels, share
+from bottega.addons.edits.engine.recordings.keys import StepKey, begins_with_noise, lacks_loras, prompt_of, step_key
 from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom
 from bottega.addons.edits.engine.recordings.recording import Recording
-from bottega.addons.edits.engine.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder
@@ -310,3 +308,10 @@ class ValidPlans:
 def _cells_with(area: Tensor, cell: int) -> Tensor:
     """Return the cells of `cell` elements a side that contain any element of an area, bool [height, width]."""
     return torch.logical_not(whole_cells(~area, cell))
+
+
+def whole_cells(area: Tensor, cell: int) -> Tensor:
+    """Return the part of an area, bool [height, width], that consists of whole cells of `cell` elements a side."""
+    outside = functional.max_pool2d((~area)[None].float(), cell, ceil_mode=True)[0] > 0
+    height, width = area.shape
+    return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations
-from bottega.addons.edits.engine.recordings.keys import StepKey, prompt_of
+from bottega.addons.edits.engine.recordings.keys import StepKey, begins_with_noise, lacks_loras, prompt_of, step_key
 from bottega.addons.edits.engine.recordings.recording import Recording
-from bottega.addons.edits.engine.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
 from bottega.diffusion.engine.request import Request

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from bottega.addons.edits.engine.activations import KeptProjections
-from bottega.addons.edits.engine.recordings.areas import level_of
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.engine.recordings.step_loads import StepLoads
 from bottega.diffusion.device.device import Device, HostCopy
@@ -157,3 +156,13 @@ class StepCompleter:
 def _finite(outputs: Iterable[Tensor]) -> bool:
     """Return whether all outputs, on the CPU, fit in float16."""
     return all(bool(torch.isfinite(output).all()) for output in outputs)
+
+
+def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
+    """Return the size of the level of a latent that has this number of tokens. Raise ValueError if there is none."""
+    height, width = shape[-2:]
+    while height * width > tokens:
+        height, width = -(-height // 2), -(-width // 2)
+    if height * width != tokens:
+        raise ValueError(f"a latent of {tuple(shape)} has no level of {tokens} tokens")
+    return height, width
