@@ -136,7 +136,7 @@ SCRIPTS = {
     "dies in its first answer": Script(dies_at_step=1),
     "dies behind the deepest residuals": Script(dies_at_step=1, dies_after_points=1),
     # Long enough for the blocks to run that need no more than is here.
-    "dies before the last residuals": Script(dies_at_step=1, dies_after_points=6, dies_after_s=0.2),
+    "dies before the last residuals": Script(dies_at_step=1, dies_after_points=4, dies_after_s=0.2),
     "is silent": Script(silent_at_step=1),
     "computes nothing, and answers pings": Script(hangs_at_step=1),
     "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
