@@ -128,7 +128,7 @@ class ScriptedServer(OffersAtOnce):
         layout = residuals_layout(len(step.entries), self._shapes, torch.float32)
         dies = 0 < script.dies_at_step <= self.steps
         with link.start_message(layout, Deadline.after(LIFE_S)) as outgoing:
-            tensor_at(layout, outgoing.views, 0)[0] = step.number
+            tensor_at(layout, outgoing.views, 0).copy_(torch.tensor([step.number, 0]))
             for index in range(1, len(layout.specs)):
                 tensor_at(layout, outgoing.views, index).zero_()
             if dies:

@@ -66,6 +66,7 @@ class Replay:
             "late LoRAs": any(lora.from_step > made.begin_step for lora in made.loras),
             "stale residuals": any(use.stale_steps for use in made.controlnets),
             "tiled decoding": made.vae_tiled,
+            "shared turns": made.shared_in_half_precision,
         }
         causes = [name for name, used in uses.items() if used]
         if not causes and made.cached_starts:  # of its job, others are approximate

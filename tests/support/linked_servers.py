@@ -39,6 +39,7 @@ class LinkedServer:
         budget_bytes: int = 1 << 30,
         max_rows: int = 16,
         memfd: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.server = ControlServer(name=name, address=name)
         socket = str(folder / f"{name}.sock") if memfd else None
@@ -50,7 +51,7 @@ class LinkedServer:
         self.registry = ModelRegistry(
             budget_bytes=budget_bytes,
             device=torch.device("cpu"),
-            dtype=torch.float32,
+            dtype=dtype,
             alive=self._beat,
         )
         self.executor = BatchExecutor(max_rows=max_rows)
@@ -113,7 +114,7 @@ class Offers(OffersAtOnce):
 
 @contextmanager
 def linked_server(
-    name: str, folders: Mapping[str, Path], folder: Path, **options: int | bool
+    name: str, folders: Mapping[str, Path], folder: Path, **options: int | bool | torch.dtype
 ) -> Iterator[LinkedServer]:
     """One that is closed at the end."""
     server = LinkedServer(name, folders, folder, **options)  # type: ignore[arg-type]

@@ -137,3 +137,5 @@ class Row:
     """Its LoRAs, whether they are patched into the weights or applied beside them."""
     activations: RowActivations | None = None
     """None for a row that is computed in full and not recorded."""
+    alone: bool = False
+    """Whether only rows of its owner may be in its forwards, all of them, without padding."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlRow, run_group
+from bottega.addons.controlnets.engine import ControlRow, computes_one_session, run_group
 from bottega.diffusion.device.cpu import CpuDevice
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.memory_plan import MemoryPlan
@@ -33,6 +33,8 @@ class Residuals:
 
     by_point: Sequence[Tensor]
     place: int
+    shared: bool = False
+    """Whether the row was not computed alone (`computes_one_session`)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,6 +44,7 @@ class StepRequest:
     Args:
         owner: When the owner goes, its requests are dropped.
         done: Called once, in the compute thread, when every row has its residuals or the step has failed.
+        exclusive: Whether each of its sessions has forwards of its own, without padding.
     """
 
     owner: object
@@ -59,7 +62,7 @@ class StepRequest:
         """Return the key that rows of one forward must share."""
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
-        return row.session.net, row.sample.shape, tokens, self if self.exclusive else None
+        return row.session.net, row.sample.shape, tokens, (self, row.session) if self.exclusive else None
 
 
 class BatchExecutor:
@@ -160,7 +163,10 @@ class BatchExecutor:
 
     def _run(self, group: Sequence[tuple[StepRequest, int]]) -> None:
         began = self._device.record()
-        by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
+        rows = [work.rows[index] for work, index in group]
+        fixed_rows = 0 if group[0][0].exclusive else self._fixed_rows
+        shared = not computes_one_session(rows) or len(rows) < fixed_rows
+        by_point = run_group(rows, fixed_rows=fixed_rows)
         done = self._device.record()
         # Wait for this forward only: loads and answers under way do not delay it.
         done.wait()
@@ -173,7 +179,7 @@ class BatchExecutor:
             share = work.rows[index].session.share
             self._order.charge(share.tenant, cost=seconds / len(group), weight=share.weight)
         for place, (work, index) in enumerate(group):
-            work.residuals[index] = Residuals(by_point=by_point, place=place)
+            work.residuals[index] = Residuals(by_point=by_point, place=place, shared=shared)
         for work in dict.fromkeys(work for work, _ in group):
             if len(work.residuals) == len(work.rows):
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])

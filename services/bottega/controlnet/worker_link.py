@@ -200,7 +200,7 @@ class ControlNetWorkerLink(LinkHandler):
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self._connection.post(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
-        self._executor.submit(StepRequest(owner=self, rows=rows, done=done))
+        self._executor.submit(StepRequest(owner=self, rows=rows, done=done, exclusive=step.alone))
 
     def _hand_out(
         self,
@@ -263,8 +263,9 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
     layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
     # In a stream of this thread's own, so that the next forward does not delay the answer.
     with beside(by_point[0].device), link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
-        tensor_at(layout, outgoing.parts, 0)[0] = number
-        # After the number, the points come deepest first.
+        head = tensor_at(layout, outgoing.parts, 0)
+        head[0], head[1] = number, int(any(row_residuals.shared for row_residuals in residuals))
+        # After the head, the points come deepest first.
         slots = [tensor_at(layout, outgoing.parts, len(by_point) - point) for point in range(len(by_point))]
         writing = [
             _written(row_residuals, row, [slot[place] for slot in slots])

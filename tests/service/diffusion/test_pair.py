@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from diffusers import ControlNetModel
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
@@ -354,3 +355,18 @@ def test_the_follower_forgets_jobs_that_have_ended(easel: ManualEngine, follower
     drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
     assert pair_of(drawing).steps > 0, "else it had nothing to forget"
     wait_until(lambda: follower.engine.remote_jobs.count == 0, "the job to be forgotten")
+
+
+def test_in_half_precision_rows_at_the_follower_are_said_to_be_shared_and_some_are_never_lent() -> None:
+    half = load(small_model(), dtype=torch.bfloat16)
+    with FollowerThread(make_engine(half, TOGETHER)) as follower:
+        peer = led(follower)
+        easel = leader(half, peer)
+        lent = easel.draw(EngineOrder(key="lent", spec=PLAIN))
+        alone = easel.draw(EngineOrder(key="alone", spec=PLAIN, shared_turns=False))
+        peer.stop()
+    assert pair_of(lent).steps > 0
+    assert lent.record.shared_in_half_precision
+    assert alone.record.pair is None
+    assert not alone.record.shared_in_half_precision
+    assert torch.equal(alone.latents[0], Stock(small_model(), dtype=torch.bfloat16).reference(PLAIN).latent)

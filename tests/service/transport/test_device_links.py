@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, read_step, residuals_layout, step_message
+from bottega.addons.controlnets.engine.messages import (
+    ControlStep,
+    StepEntry,
+    read_residuals_head,
+    read_step,
+    residuals_layout,
+    step_message,
+)
 from bottega.addons.edits.wire import messages as sections
 from bottega.addons.loras.wire import messages as loras
 from bottega.device_links import DeviceTensor, ends, tensors
@@ -103,13 +110,13 @@ def test_residuals_are_written_into_slots_of_the_device_point_by_point(link_ends
     layout = residuals_layout(2, ((4, 8, 8), (8, 4, 4)), torch.float16)
     sent = [torch.randn(spec.shape).half() for spec in layout.specs[1:]]
     with near.start_message(layout, patience()) as outgoing:
-        tensor_at(layout, outgoing.parts, 0)[0] = 11
+        tensor_at(layout, outgoing.parts, 0).copy_(torch.tensor([11, 1]))
         for index, tensor in enumerate(sent, start=1):
             tensor_at(layout, outgoing.parts, index).copy_(tensor)
             outgoing.ready(index + 1)
     with far.recv(patience(), layout) as incoming:
         incoming.wait_all(patience())
-        assert read_number(layout, _parts(incoming)) == 11
+        assert read_residuals_head(layout, incoming.part(0)) == (11, True)
         for index, tensor in enumerate(sent, start=1):
             assert torch.equal(tensor_at(layout, _parts(incoming), index), tensor)
 

@@ -20,6 +20,7 @@ from bottega.addons.controlnets.engine.messages import (
     StepEntry,
     open_message,
     read_refusal,
+    read_residuals_head,
     refused_message,
     step_message,
 )
@@ -257,7 +258,8 @@ def heard(link: Link) -> tuple[str, int]:
         kind = kind_of(incoming.layout)
         views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
         if kind != ControlMessageKind.REFUSED:
-            return kind, read_number(incoming.layout, views)
+            read = read_residuals_head if kind == ControlMessageKind.RESIDUALS else None
+            return kind, read(incoming.layout, views[0])[0] if read else read_number(incoming.layout, views)
         refusal = read_refusal(incoming.layout, views)
         return kind, -1 if refusal.lease is None else refusal.lease
 

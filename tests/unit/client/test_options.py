@@ -67,6 +67,7 @@ FULL: GenerationOptions = {
     "lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),),
     "stale_residuals": False,
     "latent_parallelism": True,
+    "shared_turns": False,
     "masked_blocks": False,
     "approximate_cache": False,
     "cache_entry": f"{'ab' * 16}@6",

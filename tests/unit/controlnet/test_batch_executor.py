@@ -48,10 +48,13 @@ class Outcomes:
         self.executor = executor
         self.ended: dict[str, Sequence[Residuals] | BottegaError] = {}
 
-    def submit(self, name: str, rows: Sequence[ControlRow], owner: object = "worker") -> None:
-        self.executor.submit(
-            StepRequest(owner=owner, rows=rows, done=lambda outcome: self.ended.update({name: outcome}))
-        )
+    def submit(
+        self, name: str, rows: Sequence[ControlRow], owner: object = "worker", *, exclusive: bool = False
+    ) -> None:
+        def done(outcome: Sequence[Residuals] | BottegaError) -> None:
+            self.ended[name] = outcome
+
+        self.executor.submit(StepRequest(owner=owner, rows=rows, done=done, exclusive=exclusive))
 
 
 def session(
@@ -306,3 +309,29 @@ def test_a_row_that_finds_no_memory_by_itself_is_refused_with_the_reason(cache: 
     refused = outcomes.ended["one"]
     assert isinstance(refused, TooLarge)
     assert refused.metadata == {"limit": "device_memory"}
+
+
+def test_rows_say_whether_others_were_computed_beside_them(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=4))
+    outcomes.submit("one", rows(session(cache)), owner="one")
+    outcomes.submit("other", rows(session(cache)), owner="other")
+    outcomes.submit("alone", rows(session(cache)), owner="one", exclusive=True)
+    outcomes.submit("two images", [*rows(twice := session(cache)), *rows(twice)])
+    outcomes.submit("half of it", rows(session(cache, "depth"))[:1])
+    while outcomes.executor.busy:
+        outcomes.executor.run_batch(0.0)
+    shared = {name: any(row.shared for row in residuals(outcomes, name)) for name in outcomes.ended}
+    assert shared == {"one": True, "other": True, "alone": False, "two images": True, "half of it": True}
+
+
+def test_an_exclusive_step_has_a_forward_for_each_session_and_no_padding(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
+    outcomes.submit("padded", rows(session(cache)))
+    outcomes.submit("alone", rows(session(cache), session(cache)), exclusive=True)
+    outcomes.submit("padded, too", rows(session(cache)))
+    while outcomes.executor.busy:
+        outcomes.executor.run_batch(0.0)
+    assert outcomes.executor.batches == 3
+    assert [row.shared for row in residuals(outcomes, "alone")] == [False] * 4
+    assert [len(row.by_point[0]) for row in residuals(outcomes, "alone")] == [2] * 4
+    assert [row.shared for row in residuals(outcomes, "padded")] == [True] * 2

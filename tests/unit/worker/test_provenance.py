@@ -6,14 +6,17 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bottega.diffusion.acceleration.acceleration import AccelerationResult
 from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished, LoraRecord
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
-from bottega.v1.generation_pb2 import CacheUse
+from bottega.v1.engine_pb2 import EngineStart
+from bottega.v1.generation_pb2 import CacheUse, GenerationSpec
 from bottega.worker.engine.messages import event_of, ready_of
-from tests.samples.small_model import small_model
+from bottega.worker.engine.orders import order_of
+from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import load
 
@@ -96,3 +99,24 @@ def test_what_a_job_has_used_of_the_device_is_said(model: Model) -> None:
     record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, device_s=1.5)
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     assert event.done.provenance.device_s == 1.5
+
+
+def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model) -> None:
+    record = EngineRecord(
+        begin_step=0, truncations={}, seconds={}, mean_group_requests=2.0, shared_in_half_precision=True
+    )
+    assert record.exact, "nothing was approximated, so that the record's latents may be cached"
+    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
+    provenance = event.done.provenance
+    assert (provenance.exact, provenance.shared_in_half_precision) == (False, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_request_computes_alone_only_in_half_precision(dtype: torch.dtype) -> None:
+    half = load(small_model(), dtype=dtype)
+    spec = GenerationSpec(prompt="a star", num_inference_steps=2, width=SIZE, height=SIZE)
+    for wanted, shares in ((None, True), (True, True), (False, dtype == torch.float32)):
+        start = EngineStart(spec=spec)
+        if wanted is not None:
+            start.spec.techniques.shared_turns = wanted
+        assert order_of(start, half).shared_turns == shares

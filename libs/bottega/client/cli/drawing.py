@@ -229,6 +229,13 @@ def note_approximate(provenance: Provenance) -> None:
             f"the picture is approximate: LoRAs were merged into {provenance.dtype} weights, as the operator allowed "
             "(engine.loras.merge_half_precision)"
         )
+    elif provenance.shared_in_half_precision:
+        alone = provenance.parameters.shared_turns is False
+        advice = "" if alone else "; --fidelity exact computes them alone, as stock Diffusers does"
+        note(
+            f"the picture is approximate: in {provenance.dtype} its steps were computed together with others or in "
+            f"parts, which rounds differently{advice}"
+        )
     elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:

@@ -168,7 +168,7 @@ def command(
     """Redraw a part of IMAGE so that the whole shows PROMPT.
 
     Outside the mask the picture keeps IMAGE's own pixels. Without --seed, later edits of the same IMAGE compute only
-    the masked part if that is close enough (--fidelity). With --seed, edits are exact.
+    the masked part if that is close enough (--fidelity). With --seed, edits approximate nothing.
     """
     prompt, options = _parameters(prompt, like, given)
     mask.put_into(options, image, like)

@@ -87,7 +87,8 @@ _OTHERS = (
     click.option(
         "--fidelity",
         type=click.Choice(list(FIDELITIES)),
-        help="How much may be approximated; default: exact with --seed, else balanced.",
+        help="How much may be approximated; default: exact with --seed, else balanced. Half precision rounds as in "
+        "Diffusers only if exact is given.",
     ),
     click.option("--model", help="Model to draw with; default: the only one that is served."),
 )

@@ -77,7 +77,11 @@ class EditOptions(TypedDict, total=False):
             default the fidelity decides.
         stale_residuals: Whether steps may use the ControlNets' residuals of the step before, which is approximate; by
             default the fidelity decides.
-        latent_parallelism: Whether a second worker may compute rows of the request, which is exact; by default yes.
+        latent_parallelism: Whether a second worker may compute rows of the request, which is exact in float32; by
+            default yes.
+        shared_turns: Whether steps may share forward passes with other requests, and be split over passes and workers,
+            which changes the rounding of half precision (not of float32); by default yes, unless the fidelity is given
+            as "exact".
         masked_blocks: Whether an edit may compute only the masked part, and reuse what earlier edits of the same source
             recorded, which is approximate; by default the fidelity decides.
         approximate_cache: Whether pictures may start from a cached latent of a similar prompt, which is approximate; by
@@ -116,6 +120,7 @@ class EditOptions(TypedDict, total=False):
     bounded_lora_loading: bool | None
     stale_residuals: bool | None
     latent_parallelism: bool | None
+    shared_turns: bool | None
     masked_blocks: bool | None
     approximate_cache: bool | None
     cache_entry: str | None
@@ -173,6 +178,7 @@ _TECHNIQUES = (
     "bounded_lora_loading",
     "stale_residuals",
     "latent_parallelism",
+    "shared_turns",
     "masked_blocks",
     "approximate_cache",
     "cache_entry",

@@ -70,6 +70,7 @@ class Parameters:
     bounded_lora_loading: bool | None = None
     stale_residuals: bool | None = None
     latent_parallelism: bool | None = None
+    shared_turns: bool | None = None
     masked_blocks: bool | None = None
     approximate_cache: bool | None = None
     cache_entry: str | None = None
@@ -267,7 +268,7 @@ class Provenance:
     """Name of the worker that finished the request."""
     bottega_version: str = ""
     exact: bool = False
-    """Whether no approximate technique was used."""
+    """Whether no approximate technique was used, and nothing was rounded otherwise than in stock Diffusers."""
     attempts: int = 0
     """Number of attempts; 0 if a stored result was returned."""
     repeated_steps: int = 0
@@ -305,6 +306,10 @@ class Provenance:
     """Whether the VAE decoded a picture in tiles."""
     device_s: float = 0.0
     """Seconds of the worker's device that the last attempt used, which count against its tenant's share."""
+    shared_in_half_precision: bool = False
+    """Whether a step in half precision was not computed alone, but beside other pictures or in parts. It is then not
+    exact.
+    """
 
 
 def provenance_from(message: generation_pb2.Provenance) -> Provenance:

@@ -194,7 +194,7 @@ class Batcher(Generic[Request]):
         self._planned_at = -_REPLAN_TURNS
 
     def make_exclusive(self, request: Request) -> None:
-        """Let a request share no group from now on, because a request of its last group made the turn fail."""
+        """Let a request share no group from now on."""
         self._slots[request].exclusive = True
         self._planned_at = -_REPLAN_TURNS
 

@@ -24,7 +24,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerState
 from bottega.diffusion.spec import ResolvedSpec
 
-VERSION = 5
+VERSION = 6
 
 # Additional tensors of an edit; see `Edit`.
 _OF_EDITS = ("image_latent", "noise")
@@ -32,6 +32,7 @@ _SAMPLER = "sampler."
 
 _HEADER = "bottega"
 _DIGEST = "digest"
+_SHARED = "shared_in_half_precision"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +42,8 @@ class SavedJob:
     images: Sequence[RequestState]
     """States of its images, in order."""
     decisions: Decisions = field(default_factory=dict)
+    shared_in_half_precision: bool = False
+    """See `EngineJob.shared_in_half_precision`."""
 
 
 class JobCopy:
@@ -76,6 +79,7 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
     decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
     header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": decisions}
+    header[_SHARED] = job.shared_in_half_precision
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
@@ -97,13 +101,14 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
             raise CheckpointMismatch("it is damaged")
         states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
         decisions = {kind: bytes.fromhex(decision) for kind, decision in header["decisions"].items()}
+        shared = bool(header[_SHARED])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
         _check(state, model, spec)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
-    return SavedJob(images=states, decisions=decisions)
+    return SavedJob(images=states, decisions=decisions, shared_in_half_precision=shared)
 
 
 def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:

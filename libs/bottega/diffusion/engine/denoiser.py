@@ -185,6 +185,8 @@ class Denoiser:
         shape = _shape(rows)
         plain_s = self.step_times.seconds(shape, len(rows))
         plain = [addon.after_forward(rows, seconds, plain_s) for addon in self._addons]
+        if self._fixed_rows and rows[0].alone:
+            return  # It was not padded, so that its time says nothing about padded forwards.
         if all(plain) or plain_s is None:
             # With padding, few rows take as long as many, even if some were measured while the machine was busy.
             self.step_times.observe(
@@ -221,13 +223,18 @@ def _kind(rows: Sequence[Row]) -> tuple[object, ...]:
 
 
 def _joined(rows: Sequence[Row], parts: Sequence[Prediction]) -> Prediction:
-    """Join the predictions of parts. An owner with a late row in any part is late with all of its rows."""
+    """Join the predictions of parts.
+
+    An owner with a late row in any part is late with all of its rows. Owners with rows in several parts were split.
+    """
     if len(parts) == 1:
         return parts[0]
+    places = Counter(owner for part in parts for owner in {row.owner for row in part.noise})
     noise = {row: predicted for part in parts for row, predicted in part.noise.items()}
     missing = Counter(row.owner for row in rows) - Counter(row.owner for row in noise)
     return Prediction(
         noise={row: noise[row] for row in rows if row.owner not in missing},
         times=JoinedTimes(parts=[part.times for part in parts]),
+        shared=frozenset(owner for owner, count in places.items() if count > 1).union(*(part.shared for part in parts)),
         load_waits_s={row: seconds for part in parts for row, seconds in part.load_waits_s.items()},
     )

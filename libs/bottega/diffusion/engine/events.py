@@ -213,6 +213,8 @@ class EngineRecord:
     """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
+    shared_in_half_precision: bool = False
+    """Whether, in half precision, a step was not computed alone, which rounds otherwise than in stock Diffusers."""
     device_s: float = 0.0
     """Seconds of the device that the job used: its part of shared turns, encoding and decoding."""
 

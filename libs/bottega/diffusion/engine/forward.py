@@ -41,6 +41,10 @@ class Prediction:
     its owner.
     """
     times: ForwardTimes
+    shared: frozenset[Hashable] = frozenset()
+    """Owners whose rows, or whose ControlNets' rows, were not computed alone: the forward held rows of others, or
+    padding, or only some of their rows. Their sums may round otherwise.
+    """
     load_waits_s: Mapping[Row, float] = field(default_factory=dict)
     """Seconds for which the thread waited for recorded activations of a row. `seconds` does not include them."""
 
@@ -128,10 +132,14 @@ class Forward:
         self._network = network
         self._rows = rows
         self._device = network.device_of(rows)
-        self._group = [*_by_lora_set(rows), *[blank] * (network.fixed_rows - len(rows))]
+        padding = 0 if rows[0].alone else network.fixed_rows - len(rows)
+        self._group = [*_by_lora_set(rows), *[blank] * padding]
         self._backbone = network.backbone_for(self._group)
         self._late: set[Hashable] = set()
         """Owners of rows whose residuals were late."""
+        owners = {row.owner for row in self._group}
+        self._shared = owners - {None} if len(owners) > 1 else set()
+        """See `Prediction.shared`."""
         self._clock = ForwardClock(self._device)
 
     def run(self) -> Prediction:
@@ -153,6 +161,7 @@ class Forward:
         return Prediction(
             noise={row: noise[row] for row in self._rows if row in noise},
             times=self._clock.times(sum(load_waits_s.values())),
+            shared=frozenset(self._shared),
             load_waits_s=load_waits_s,
         )
 
@@ -218,6 +227,8 @@ class Forward:
                 total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
                 # In place: all earlier blocks have read this tensor, and only the next one reads it again.
                 activations.points[point][index] += total
+            if provider.is_shared(row):
+                self._shared.add(row.owner)
 
 
 def _by_lora_set(rows: Sequence[Row]) -> list[Row]:

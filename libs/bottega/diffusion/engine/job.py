@@ -7,6 +7,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from bottega.diffusion.device.device import HostCopy
@@ -60,6 +61,8 @@ class EngineOrder:
     """Decisions of earlier attempts."""
     latent_parallelism: bool = True
     """Whether the other worker of a pair may compute rows."""
+    shared_turns: bool = True
+    """Whether its steps may share forwards with other rows, and be split over forwards and workers."""
     checkpoint: bytes = b""
     """A checkpoint of an earlier attempt; empty to begin from the start."""
     preview: bool = False
@@ -115,6 +118,10 @@ class EngineJob:
     """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether all of its images so far were decoded as stock Diffusers does."""
+    shared_in_half_precision: bool = False
+    """Whether, in half precision, a step of its images was not computed alone, in this attempt or before its
+    checkpoint.
+    """
     drawn: set[int] = field(default_factory=set)
     """Indices of the images that have been handed out."""
     started: bool = False
@@ -187,7 +194,9 @@ class EngineJob:
     def state(self) -> SavedJob:
         """Return everything that another engine needs to go on with the job, besides its spec."""
         return SavedJob(
-            images=[request.state() for request in self.requests], decisions={**self.pinned, **self.decided}
+            images=[request.state() for request in self.requests],
+            decisions={**self.pinned, **self.decided},
+            shared_in_half_precision=self.shared_in_half_precision,
         )
 
     def check_inputs(self, *, to_the_end: bool = False) -> None:
@@ -210,10 +219,15 @@ class EngineJob:
         self.vae_tiled |= tiled
         self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
 
-    def note_step(self, request: Request, *, group_requests: int) -> None:
-        """Note that a request of the job made a step in a group of this size."""
+    def note_step(self, request: Request, *, group_requests: int, shared: bool) -> None:
+        """Note that a request of the job made a step in a group of this size.
+
+        Args:
+            shared: Whether its rows were not computed alone (`Prediction.shared`).
+        """
         for part in self.addons.values():
             part.after_step(request)
+        self.shared_in_half_precision |= shared and request.key.dtype.itemsize < torch.float32.itemsize
         self._steps += 1
         self._group_requests += group_requests
 
@@ -281,6 +295,7 @@ class EngineJob:
             vae_dtype=self.vae_dtype,
             vae_tiled=self.vae_tiled,
             decoded_as_stock=self.decoded_as_stock,
+            shared_in_half_precision=self.shared_in_half_precision,
             device_s=self.device_s,
         )
         for part in self.addons.values():
@@ -306,7 +321,15 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     else:
         mask = _latent_mask(model, order)
         requests = [
-            Request(model, order.spec, conditions[index], index=index, mask=mask, resume=image)
+            Request(
+                model,
+                order.spec,
+                conditions[index],
+                index=index,
+                mask=mask,
+                resume=image,
+                alone=not order.shared_turns,
+            )
             for index, image in enumerate(state.images)
         ]
         pinned = {**order.decisions, **state.decisions}
@@ -318,6 +341,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
         pinned=pinned,
         spans=SpanLog(clock),
         inputs=_input_checks(model, order.spec, conditions, requests),
+        shared_in_half_precision=state is not None and state.shared_in_half_precision,
     )
     job.check_inputs()
     job.checkpoint_steps = job.steps_done
@@ -348,7 +372,8 @@ def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditio
     image = None if order.image is None else encode_image(model, order.image)
     mask = _latent_mask(model, order)
     return [
-        Request(model, spec, single, index=index, image=image, mask=mask) for index, single in enumerate(conditions)
+        Request(model, spec, single, index=index, image=image, mask=mask, alone=not order.shared_turns)
+        for index, single in enumerate(conditions)
     ]
 
 
@@ -387,8 +412,8 @@ def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob |
 
     Without guidance there is only one row. A job of several prompts stays here, because a remote job has one prompt.
     """
-    first = conditions[0]
-    if first.unconditional is None or not job.order.latent_parallelism or job.order.spec.prompts:
+    first, order = conditions[0], job.order
+    if first.unconditional is None or order.spec.prompts or not (order.latent_parallelism and order.shared_turns):
         return None
     if not all(part.offloadable for part in job.addons.values()):
         return None

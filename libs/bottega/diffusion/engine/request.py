@@ -72,6 +72,7 @@ class Request:
         image: Encoded source of image-to-image.
         mask: Mask of an edit of `image`, [1, 1, height, width].
         resume: State to go on from, instead of `image`.
+        alone: Whether its rows are always computed together, and beside no others.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Request:
         image: LatentDistribution | None = None,
         mask: Tensor | None = None,
         resume: RequestState | None = None,
+        alone: bool = False,
     ) -> None:
         self.index = index
+        self.alone = alone
         self.spec = spec
         self.begin = spec.begin_step
         """The first step; image-to-image starts later than 0."""
@@ -229,6 +232,7 @@ class Request:
                 controls=tuple(control.handle for control in active if half in control.halves),
                 loras=self.loras_now,
                 activations=self.activations.row(half) if self.activations is not None else None,
+                alone=self.alone,
             )
             for half, embeds in halves.items()
             if embeds is not None

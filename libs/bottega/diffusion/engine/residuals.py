@@ -55,3 +55,10 @@ class ResidualProvider(Protocol):
         Each is [channels, height, width].
         """
         ...
+
+    def is_shared(self, row: Row) -> bool:
+        """Return whether residuals that the row took were not computed alone.
+
+        A ControlNet's forward then held more or fewer rows than those of the row's owner in one session.
+        """
+        ...

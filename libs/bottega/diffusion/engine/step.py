@@ -164,7 +164,7 @@ class Stepper:
             rows_of = [
                 request.rows() if half is None else half.rows for request, half in zip(group, halves, strict=True)
             ]
-            splits = turn.splits and self._splits and halves == [None] and len(rows_of[0]) > 1
+            splits = turn.splits and self._splits and halves == [None] and len(rows_of[0]) > 1 and not group[0].alone
             if splits:
                 rows_of, rest = [rows_of[0][:1]], rows_of[0][1:]
             costs = [self._cost(request, own) for request, own in zip(group, rows_of, strict=True)]
@@ -178,7 +178,8 @@ class Stepper:
                 self._halves[group[0]] = _HalfStep(rows=rest, noise=prediction.noise)
         else:
             known = {row: noise for half in halves if half is not None for row, noise in half.noise.items()}
-            failed = self._advance(group, {**known, **prediction.noise})
+            shared = prediction.shared | {row.owner for row in known}
+            failed = self._advance(group, {**known, **prediction.noise}, shared)
         sampler = Span(begin=predicted, end=self._device.record())
         if not splits:
             self._ask_ahead([request for request in group if self._jobs[request] not in failed])
@@ -260,8 +261,14 @@ class Stepper:
                 job.note_offload(prediction, self._pair.name)
         return prediction
 
-    def _advance(self, group: Sequence[Request], noise: Mapping[Row, Tensor]) -> dict[EngineJob, Exception]:
-        """Apply guidance and samplers to requests whose predictions are complete. Return the jobs that failed."""
+    def _advance(
+        self, group: Sequence[Request], noise: Mapping[Row, Tensor], shared: frozenset[Hashable]
+    ) -> dict[EngineJob, Exception]:
+        """Apply guidance and samplers to requests whose predictions are complete. Return the jobs that failed.
+
+        Args:
+            shared: Requests whose rows were not computed alone.
+        """
         halves: dict[Hashable, dict[Half, Tensor]] = {}
         for row, predicted in noise.items():
             halves.setdefault(row.owner, {})[row.half] = predicted
@@ -272,7 +279,7 @@ class Stepper:
             try:
                 request.advance(halves[request])
                 self.steps += 1
-                job.note_step(request, group_requests=len(stepped))
+                job.note_step(request, group_requests=len(stepped), shared=request in shared)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 failed[job] = error
             if request.done:

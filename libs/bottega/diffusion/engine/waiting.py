@@ -116,6 +116,8 @@ class ReadinessGate:
                 self._batcher.remove(request)
             elif not request.done and request not in self._batcher:
                 self._batcher.add(request, job.order.share)
+                if request.alone:
+                    self._batcher.make_exclusive(request)
         if not job.started and len(blocked) < len(job.runs):
             job.started, job.checkpoint_s = True, now_s
             yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)

@@ -117,6 +117,7 @@ class Pair:
         return PairPrediction(
             noise=_whole(rows, {**own.noise, **theirs}),
             times=KnownTimes(seconds=perf_counter() - began_s - waited_s, waited_s=waited_s, encoder_s=own.encoder_s),
+            shared=own.shared | owners,
             load_waits_s=own.load_waits_s,
             offloaded=owners if rest is None else frozenset(),
             taken_back=owners if rest is not None else frozenset(),

@@ -32,6 +32,8 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     # Only a caller that gave a seed wants to see the same picture again.
     exact = spec.HasField("seed") and not _asks_for_masked_blocks(spec)
     full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
+    if spec.fidelity == generation_pb2.FIDELITY_EXACT and not spec.techniques.HasField("shared_turns"):
+        full.techniques.shared_turns = False
     if not spec.HasField("seed"):
         full.seed = secrets.randbits(_DRAWN_SEED_BITS)
     full.model = model.name

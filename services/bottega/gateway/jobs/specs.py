@@ -19,8 +19,10 @@ from bottega.planning import steps_to_run as steps_with
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 
-# Version of the rules; keys of other versions do not match. 2: what an earlier version called exact may not be.
-_KEY_VERSION = 2
+# Version of the rules; keys of other versions do not match. 3: what an earlier version called exact may not be.
+_KEY_VERSION = 3
+# Name of the element type in which shared turns change last bits only.
+_FLOAT32 = "float32"
 # Fields that hold encoded images, in a spec and in the messages in it.
 _IMAGES = frozenset({"image", "mask_image"})
 # Characters that are kept of each text of a cancelled job: a line or two in a list. With full texts, up to 64 KiB a
@@ -131,7 +133,7 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
         lora.name = ""
     for net, version in zip(named.controlnets, versions, strict=True):
         net.name = version
-    _forget_switch(named)
+    _forget_switches(named, dtype)
     facts = json.dumps([_KEY_VERSION, tenant, dtype]).encode()
     return hashlib.sha256(facts + b"\n" + named.SerializeToString(deterministic=True)).hexdigest()
 
@@ -139,14 +141,15 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
     """Return the key of the requests that a completed job's pictures answer; empty if they answer none.
 
-    An EXACT request is answered only by exact pictures.
+    An EXACT request is answered only by exact pictures or, if it may share turns itself, by ones that did so in half
+    precision.
 
     Args:
         bare: The job's complete spec without input images. If it says keep_unmasked, it had a mask.
         provenance: The job's provenance.
         tenant: The job's tenant.
     """
-    if bare.fidelity == FIDELITY_EXACT and not provenance.exact:
+    if bare.fidelity == FIDELITY_EXACT and not (provenance.exact or _rounded_as_allowed(bare, provenance)):
         return ""
     if len(provenance.controlnets) != len(bare.controlnets) or bare.HasField("keep_unmasked") != bool(
         provenance.mask.digest
@@ -172,9 +175,17 @@ def _measures(spec: GenerationSpec) -> bool:
     )
 
 
-def _forget_switch(spec: GenerationSpec) -> None:
-    """Clear the switch for stored results, which does not change the picture."""
+def _rounded_as_allowed(bare: GenerationSpec, provenance: Provenance) -> bool:
+    """Return whether shared turns in half precision made the pictures inexact, and the request allowed them."""
+    shares = not bare.techniques.HasField("shared_turns") or bare.techniques.shared_turns
+    return provenance.shared_in_half_precision and shares
+
+
+def _forget_switches(spec: GenerationSpec, dtype: str) -> None:
+    """Clear the switches that do not change the picture: for stored results, and in float32 for shared turns."""
     if spec.HasField("techniques"):
         spec.techniques.ClearField("identical_results")
+        if dtype == _FLOAT32:
+            spec.techniques.ClearField("shared_turns")
         if not spec.techniques.ListFields():
             spec.ClearField("techniques")

@@ -251,7 +251,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=record.exact and record.decoded_as_stock,
+        exact=record.exact and record.decoded_as_stock and not record.shared_in_half_precision,
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
@@ -268,6 +268,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         vae_dtype=record.vae_dtype,
         vae_tiled=record.vae_tiled,
         device_s=record.device_s,
+        shared_in_half_precision=record.shared_in_half_precision,
     )
 
 

@@ -70,6 +70,7 @@ def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
         kept_latents=start.kept_latents,
         addons=dict(start.addons),
         latent_parallelism=_may_be_lent(start.spec),
+        shared_turns=_may_share_turns(start.spec, model),
         decisions=dict(start.decisions.by_kind),
         checkpoint=start.checkpoint,
         preview=start.preview,
@@ -153,8 +154,14 @@ def _may_approximate(
 
 
 def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
-    """Return whether the peer may compute rows. That is exact, so only the request itself can forbid it."""
+    """Return whether the peer may compute rows. Only the request itself can forbid it."""
     return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
+
+
+def _may_share_turns(spec: generation_pb2.GenerationSpec, model: Model) -> bool:
+    """Return whether steps may be computed beside other requests or in parts: in float32 always, as that is exact."""
+    refused = spec.techniques.HasField("shared_turns") and not spec.techniques.shared_turns
+    return not refused or model.dtype == torch.float32
 
 
 def _tensor(message: tensor_pb2.Tensor) -> Tensor:

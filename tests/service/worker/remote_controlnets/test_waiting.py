@@ -18,6 +18,7 @@ from bottega.diffusion.engine.events import JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.tensor_messages import TensorMessage, message_of
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits, number_message
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
@@ -132,6 +133,11 @@ def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
     assert_close(drawings[fits.key].latents[0], alone(model, local, fits))
 
 
+def empty_answer(number: int) -> TensorMessage:
+    """The answer to a step without any residuals."""
+    return message_of({ControlMessageKind.RESIDUALS.value: torch.tensor([number, 0])}, headers=1)
+
+
 SCRIPTS = {
     "dies in its first answer": Script(dies_at_step=1),
     "dies behind the deepest residuals": Script(dies_at_step=1, dies_after_points=1),
@@ -141,8 +147,9 @@ SCRIPTS = {
     "computes nothing, and answers pings": Script(hangs_at_step=1),
     "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
     "refuses a step": Script(refuses_steps=InternalError("a forward failed")),
-    "answers what nobody asked": Script(lies=lambda number: number_message(ControlMessageKind.RESIDUALS, number + 7)),
-    "answers other residuals": Script(lies=lambda number: number_message(ControlMessageKind.RESIDUALS, number)),
+    "answers what nobody asked": Script(lies=lambda number: empty_answer(number + 7)),
+    "answers other residuals": Script(lies=lambda number: empty_answer(number)),
+    "answers with a number alone": Script(lies=lambda number: number_message(ControlMessageKind.RESIDUALS, number)),
     "says what only workers say": Script(lies=lambda number: number_message(ControlMessageKind.STEP, number)),
 }
 

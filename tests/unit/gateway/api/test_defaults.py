@@ -352,7 +352,10 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     strength = full.strength if full.HasField("strength") else None
     waits = rules.waits_for_loras(full)
     assert list(rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
-    assert defaults.complete(full, MODEL, _resolved(stored, stored)) == full
+    again = defaults.complete(full, MODEL, _resolved(stored, stored))
+    if full.fidelity == _EXACT:
+        full.techniques.shared_turns = False  # It says EXACT itself now.
+    assert again == full
     assert defaults.as_before(spec, full) == full
 
 
@@ -368,3 +371,18 @@ def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> No
     stored = StoredLora(name="ink", digest="a" * 64)
     spec = GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")])
     assert [lora.max_step for lora in defaults.complete(spec, MODEL, _resolved(stored, stored)).loras] == [9, 0]
+
+
+def test_only_a_request_that_says_exact_itself_shares_no_turns() -> None:
+    exact = generation_pb2.FIDELITY_EXACT
+    for spec, shares in (
+        (GenerationSpec(prompt="a star", fidelity=exact), False),
+        (GenerationSpec(prompt="a star", fidelity=exact, seed=1), False),
+        (GenerationSpec(prompt="a star", fidelity=exact, techniques=Techniques(shared_turns=True)), True),
+        (GenerationSpec(prompt="a star", techniques=Techniques(shared_turns=False)), False),
+        (GenerationSpec(prompt="a star", seed=1), None),
+        (GenerationSpec(prompt="a star"), None),
+        (GenerationSpec(prompt="a star", fidelity=generation_pb2.FIDELITY_FAST, seed=1), None),
+    ):
+        techniques = defaults.complete(spec, MODEL).techniques
+        assert (techniques.shared_turns if techniques.HasField("shared_turns") else None) is shares

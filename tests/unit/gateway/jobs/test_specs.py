@@ -269,3 +269,22 @@ async def test_a_finished_edit_has_the_key_of_the_request_that_it_was_made_of() 
     assert key == _key(await outline_of(_edit())) != ""
     assert key != _key(await outline_of(_request()))
     assert key_of_result(without_images(_edit()), await _provenance(), tenant="") == "", "of which mask?"
+
+
+async def test_what_shared_turns_rounded_answers_exact_requests_that_may_share_them() -> None:
+    bare, provenance = without_images(_request()), await _provenance()
+    provenance.exact, provenance.shared_in_half_precision = False, True
+    assert key_of_result(bare, provenance, tenant="") == _key(await outline_of(_request())) != ""
+    alone = _request()
+    alone.techniques.shared_turns = False
+    assert key_of_result(without_images(alone), provenance, tenant="") == ""
+    assert _key(await outline_of(alone)) not in ("", _key(await outline_of(_request())))
+
+
+def test_in_float32_shared_turns_make_no_other_key() -> None:
+    plain, alone = _spec(), _spec()
+    plain.ClearField("techniques")
+    alone.techniques.Clear()
+    alone.techniques.shared_turns = False
+    assert _key(plain, dtype="float32") == _key(alone, dtype="float32") != ""
+    assert _key(plain, dtype="bfloat16") != _key(alone, dtype="bfloat16")

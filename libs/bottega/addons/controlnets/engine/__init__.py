@@ -4,7 +4,7 @@ Both a server's engine and a worker that works alone use this package.
 """
 
 from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
-from bottega.addons.controlnets.engine.group import ControlRow, run_group, write_residuals
+from bottega.addons.controlnets.engine.group import ControlRow, computes_one_session, run_group, write_residuals
 from bottega.addons.controlnets.engine.local import LocalControlNets
 from bottega.addons.controlnets.engine.network import (
     ControlNetSource,
@@ -27,6 +27,7 @@ __all__ = [
     "LocalControlNets",
     "base_layout",
     "check_weights",
+    "computes_one_session",
     "find_controlnet",
     "load_controlnet",
     "process_image",

@@ -51,6 +51,17 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
     return net.residuals(inputs, embedded)
 
 
+def computes_one_session(rows: Sequence[ControlRow]) -> bool:
+    """Return whether a forward holds exactly the rows of one session at one step, as stock Diffusers computes them.
+
+    Otherwise sums round differently in half precision.
+    """
+    session = rows[0].session
+    return len(rows) == len(session.halves) and {(row.session, row.half) for row in rows} == {
+        (session, half) for half in session.halves
+    }
+
+
 @torch.inference_mode()
 def write_residuals(
     residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]

@@ -10,7 +10,7 @@ from time import perf_counter
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.cache import ControlNetCache, ControlNetLease
-from bottega.addons.controlnets.engine.group import ControlRow, run_group, write_residuals
+from bottega.addons.controlnets.engine.group import ControlRow, computes_one_session, run_group, write_residuals
 from bottega.addons.controlnets.engine.network import LoadedControlNet
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.addons.controlnets.engine.session import ControlSession
@@ -56,6 +56,7 @@ class LocalControlNets:
         self._fixed_rows = fixed_rows
         self._rows: list[Row] = []
         self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
+        self._shared: set[Row] = set()
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         lease = self._cache.borrow([control.name for control in controls])
@@ -72,12 +73,13 @@ class LocalControlNets:
         for local in sessions:
             self._cache.give_back(local.lease)
             local.session = None
-        self._rows, self._answers = [], {}  # otherwise they would keep a ControlNet that the cache evicts
+        # Otherwise they would keep a ControlNet that the cache evicts.
+        self._rows, self._answers, self._shared = [], {}, set()
         return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
         """Compute everything that can be computed now, because no other process does it meanwhile."""
-        self._rows, self._answers = rows, {}
+        self._rows, self._answers, self._shared = rows, {}, set()
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
@@ -102,6 +104,9 @@ class LocalControlNets:
     def take(self, row: Row, point: int) -> list[Tensor]:
         return [self._answers[row, handle][point] for handle in row.controls]
 
+    def is_shared(self, row: Row) -> bool:
+        return row in self._shared
+
     def _compute(self) -> None:
         """Compute the missing answers whose ControlNet is loaded, in as few forwards as possible."""
         groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
@@ -110,7 +115,7 @@ class LocalControlNets:
                 local = _local_session(handle)
                 session = None if local.failed else self._session(local)
                 if session is not None and (row, handle) not in self._answers:
-                    key = (session.net, row.sample.shape, row.embeds.prompt.shape)
+                    key = (session.net, row.sample.shape, row.embeds.prompt.shape, session if row.alone else None)
                     groups.setdefault(key, []).append((row, local, session))
         for group in groups.values():
             self._run(group)
@@ -122,7 +127,10 @@ class LocalControlNets:
             ControlRow(session=session, half=row.half, sample=row.sample, timestep=row.timestep)
             for row, _, session in group
         ]
-        residuals = run_group(rows, fixed_rows=self._fixed_rows)
+        fixed_rows = 0 if group[0][0].alone else self._fixed_rows
+        if not computes_one_session(rows) or len(rows) < fixed_rows:
+            self._shared.update(row for row, _, _ in group)
+        residuals = run_group(rows, fixed_rows=fixed_rows)
         # In place, because nothing else reads the residuals.
         slots = [[residual[index] for residual in residuals] for index in range(len(rows))]
         for _ in write_residuals(residuals, rows, slots):

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half
-from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, tensor_of, unpacked
 from bottega.fair_order import Share
 from bottega.model_files.controlnet_layout import ControlLayout
-from bottega.transport import Layout, Part, TensorSpec, number_spec
+from bottega.transport import DType, Layout, Part, TensorSpec
 
 _MAX_NUMBER = 2**53
 # Tensors of a step before its samples: the table and the timesteps.
@@ -109,6 +109,8 @@ class ControlStep:
     """[samples, channels, height, width]."""
     timesteps: Tensor
     """[samples]."""
+    alone: bool = False
+    """Whether the rows of each session are to be computed alone, without those of other sessions or steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,8 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
 
 def step_message(step: ControlStep) -> TensorMessage:
     """Return the message that asks for the residuals of a step."""
-    table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
+    entries = ([entry.session, entry.half.value, entry.sample] for entry in step.entries)
+    table = [[step.number, int(step.alone), 0], *entries]
     return message_of(
         {
             ControlMessageKind.STEP.value: torch.tensor(table),
@@ -206,26 +209,37 @@ def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
         raise ValueError("a step's samples are not [samples, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
         raise ValueError("a step needs one float32 timestep for each sample")
-    (number, _, _), *rows = table.tolist()  # a copy, so that checked values stay as they are
+    (number, alone, _), *rows = table.tolist()  # a copy, so that checked values stay as they are
     if any(not 0 <= sample < len(samples) or half not in (0, 1) for _, half, sample in rows):
         raise ValueError("a step's table names a half or a sample that does not exist")
     entries = tuple(StepEntry(session=session, half=Half(half), sample=sample) for session, half, sample in rows)
     if len({(entry.session, entry.half, entry.sample) for entry in entries}) < len(entries):
         raise ValueError("a step asks for the same row twice")
-    return ControlStep(number=number, entries=entries, samples=samples, timesteps=timesteps)
+    return ControlStep(number=number, entries=entries, samples=samples, timesteps=timesteps, alone=bool(alone))
 
 
 @lru_cache(maxsize=256)
 def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
     """Return the layout of a step's answer.
 
-    It has the step's number, and the residuals by point, deepest first, [rows, *shape] each.
+    Its first tensor has the step's number, and 1 if any row was not computed alone (`computes_one_session`), else 0.
+    The residuals follow by point, deepest first, [rows, *shape] each.
     """
     points = [
         TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
         for point in reversed(range(len(shapes)))
     ]
-    return Layout.of(number_spec(ControlMessageKind.RESIDUALS.value), *points, headers=1)
+    head = TensorSpec(name=ControlMessageKind.RESIDUALS.value, dtype=DType.INT64, shape=(2,))
+    return Layout.of(head, *points, headers=1)
+
+
+def read_residuals_head(layout: Layout, part: Part) -> tuple[int, bool]:
+    """Return the number of the answered step, and whether any of its rows was not computed alone. Raises ValueError."""
+    spec = layout.specs[0]
+    if (spec.dtype, spec.shape) != (DType.INT64, (2,)):
+        raise ValueError("a residuals message does not begin with two numbers")
+    number, shared = tensor_of(spec, part).tolist()
+    return number, bool(shared)
 
 
 def refused_message(refusal: Refusal) -> TensorMessage:

@@ -106,6 +106,9 @@ class MeasuredControlNets:
     def is_void(self, row: Row) -> bool:
         return self._controlnets.is_void(row)
 
+    def is_shared(self, row: Row) -> bool:
+        return self._controlnets.is_shared(row)
+
     def take(self, row: Row, point: int) -> list[Tensor]:
         addends = self._controlnets.take(row, point)
         if self._meters:

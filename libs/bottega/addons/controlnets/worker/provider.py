@@ -226,6 +226,12 @@ class RemoteControlNets:
             addends.append(self._device.to_device(result.at(point, place), self._dtype))
         return addends
 
+    def is_shared(self, row: Row) -> bool:
+        here = self._local_rows.get(row)
+        if self._local is not None and here is not None and self._local.is_shared(here):
+            return True
+        return any(result.shared for result in self._taken.get(row, ()))
+
     def stop(self) -> None:
         """Close all links."""
         for link in self._manager.links:
@@ -282,6 +288,7 @@ class RemoteControlNets:
             ),
             samples=torch.stack([row.sample for row in samples.values()]),
             timesteps=torch.stack([row.timestep.float() for row in samples.values()]),
+            alone=all(row.alone for row, _ in pairs),
         )
         link.ask(step, result)
 

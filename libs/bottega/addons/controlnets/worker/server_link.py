@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bottega import kinds
-from bottega.addons.controlnets.engine.messages import ControlMessageKind, ControlStep, read_refusal, step_message
+from bottega.addons.controlnets.engine.messages import (
+    ControlMessageKind,
+    ControlStep,
+    read_refusal,
+    read_residuals_head,
+    step_message,
+)
 from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
@@ -264,12 +270,13 @@ class ServerLink(LinkClientHandler):
 
     def _take_residuals(self, connection: Connection, incoming: Incoming) -> None:
         connection.wait(incoming, 1)
-        number = read_number(incoming.layout, [incoming.part(0)])
+        number, shared = read_residuals_head(incoming.layout, incoming.part(0))
         result = self._results.pop(number, None)
         if result is None:
             raise ValueError(f"an answer to step {number} came, which was not requested")
         if result.layout.digest != incoming.layout.digest:
             raise LayoutMismatch(f"the answer to step {number} has residuals of other shapes than the model takes")
+        result.shared = shared
         result.begin(incoming.release)
         for index in range(1, len(incoming.layout.specs)):
             connection.wait(incoming, index + 1)

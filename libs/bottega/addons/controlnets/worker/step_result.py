@@ -32,6 +32,8 @@ class StepResult:
     def __init__(self, layout: Layout, points: int) -> None:
         self.layout = layout
         self.points = points
+        self.shared = False
+        """Whether the server has not computed each of its rows alone (`computes_one_session`)."""
         self.refused = False
         """Whether the server has refused the step."""
         self.void = False

@@ -243,7 +243,7 @@ def _use(image: int = 0, *, entry: str = ENTRY, step: int = 6, made: int = 0) ->
         ({"techniques": ON}, [], OFF),
         ({"num_images": 2}, [], OFF),
         ({"num_images": 2}, [_use(1)], Techniques()),
-        ({"fidelity": EXACT}, [], Techniques()),
+        ({"fidelity": EXACT}, [], Techniques(shared_turns=False)),
         ({"prompt_2": "x"}, [], Techniques()),
     ],
 )

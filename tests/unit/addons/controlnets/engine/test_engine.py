@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,31 @@ def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Pa
             assert torch.equal(
                 easel.draw(each).latents[0], controlled_latent(stock, nets, each.spec, each.control_images)
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfPrecision:
+    """An engine in bfloat16 with the same ControlNets, and what stock makes of its jobs."""
+
+    easel: ManualEngine
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+def half(nets: dict[str, ControlNetModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[HalfPrecision]:
+    model, stock = load(small_model(), dtype=torch.bfloat16), load_stock(small_model(), torch.bfloat16)
+    rounded = {name: copy.deepcopy(net).to(torch.bfloat16) for name, net in nets.items()}
+    with shelf_of(model, save(rounded, tmp_path_factory.mktemp("half"))) as shelf:
+        yield HalfPrecision(
+            easel=ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))),
+            reference=lambda order: controlled_latent(stock, rounded, order.spec, order.control_images),
+        )
+
+
+def test_in_half_precision_residuals_that_sessions_compute_together_are_said_to_be_shared(half: HalfPrecision) -> None:
+    twice = controlled((1, 0.4), (1, 0.9))
+    assert not half.easel.draw(controlled((0, 0.8), (1, 0.9))).record.shared_in_half_precision
+    assert half.easel.draw(twice).record.shared_in_half_precision
+    drawing = half.easel.draw(replace(twice, shared_turns=False))
+    assert not drawing.record.shared_in_half_precision
+    assert torch.equal(drawing.latents[0], half.reference(twice))

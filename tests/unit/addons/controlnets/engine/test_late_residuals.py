@@ -61,6 +61,9 @@ class Residuals:
     def take(self, row: Row, point: int) -> list[Tensor]:
         return [torch.tensor(0.1)]
 
+    def is_shared(self, row: Row) -> bool:
+        return False
+
 
 def request(model: Model, seed: int, *, controlled: bool) -> Request:
     spec = ResolvedSpec(prompt="a star", num_inference_steps=4, width=SIZE, height=SIZE, seed=seed)

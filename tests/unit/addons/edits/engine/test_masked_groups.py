@@ -68,6 +68,9 @@ class Residuals:
     def take(self, row: Row, point: int) -> list[Tensor]:
         return [self.addends[handle][point] for handle in row.controls]
 
+    def is_shared(self, row: Row) -> bool:
+        return False
+
 
 @pytest.fixture(scope="module")
 def unet() -> UNet2DConditionModel:
