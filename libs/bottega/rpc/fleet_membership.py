@@ -24,8 +24,10 @@ from bottega.rpc.security.tls import find_tls_mismatch
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
-# The gateway's lease is 1.5 s; three reports fit into it.
+# The gateway's lease is 1.5 s; three reports fit into it. While there are no jobs it asks for fewer reports.
 REPORT_INTERVAL_S = 0.5
+# The shortest time between two regular reports, whatever the gateway asks for.
+_MIN_REPORT_INTERVAL_S = 0.05
 # Changes within this time are reported together.
 _COALESCE_S = 0.01
 _FIRST_BACK_OFF_S = 0.1
@@ -95,7 +97,7 @@ def _ignore(_: object) -> None:
 
 
 class FleetMembership:
-    """A membership in the fleet: it reports load on change and twice a second, and rejoins with back-off.
+    """A membership in the fleet: it reports load on change and as often as the gateway asks, and rejoins with back-off.
 
     Callbacks are called in the event loop.
 
@@ -126,6 +128,7 @@ class FleetMembership:
         self._on_backlog = on_backlog
         self._on_services = on_services
         self._changed = asyncio.Event()
+        self._report_every_s = REPORT_INTERVAL_S
         self._tasks = BackgroundTasks("fleet membership", max_tasks=1)
         self._refusal: str | None = None
         self._logged: dict[str, float] = {}  # refusals by the time at which they were logged
@@ -165,6 +168,7 @@ class FleetMembership:
         Each time a new channel is opened, so that a renewed certificate is used.
         """
         self._retry_after_s = None
+        self._report_every_s = REPORT_INTERVAL_S
         channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY))
         answered = asyncio.Event()
         call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports(answered))
@@ -226,6 +230,10 @@ class FleetMembership:
             _log.info("joined the fleet", extra={"gateway": self._gateway})
             self._refusal = None
             self.joined.set()
+        every_s = max(response.report_every_s or REPORT_INTERVAL_S, _MIN_REPORT_INTERVAL_S)
+        if every_s < self._report_every_s:
+            self.report_soon()
+        self._report_every_s = every_s
         self.backlog = response.backlog
         self._on_backlog(response.backlog)
         self._on_services(response.services)
@@ -240,20 +248,19 @@ class FleetMembership:
         await answered.wait()  # a report that is written while the gateway refuses would hide its reason
         if not self.joined.is_set():
             return
-        reported = fleet_pb2.Load()
-        is_first = True
+        reported: fleet_pb2.Load | None = None
         while True:
             self._changed.clear()
             load = self._load()
             # An attempt under way is reported each time: the gateway compares it with its own view.
-            if is_first or load.running or load != reported:
+            if reported is None or load.running or load != reported:
+                reported = fleet_pb2.Load()
                 reported.CopyFrom(load)
-                is_first = False
                 yield fleet_pb2.JoinRequest(load=load)
             else:
                 yield fleet_pb2.JoinRequest()
             try:
-                async with asyncio.timeout(REPORT_INTERVAL_S):
+                async with asyncio.timeout(self._report_every_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

@@ -127,7 +127,8 @@ class GatewayConfig:
     lease_s: Seconds = 1.5
     """Seconds of silence after which a service is removed from the fleet.
 
-    The gateway checks when a lease is about to end, so a silent service is out within 2 s.
+    The gateway checks when a lease is about to end, so a silent service is out within 2 s. When there have been no jobs
+    for 10 s, services report a tenth as often and the lease is ten times as long, until the next job comes.
     """
     model_grace_s: Seconds = 30.0
     """Least seconds for which jobs are accepted and kept while nobody serves their model or ControlNet.

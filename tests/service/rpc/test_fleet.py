@@ -83,6 +83,51 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
         await server.stop()
 
 
+class RestingFleet(fleet_pb2_grpc.FleetServiceServicer):
+    """Asks for few reports, and for many as soon as `busy` is set."""
+
+    def __init__(self) -> None:
+        self.busy = asyncio.Event()
+        self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        async def take() -> None:
+            async for request in requests:
+                await self.reports.put(request)
+
+        taking = asyncio.create_task(take())
+        yield fleet_pb2.JoinResponse(report_every_s=600.0)
+        await self.busy.wait()
+        yield fleet_pb2.JoinResponse(report_every_s=0.5)
+        await taking
+
+
+async def test_a_member_reports_changes_alone_while_the_fleet_rests_and_at_once_when_that_ends() -> None:
+    server, fleet = Server("fleet", ServerConfig()), RestingFleet()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
+    await server.start()
+    drawn = 0
+    member = FleetMembership(
+        server.address, fleet_pb2.Registration(name="w1"), load=lambda: fleet_pb2.Load(memory_bytes=drawn)
+    )
+    member.start()
+    try:
+        kinds = [(await asyncio.wait_for(fleet.reports.get(), 5)).WhichOneof("message") for _ in range(2)]
+        assert kinds == ["registration", "load"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fleet.reports.get(), 2 * fleet_membership.REPORT_INTERVAL_S)
+        drawn = 7
+        member.report_soon()
+        assert (await asyncio.wait_for(fleet.reports.get(), 5)).load.memory_bytes == 7
+        fleet.busy.set()
+        assert await asyncio.wait_for(fleet.reports.get(), 5) == fleet_pb2.JoinRequest()
+    finally:
+        await member.stop()
+        await server.stop()
+
+
 async def test_a_member_that_is_refused_comes_again_when_the_gateway_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_BACK_OFF_S", "_REFUSED_BACK_OFF_S"):
         monkeypatch.setattr(fleet_membership, name, 120.0)  # its own back-off, which is a minute or more for each try

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class Member:
     registration: fleet_pb2.Registration
     joined_at: float
     heard_at: float
+    lease_until: float = math.inf
+    """When it is lost unless it reports before."""
     instance: str = ""
     """A secret of its process, which the gateway never shows."""
     host: str = ""

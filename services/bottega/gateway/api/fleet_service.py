@@ -29,6 +29,8 @@ _MAX_SERVICES = 8
 # Time between two messages to a member on how many jobs wait for it: a fraction of a turn. Under a flood of submissions
 # the number changes all the time.
 _PAUSE_S = 0.015
+# Time for members to report after the fleet was at rest, so that a list shows their load as it is.
+_WAKE_S = 0.1
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -70,7 +72,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             while member.connected and member.stream == stream:
                 wake.clear()
-                yield fleet_pb2.JoinResponse(backlog=member.backlog, services=self._services_for(member))
+                yield fleet_pb2.JoinResponse(
+                    backlog=member.backlog,
+                    services=self._services_for(member),
+                    report_every_s=self._fleet.report_every_s,
+                )
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
             if member.stream == stream:
@@ -84,6 +90,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
         """List the members, the gateway itself first."""
+        if self._fleet.wake_up():
+            await asyncio.sleep(_WAKE_S)
         now = self._clock.monotonic()
         memory_bytes = await asyncio.to_thread(_memory_bytes)
         load = fleet_pb2.Load(memory_bytes=memory_bytes, activity=self._activity())
@@ -135,7 +143,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 if request.HasField("load"):
                     self._fleet.report(member, request.load)
                 elif not request.HasField("registration"):
-                    self._fleet.report(member, member.load)  # it has not changed
+                    self._fleet.report_unchanged(member)
         finally:
             self._fleet.leave(member, stream)
             wake.set()

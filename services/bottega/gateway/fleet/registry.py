@@ -29,6 +29,14 @@ _BACK_OFF_S = 0.5
 # Time after the end of a lease at which a service that waits for its name should join again.
 _AFTER_LEASE_S = 0.05
 
+# Longest time between two reports of a member while there are jobs, and the number of reports that fit into a lease.
+_REPORT_S = 0.5
+_REPORTS_PER_LEASE = 3
+# Multiple of the lease, and of the time between two reports, while there are no jobs: 15 s and 5 s by default.
+_AT_REST = 10.0
+# Time without jobs after which the fleet rests.
+_REST_AFTER_S = 10.0
+
 # How long, and how many, workers that cannot serve their model are listed, so that operators can see why.
 _REFUSED_KEPT_S = 600.0
 _MAX_REFUSED = 64
@@ -40,7 +48,7 @@ class Fleet:
     """The registry of a gateway's fleet.
 
     Args:
-        lease_s: Seconds of silence after which a member is lost.
+        lease_s: Seconds of silence after which a member is lost. At rest they are more; see `rest`.
         model_grace_s: How long a model, and everything else that jobs need, is expected back at least. What is slow to
             start is expected for longer (`SeenModels`).
         bounds: Bounds on joins.
@@ -52,6 +60,8 @@ class Fleet:
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
         self.lease_s = lease_s
+        self._at_rest = False
+        self._woken_at = clock.monotonic()
         self._limits = JoinLimits(bounds, clock)
         self._clock = clock
         self._members: dict[MemberKey, Member] = {}
@@ -103,7 +113,12 @@ class Fleet:
             if member is not None:
                 self._remove(member)
             member = self._members[key] = Member(
-                registration=public, joined_at=now, heard_at=now, instance=instance, host=host
+                registration=public,
+                joined_at=now,
+                heard_at=now,
+                lease_until=now + self._lease_now_s,
+                instance=instance,
+                host=host,
             )
         self._note_presence(member, now)
         self._refused.pop(key, None)
@@ -115,10 +130,15 @@ class Fleet:
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
         """Take a member's report of its load. Raises InvalidRequest."""
         repeated = member.has_reported and not load.running and load == member.load
-        if not repeated:  # an idle service says the same twice a second
+        if not repeated:
             rules.refuse(list(check_load(load)))
             self._apply(member, load)
+        self.report_unchanged(member)
+
+    def report_unchanged(self, member: Member) -> None:
+        """Note that a member is alive, and that its load has not changed if it has reported one."""
         member.heard_at = self._clock.monotonic()
+        member.lease_until = member.heard_at + self._lease_now_s
         for observer in self._observers:
             observer.member_changed(member)
 
@@ -126,8 +146,9 @@ class Fleet:
         """Note that a member's stream has ended; a stream that was replaced changes nothing."""
         if not member.connected or member.stream != stream:
             return
-        member.connected = False
-        self._note_presence(member, self._clock.monotonic())
+        now = self._clock.monotonic()
+        member.connected, member.lease_until = False, min(member.lease_until, now + self.lease_s)
+        self._note_presence(member, now)
         self._note_refusal(member)
         _log.info("member left", extra={"member": member.name})
         for observer in self._observers:
@@ -135,20 +156,59 @@ class Fleet:
 
     def expire(self) -> None:
         """Remove every member whose lease is over."""
-        oldest = self._clock.monotonic() - self.lease_s
-        for member in [member for member in self._members.values() if member.heard_at <= oldest]:
+        now = self._clock.monotonic()
+        for member in [member for member in self._members.values() if member.lease_until <= now]:
             _log.warning("member lost", extra={"member": member.name})
             self._remove(member)
 
-    def longest_silence_s(self) -> float:
-        """Return the seconds since the member that was silent for longest was heard; 0 without members."""
-        now = self._clock.monotonic()
-        return now - min((member.heard_at for member in self._members.values()), default=now)
+    def shortest_lease_s(self) -> float:
+        """Return the seconds until the first lease ends, unless that member reports before; inf without members."""
+        until = min((member.lease_until for member in self._members.values()), default=math.inf)
+        return until - self._clock.monotonic()
 
     def renew_leases(self) -> None:
         """Renew every lease, because this process itself was late to listen."""
         for member in self._members.values():
             member.heard_at = self._clock.monotonic()
+            member.lease_until = member.heard_at + self._lease_now_s
+
+    @property
+    def report_every_s(self) -> float:
+        """The longest time between two reports that members are asked for, in seconds."""
+        every_s = min(_REPORT_S, self.lease_s / _REPORTS_PER_LEASE)
+        return _AT_REST * every_s if self._at_rest else every_s
+
+    def rest(self) -> None:
+        """Ask members for fewer reports and grant them longer leases, if there have been no jobs for a while.
+
+        A process that freezes meanwhile is noticed later, but not later than `lease_s` after the next job came.
+        """
+        now = self._clock.monotonic()
+        if not self._at_rest and now - self._woken_at >= _REST_AFTER_S:
+            self._at_rest = True
+            for member in self._members.values():
+                if member.connected:
+                    member.lease_until = now + self._lease_now_s
+                    member.wake.set()
+
+    def wake_up(self) -> bool:
+        """End the rest, and return whether there was one.
+
+        Members are asked to report at once, and one that does not is lost after `lease_s`.
+        """
+        self._woken_at = self._clock.monotonic()
+        if not self._at_rest:
+            return False
+        self._at_rest = False
+        until = self._woken_at + self._lease_now_s
+        for member in self._members.values():
+            member.lease_until = min(member.lease_until, until)
+            member.wake.set()
+        return True
+
+    @property
+    def _lease_now_s(self) -> float:
+        return _AT_REST * self.lease_s if self._at_rest else self.lease_s
 
     def close(self) -> None:
         """End every member's stream, and refuse joins from now on."""
@@ -276,6 +336,7 @@ class Fleet:
                 f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
             )
         member.connected, member.heard_at, member.host = True, now, host
+        member.lease_until = now + self._lease_now_s
         member.stream += 1
         member.wake.set()
         member.wake = asyncio.Event()
@@ -286,7 +347,8 @@ class Fleet:
         Without this check, two services with one name would replace each other again and again, and any service could
         end a member's attempts.
         """
-        left_s = member.heard_at + self.lease_s - now
+        self.wake_up()  # so that a frozen process gives its name up as soon as while there are jobs
+        left_s = member.lease_until - now
         if left_s <= 0:
             return
         retry_s = left_s + _AFTER_LEASE_S

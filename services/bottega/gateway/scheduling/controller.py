@@ -182,6 +182,11 @@ class JobController:
         await self._jobs.close()
         await self._finisher.join()
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there are jobs that have not ended."""
+        return any(True for _ in self._jobs.live())
+
     # What callers want.
 
     def submit(self, job: Job) -> None:
@@ -193,6 +198,7 @@ class JobController:
         if self.draining:
             job.detach(draining())
             return
+        self._fleet.wake_up()
         for addon in self._addons:
             addon.job_arrived(job, admitted=True)
         self.queue.add(job)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from bottega.addons.interface.gateway_addon import PREFETCHED_JOBS, AddOn
 from bottega.background_tasks import BackgroundTasks
-from bottega.clocks import Clock
+from bottega.clocks import Clock, seconds_until_tick
 from bottega.errors import BottegaError, NoWorker
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -30,6 +30,8 @@ _TICK_S = 0.1
 # read before one of them is given up.
 _ABOUT_TO_END_S = 0.5
 _QUEUE_S = 1.0
+# Part of that after which the queue is due, because timers fire a moment earlier or later.
+_ABOUT = 0.9
 # Number of checks that failed within so many seconds, after which the gateway says that it does not serve.
 _MAX_FAULTS = 3
 _FAULTS_S = 10.0
@@ -104,8 +106,8 @@ class PeriodicChecks:
     def _pause_s(self) -> float:
         """Return the seconds until a lease is about to end, or the queue is due."""
         lease_s = self._fleet.lease_s
-        quiet_s = max(lease_s - _ABOUT_TO_END_S, lease_s / 2) - self._fleet.longest_silence_s()
-        return min(max(quiet_s, _TICK_S), _QUEUE_S)
+        quiet_s = self._fleet.shortest_lease_s() - min(_ABOUT_TO_END_S, lease_s / 2)
+        return min(max(quiet_s, _TICK_S), seconds_until_tick(_QUEUE_S))
 
     def _check(self, *, late_s: float) -> None:
         if late_s > _LATE_S:
@@ -116,7 +118,11 @@ class PeriodicChecks:
         self._fleet.expire()
         now = asyncio.get_running_loop().time()
         if now >= self._queue_due_at:
-            self._queue_due_at = now + _QUEUE_S
+            self._queue_due_at = now + _ABOUT * _QUEUE_S
+            if self._controller.has_jobs:
+                self._fleet.wake_up()
+            else:
+                self._fleet.rest()
             self._check_queue()
 
     def _check_queue(self) -> None:

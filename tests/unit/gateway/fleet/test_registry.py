@@ -73,6 +73,63 @@ def test_an_idle_member_that_says_the_same_again_keeps_its_lease_and_what_is_kno
     assert member.times.seconds((16, 16), 1) == 0.2
 
 
+def test_a_member_that_says_nothing_new_before_its_first_report_has_not_reported() -> None:
+    fleet, watcher = _fleet()
+    member = fleet.join(worker())
+    watcher.now += 1.0
+    fleet.report_unchanged(member)
+    assert (member.heard_at, member.has_reported) == (watcher.now, False)
+    watcher.now += 1.0
+    fleet.expire()
+    assert fleet.workers("m") == [member]
+
+
+def test_members_report_less_often_while_there_are_no_jobs_and_at_once_when_one_comes() -> None:
+    fleet, watcher = _fleet()
+    frozen, alive = fleet.join(worker("w1")), fleet.join(worker("w2", port=2))
+    fleet.rest()
+    assert fleet.report_every_s == 0.5, "there may have been a job just now"
+    for _ in range(10):
+        watcher.now += 1.0
+        for member in (frozen, alive):
+            fleet.report_unchanged(member)
+    for member in (frozen, alive):
+        member.wake.clear()
+    fleet.rest()
+    assert (fleet.report_every_s, frozen.wake.is_set(), alive.wake.is_set()) == (5.0, True, True)
+    frozen.wake.clear()
+    watcher.now += 10.0
+    fleet.expire()
+    assert fleet.workers("m") == [frozen, alive]
+    fleet.wake_up()
+    assert (fleet.report_every_s, frozen.wake.is_set()) == (0.5, True)
+    fleet.report_unchanged(alive)
+    watcher.now += 1.4
+    fleet.expire()
+    assert fleet.workers("m") == [frozen, alive]
+    fleet.report_unchanged(alive)
+    watcher.now += 0.1
+    fleet.expire()
+    assert (fleet.workers("m"), watcher.told[-1]) == ([alive], "lost w1")
+
+
+@pytest.mark.parametrize("gone", ["left", "silent"])
+def test_a_name_is_free_as_soon_while_the_fleet_rests_as_while_there_are_jobs(gone: str) -> None:
+    fleet, watcher = _fleet()
+    watcher.now += 10.0
+    fleet.rest()
+    older = fleet.join(worker(port=1))
+    assert fleet.report_every_s == 5.0
+    if gone == "left":
+        fleet.leave(older, older.stream)
+    with pytest.raises(Unavailable if gone == "left" else InvalidRequest) as caught:
+        fleet.join(worker(port=2))
+    assert caught.value.retry_after_s == pytest.approx(1.55)
+    fleet.rest()
+    watcher.now += 1.55
+    assert fleet.join(worker(port=2)) is not older
+
+
 def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_back() -> None:
     fleet, watcher = _fleet()
     member = fleet.join(worker())
