@@ -99,6 +99,17 @@ class SteadyClock:
             self._ahead_s = mark.steady - self._clock.monotonic()
 
 
+def seconds_until_tick(period_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> float:
+    """Return the seconds until the monotonic clock's next multiple of a period, but at least half a period.
+
+    Timers of one process that are set by it fire together, so that a process at rest is woken once for all of them: a
+    wake-up costs more than what most of them do.
+    """
+    now = monotonic()
+    left_s = period_s - now % period_s
+    return left_s if left_s >= period_s / 2 else left_s + period_s
+
+
 class AwakeClock:
     """A clock of the seconds in which this process was awake. It decides whether a peer was silent for too long.
 

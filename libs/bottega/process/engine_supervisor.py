@@ -53,7 +53,7 @@ _ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error"}
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
 # How often an engine's silence is checked, and how many times at least before it is given up.
-_LOOK_S = 0.5
+_LOOK_S = 2.0
 _LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0

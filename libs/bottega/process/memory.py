@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from bottega.background_tasks import running
 
 _ROOT = Path("/")
 
-# Pause between two measurements of a MemoryMeter.
+# Age from which a MemoryMeter measures again.
 _LOOK_S = 1.0
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -119,7 +120,7 @@ def measure_peak_bytes(run: Callable[[], object]) -> int | None:
 
 
 class MemoryMeter:
-    """A meter of the resident memory of a service's processes, which it reads every second.
+    """A meter of the resident memory of a service's processes.
 
     Args:
         pids: Returns the process ids; called for each measurement.
@@ -127,16 +128,20 @@ class MemoryMeter:
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
         self._pids = pids
-        self.resident_bytes = 0
+        self._resident_bytes = 0
+        self._due_at = -math.inf
 
-    async def run(self) -> None:
-        """Measure every second, until cancelled."""
-        while True:
+    @property
+    def resident_bytes(self) -> int:
+        """The resident memory, measured at most a second ago. It is the last figure if it cannot be measured."""
+        now = time.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + _LOOK_S
             try:
-                self.resident_bytes = resident_bytes(self._pids())
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure would never change again
+                self._resident_bytes = resident_bytes(self._pids())
+            except Exception:  # noqa: BLE001 - a report of load must not fail because of a figure
                 _log.exception("memory could not be measured")
-            await asyncio.sleep(_LOOK_S)
+        return self._resident_bytes
 
 
 def _status_bytes(name: str) -> int:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.background_tasks import BackgroundTasks
 from bottega.errors import Draining, NoSharedMemory, TooLarge
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.boot import ServiceHooks, boot
@@ -126,7 +125,6 @@ class StoreServer(Collector):
         self._links = links
         self._membership: FleetMembership | None = None
         self._memory = MemoryMeter(lambda: [os.getpid()])
-        self._tasks = BackgroundTasks("measuring of memory")
         self._draining = False
 
     async def start(self) -> None:
@@ -136,7 +134,6 @@ class StoreServer(Collector):
         process uses the folder.
         """
         await self._open()
-        self._tasks.start(self._memory.run())
         if self._gateway:
             registration = registration_of(self._listening, kind=self._kind, name=self.name)
             self._membership = FleetMembership(
@@ -165,7 +162,6 @@ class StoreServer(Collector):
         """Leave the fleet, end all links, and close the store."""
         if self._membership:
             await self._membership.stop()
-        await self._tasks.cancel()
         await asyncio.to_thread(self._links.close)
         await self._close()
 

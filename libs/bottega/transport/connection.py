@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,12 @@ SendTask = Callable[[Link], None]
 # How often a quiet link is checked, by the end that pings and by one that only listens.
 _CHECK_S = 0.25
 _LISTENING_CHECK_S = 2.0
-# A peer is pinged after this share of silence_s without a message.
+# The same by the end that pings, at most, when nothing but pings has been sent and received for `_REST_AFTER_S`.
+_REST_CHECK_S = 1.0
+_REST_AFTER_S = 10.0
+# A peer is pinged after this share of silence_s without a message; the second one is for a link at rest.
 _PING_SHARE = 0.2
+_REST_PING_SHARE = 0.4
 # A peer is pinged after this time in any case: the other end gives up a peer that is silent for half a minute.
 _PING_S = 5.0
 
@@ -108,6 +113,7 @@ class Connection:
         self._lock = threading.Lock()
         self._ended = False
         self._cause: LinkError | None = None
+        self._used_at = time.monotonic()
         self._keepalive: Keepalive | None = None
         self.link: Link | None = None
 
@@ -144,6 +150,10 @@ class Connection:
 
         The task runs even if the link ends before its turn, so that it frees what it holds.
         """
+        self._used_at = time.monotonic()
+        return self._enqueue(task)
+
+    def _enqueue(self, task: SendTask) -> bool:
         with self._lock:
             if self._ended or self._cause is not None:
                 return False
@@ -206,14 +216,20 @@ class Connection:
             return link.cause
 
     def _receive(self, link: Link, handler: LinkHandler) -> None:
-        ping = (lambda: self.send(number_message(_PING))) if self._settings.pings else None
+        ping = (lambda: self._send_sign(number_message(_PING))) if self._settings.pings else None
         keepalive = self._keepalive = Keepalive(
-            link, peer=self._settings.peer, silence_s=self._settings.silence_s, ping=ping, check=handler.check
+            link,
+            peer=self._settings.peer,
+            silence_s=self._settings.silence_s,
+            ping=ping,
+            check=handler.check,
+            is_at_rest=lambda: time.monotonic() - self._used_at > _REST_AFTER_S,
         )
         while True:
             incoming = keepalive.next()
             kind = kind_of(incoming.layout)
             if kind not in (_PING, _PONG):
+                self._used_at = time.monotonic()
                 handler.on_message(self, incoming)
                 continue
             with incoming:
@@ -221,7 +237,11 @@ class Connection:
             if kind == _PONG:
                 handler.on_pong(number)
             else:
-                self.send(number_message(_PONG, handler.progress))
+                self._send_sign(number_message(_PONG, handler.progress))
+
+    def _send_sign(self, message: WholeMessage) -> None:
+        """Put a sign of life into the outbox."""
+        self._enqueue(lambda link: self.send_now(link, message))
 
     def _send_all(self, link: Link, handler: LinkHandler) -> None:
         while (task := self._next_task(link, handler)) is not None:
@@ -261,6 +281,7 @@ class Keepalive:
         silence_s: A peer that is silent this long is given up.
         ping: Sends a ping; None if the peer sends something every few seconds anyway.
         check: Called while nothing comes; raises if a peer that answers pings must be given up all the same.
+        is_at_rest: Returns whether the link has had nothing but pings for a while, so that fewer checks will do.
     """
 
     def __init__(
@@ -271,13 +292,17 @@ class Keepalive:
         silence_s: float,
         ping: Callable[[], object] | None,
         check: Callable[[], None] = lambda: None,
+        is_at_rest: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link = link
         self._peer = peer
         self._silence_s = silence_s
         self._ping = ping
         self._check = check
+        self._is_at_rest = is_at_rest
         self._check_s = _LISTENING_CHECK_S if ping is None else _CHECK_S
+        # A small part of the silence; see AwakeClock.
+        self._rest_check_s = max(self._check_s, min(_REST_CHECK_S, silence_s / 5))
         self._awake = AwakeClock(self._check_s)
         self._last_s = self._pinged_s = self._awake()
 
@@ -288,7 +313,8 @@ class Keepalive:
         """
         while True:
             try:
-                incoming = self._link.recv(Deadline.after(self._check_s))
+                self._awake.every_s = self._rest_check_s if self._is_at_rest() else self._check_s
+                incoming = self._link.recv(Deadline.after(min(self._awake.every_s, self._left_s())))
             except DeadlineExceeded as error:
                 self._check_silence(error)
             else:
@@ -309,6 +335,10 @@ class Keepalive:
                     self._last_s = self._awake()
         self._last_s = self._awake()
 
+    def _left_s(self) -> float:
+        """Return the seconds until the peer has been silent for too long, but at least the time of a usual check."""
+        return max(self._check_s, self._silence_s - (self._awake() - self._last_s))
+
     def _check_silence(self, error: DeadlineExceeded) -> None:
         """Ping a quiet peer, or raise if it has been silent for too long."""
         if self._link.cause is not None:
@@ -319,6 +349,7 @@ class Keepalive:
             raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error
         self._check()
         quiet_since_s = max(self._last_s, self._pinged_s)
-        if self._ping is not None and now_s - quiet_since_s > min(_PING_SHARE * self._silence_s, _PING_S):
+        share = _REST_PING_SHARE if self._is_at_rest() else _PING_SHARE
+        if self._ping is not None and now_s - quiet_since_s > min(share * self._silence_s, _PING_S):
             self._pinged_s = now_s
             self._ping()

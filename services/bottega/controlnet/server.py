@@ -105,7 +105,6 @@ class ControlNetServer:
         """
         await self._catalogue.open()
         await self._profiles.read()
-        self._tasks.start(self._memory.run())
         # Folders that callers added are untrusted: processes with limits check them, not this one.
         if self._config.engine_on_demand and not any(map(self._catalogue.root_of, self._catalogue.folders)):
             await self._host_without_engine()

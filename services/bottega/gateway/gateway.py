@@ -30,7 +30,7 @@ from pathlib import Path
 from bottega import kinds
 from bottega.addons.interface.gateway_addon import AddOn, AddOnContext, AddOnMetrics
 from bottega.background_tasks import BackgroundTasks
-from bottega.clocks import Clock
+from bottega.clocks import Clock, seconds_until_tick
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
 from bottega.gateway.api.admission import Admission
@@ -195,7 +195,7 @@ class Gateway:
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._storage.changed.wait(), _HEALTH_S)
+                await asyncio.wait_for(self._storage.changed.wait(), seconds_until_tick(_HEALTH_S))
 
     async def _resolve_doubtful(self) -> None:
         try:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
+from bottega.clocks import seconds_until_tick
 from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
@@ -31,7 +32,7 @@ from bottega.errors import (
 from bottega.fair_order import Share
 from bottega.manifest import read_services
 from bottega.process import StartProgress
-from bottega.process.memory import resident_bytes
+from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
@@ -107,7 +108,10 @@ class Worker:
         """Done when the worker cannot go on because no engine can be started any more."""
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("work of the worker")
-        self._memory_bytes = 0
+        self._memory = MemoryMeter(
+            lambda: [os.getpid(), *self._pool.pids, *([self.engine.pid] if self.engine.pid else [])]
+        )
+        self._metrics.memory_bytes.set_function(lambda: self._memory.resident_bytes)
         self._backlog = -1
         self._services: list[fleet_pb2.ServiceAddress] = []
         self._draining = False
@@ -190,7 +194,7 @@ class Worker:
             fixed_s=self._beat.fixed_s,
             draining=self._draining,
             max_rows=self._config.engine.group_rows,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=self._memory.resident_bytes,
             hosted=self._beat.hosted,
             switch_times=self._beat.switch_times,
             mask_tokens=self._beat.mask_tokens if self._beat.HasField("mask_tokens") else None,
@@ -408,12 +412,9 @@ class Worker:
         while True:
             try:
                 self.attempts.sweep()
-                pids = [os.getpid(), *self._pool.pids, *([self.engine.pid] if self.engine.pid else [])]
-                self._memory_bytes = resident_bytes(pids)
-                self._metrics.memory_bytes.set(self._memory_bytes)
             except Exception:  # noqa: BLE001 - the boundary of the task, which must go on to forget results
-                _log.exception("old results could not be dropped, or memory could not be measured")
-            await asyncio.sleep(_SWEEP_INTERVAL_S)
+                _log.exception("old results could not be dropped")
+            await asyncio.sleep(seconds_until_tick(_SWEEP_INTERVAL_S))
 
 
 def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:

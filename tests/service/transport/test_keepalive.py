@@ -108,3 +108,29 @@ def test_who_answers_and_does_nothing_else_is_given_up_for_the_reason_of_the_use
 
     with pytest.raises(PeerDead, match="computes nothing"):
         Keepalive(far, peer="the sender", silence_s=60.0, ping=lambda: None, check=check).next()
+
+
+class SilentLink:
+    """A link on which nothing comes. It notes how long each wait may take, and ends after the third."""
+
+    cause = None
+
+    def __init__(self) -> None:
+        self.waits_s: list[float] = []
+
+    def recv(self, deadline: Deadline) -> Incoming:
+        self.waits_s.append(deadline.left_s())
+        if len(self.waits_s) == 3:
+            raise PeerDead("the end")
+        raise DeadlineExceeded("nothing has come")
+
+
+@pytest.mark.parametrize(("is_at_rest", "wait_s"), [(False, 0.25), (True, 1.0)])
+def test_a_link_that_is_only_kept_open_is_checked_less_often(is_at_rest: bool, wait_s: float) -> None:
+    link = SilentLink()
+    keepalive = Keepalive(
+        cast("Link", link), peer="the sender", silence_s=5.0, ping=lambda: None, is_at_rest=lambda: is_at_rest
+    )
+    with pytest.raises(PeerDead):
+        keepalive.next()
+    assert link.waits_s == pytest.approx([wait_s] * 3, abs=0.05)

@@ -19,7 +19,7 @@ from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
-from bottega.worker import worker
+from bottega.worker.attempts import Attempts
 from bottega.worker.config import EngineConfig
 from tests.support.running_front import CONFIG, Running, Start, kinds, request, running_workers
 from tests.support.waiting import eventually
@@ -88,13 +88,17 @@ async def test_while_there_is_no_engine_health_says_so(start: Start) -> None:
 async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unreadable(_: object) -> int:
-        monkeypatch.undo()  # the next look succeeds
-        raise OSError("/proc cannot be read")
+    sweeps = 0
 
-    monkeypatch.setattr(worker, "resident_bytes", unreadable)
-    running = await start()
-    await eventually(lambda: running.worker.load().memory_bytes > 2**20)
+    def sweep(_: Attempts) -> None:
+        nonlocal sweeps
+        sweeps += 1
+        if sweeps == 1:
+            raise OSError("a fault")
+
+    monkeypatch.setattr(Attempts, "sweep", sweep)
+    await start()
+    await eventually(lambda: sweeps >= 2)
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 

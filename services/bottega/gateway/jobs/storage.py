@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bottega.background_tasks import BackgroundTasks, copied
-from bottega.clocks import ClockMark
+from bottega.clocks import ClockMark, seconds_until_tick
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
@@ -283,7 +283,7 @@ class Storage:
 
     async def _keep_up(self, live: LiveJobs) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S if self.trouble is None else _RETRY_S)
+            await asyncio.sleep(seconds_until_tick(_SWEEP_S) if self.trouble is None else _RETRY_S)
             try:
                 if self.trouble is None:
                     await self._sweep()

@@ -24,6 +24,7 @@ from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, EngineEvent
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
@@ -34,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
+# The same at rest: without a command or anything new to report for `_REST_AFTER_S`, and with nothing being loaded.
+_REST_BEAT_S = 2.0
+_REST_AFTER_S = 10.0
 # While inputs of the peer's jobs are on their way.
 _LOOK_S = 0.05
 
@@ -99,7 +103,7 @@ class WorkerEngineLoop:
         self._device_memory = DeviceMemoryMeter(runtime.engine.model.runtime, runtime.engine.model.memory)
         self._max_quiet_s = max_quiet_s
         self._reported = EngineBeat()
-        self._beaten_s = self._reported_s = time.monotonic()
+        self._beaten_s = self._reported_s = self._stirred_s = time.monotonic()
 
     def run(self) -> None:
         """Serve until the pipe closes, which ends the process."""
@@ -144,12 +148,18 @@ class WorkerEngineLoop:
                 self._device_memory.look_if_due()
                 self._beat_if_due()
             else:
+                self._stirred_s = time.monotonic()
                 self._run_command(command)
 
     @property
     def _pause_s(self) -> float:
         """How long an idle engine waits for commands."""
-        return _LOOK_S if self._engine.remote_jobs.opening else _IDLE_BEAT_S
+        if self._engine.remote_jobs.opening:
+            return _LOOK_S
+        at_rest = self._follower is None and time.monotonic() - self._stirred_s > _REST_AFTER_S
+        if at_rest and not any(item.state == HOSTED_STATE_LOADING for item in self._reported.hosted):
+            return max(_IDLE_BEAT_S, min(_REST_BEAT_S, self._max_quiet_s))
+        return _IDLE_BEAT_S
 
     def _update_leader(self) -> None:
         if self._follower is not None:
@@ -207,7 +217,9 @@ class WorkerEngineLoop:
         event = beat_of(runtime, peer_links=linked, device_memory=self._device_memory.last)
         news = _news_of(event.beat)
         is_quiet = not self._engine.busy and self._beaten_s - self._reported_s < self._max_quiet_s
-        if is_quiet and news == self._reported:
+        if news != self._reported:
+            self._stirred_s = self._beaten_s
+        elif is_quiet:
             return
         self._reported, self._reported_s = news, self._beaten_s
         self._send(event)
