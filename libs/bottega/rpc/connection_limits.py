@@ -11,7 +11,9 @@ together.
 
 A host may be a NAT with tenants behind it. If a known caller used it within the last day it is not kept out. If tenants
 behind it are not known yet, or their host is forgotten, they can connect between two bans (see SourceFilter), and then
-the host is known. While a host is not kept out, only connections with refused calls are ended.
+the host is known. While a host is not kept out, the guard mutes its connections with refused calls and, among those
+whose first call still waits, the ones with most data: what they send is dropped for some time, and then they are ended.
+Ended at once, they would come again with new calls.
 """
 
 from __future__ import annotations
@@ -30,14 +32,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from bottega.background_tasks import running
+from bottega.clocks import seconds_until_tick
 from bottega.fair_order import fair_room
 from bottega.process import open_files
 from bottega.rpc.address import endpoint, host_of_address
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
-from bottega.rpc.source_filter import SourceFilter
+from bottega.rpc.source_filter import SourceFilter, mute, open_sockets
 
 # Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
 # files, links and child processes.
@@ -54,8 +55,12 @@ _FLOOD_ROUND_S = 0.05
 _BANNED_S, _PROBATION_S = 10.0, 5.0
 # gRPC's limit relative to the guard's, so that one host's excess is ended before others find no room.
 _GRPC_SHARE = 1.25
-# Connections with refused calls that stay open if their host is not kept out: new ones would bring more calls.
+# If a flooding host is not kept out, so many of its connections with refused calls are served on. The others are muted
+# for so long, and then ended.
 _STRANGE_CONNECTIONS = 2
+# The same for its connections of which no call was looked at yet.
+_WAITING_CONNECTIONS = 8
+_MUTED_S = 10.0
 # Share of a core from which on the traffic of each connection is checked.
 _BUSY_SHARE = 0.25
 # Bytes that a connection may bring besides its calls: at once, and per second. An honest client pings every 30 s.
@@ -71,6 +76,7 @@ _ACKNOWLEDGED_AT, _TCP_INFO_BYTES = 120, 136
 # Between two log lines about the same event.
 _LOG_S = 10.0
 _OPEN_FILES = Path("/proc/self/fd")
+_FLOOD = "connections were ended or muted: a host called again and again without being known"
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +128,7 @@ class ConnectionGuard:
         self._busy = busy
         self._ledger = ledger
         self._banned: SourceFilter | None = None
+        self._muted_until: dict[InboundConnection, float] = {}
         self._traffic: dict[InboundConnection, _Traffic] = {}
         self._processor_s, self._checked_at = time.process_time(), time.monotonic()
         self._ended = Counter[str]()
@@ -137,16 +144,20 @@ class ConnectionGuard:
         banned = self._banned = SourceFilter(port, banned_s=_BANNED_S, probation_s=_PROBATION_S)
         at_rest = False
         while True:
-            await self._ledger.wait_for_flood(_REST_ROUND_S if at_rest else _ROUND_S)
+            await self._ledger.wait_for_flood(seconds_until_tick(_REST_ROUND_S) if at_rest else _ROUND_S)
             try:
-                # These checks take microseconds. A look at the connections takes milliseconds, so a thread does it.
+                # These checks take microseconds. A look at thousands of connections takes milliseconds, so a thread
+                # does it. During a flood a thread would wait for the event loop at each system call.
                 floods, crowding, working = self._ledger.floods(), self._crowding(), self._is_working()
                 at_rest = crowding < _REST_SHARE and not (floods or working)
-                if crowding > 1.0 or floods or working or banned.is_due():
+                if crowding > 1.0 or floods or working or banned.is_due() or self._over():
                     look = _Look(port=port, crowded=crowding > 1.0, working=working, floods=floods)
-                    await asyncio.to_thread(self._look, look, frozenset(self._busy()))
+                    if floods:
+                        self._look(look, frozenset(self._busy()))
+                    else:
+                        await asyncio.to_thread(self._look, look, frozenset(self._busy()))
                     await asyncio.sleep(_FLOOD_ROUND_S)
-            except (OSError, psutil.Error) as error:
+            except OSError as error:
                 _log.warning("connections cannot be looked at", extra={"why": str(error)})
 
     def _crowding(self) -> float:
@@ -163,6 +174,7 @@ class ConnectionGuard:
     def _look(self, look: _Look, busy: Collection[str]) -> None:
         if self._banned is not None:
             self._banned.lift()
+        self._end_muted()
         if not (look.crowded or look.floods or look.working):
             return
         found = connections(look.port)
@@ -172,24 +184,50 @@ class ConnectionGuard:
             )
         # A host that may have all connections is a proxy: its connections also carry calls of tenants.
         for host in look.floods if self._share < 1 else ():
-            self._end(
-                "connections were ended: a host called again and again without being known",
-                self._strange(found, host),
-                drops_calls=True,
-            )
+            self._repel(host, [connection for connection in found if connection.host == host])
         talkers = list(self._idle_talkers(found)) if look.working else []
         for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
             self._keep_out(host)
         self._end("connections were ended: they brought far more than their calls", talkers)
         self._log()
 
-    def _strange(self, found: Iterable[InboundConnection], host: str) -> Collection[InboundConnection]:
-        """Return the connections of a flooding host that are to be ended, and keep the host out if that is possible."""
-        connections = [connection for connection in found if connection.host == host]
+    def _repel(self, host: str, connections: Iterable[InboundConnection]) -> None:
+        """Keep a flooding host out and end its connections, or mute those with refused calls if it cannot be kept out.
+
+        Args:
+            connections: All connections of the host. Those of known callers are not affected.
+        """
         strange = [connection for connection in connections if not self._ledger.found(connection.peer).known]
         if self._keep_out(host):
-            return strange
-        return [c for c in strange if self._ledger.found(c.peer).refused][_STRANGE_CONNECTIONS:]
+            self._end(_FLOOD, strange, drops_calls=True)
+            return
+        accounts = [(connection, self._ledger.found(connection.peer)) for connection in strange]
+        refused = [connection for connection, account in accounts if account.refused and not account.muted]
+        waiting = [connection for connection, account in accounts if not (account.refused or account.muted)]
+        waiting.sort(key=_received_bytes)  # a flood brings more calls than a tenant that has just connected
+        excess = refused[_STRANGE_CONNECTIONS:] + waiting[_WAITING_CONNECTIONS:]
+        self._end(_FLOOD, [connection for connection in excess if not self._mute(connection)], drops_calls=True)
+
+    def _mute(self, connection: InboundConnection) -> bool:
+        """Mute a connection for some time; return False if the system cannot do that."""
+        with _duplicate(connection) as duplicate:
+            if duplicate is None or not mute(duplicate):
+                return False
+        self._ledger.found(connection.peer).muted = True
+        self._muted_until[connection] = time.monotonic() + _MUTED_S
+        self._ended[_FLOOD] += 1
+        return True
+
+    def _over(self) -> list[InboundConnection]:
+        """Return the connections that have been muted for long enough."""
+        now = time.monotonic()
+        return [connection for connection, until in self._muted_until.items() if until <= now]
+
+    def _end_muted(self) -> None:
+        """End the connections that have been muted for long enough."""
+        for connection in self._over():
+            del self._muted_until[connection]
+            end(connection)
 
     def _keep_out(self, host: str) -> bool:
         """Keep a host out unless a known caller used it lately. Return whether it is kept out."""
@@ -279,14 +317,24 @@ class _Traffic:
 
 def _idle_bytes(connection: InboundConnection) -> float:
     """Return `_Traffic.idle_bytes` of a connection so far; 0 if the system does not report it."""
+    acknowledged, received = _acknowledged_and_received(connection)
+    return received - _TALK_PER_SENT_BYTE * acknowledged
+
+
+def _received_bytes(connection: InboundConnection) -> int:
+    """Return the bytes that a connection has brought so far; 0 if the system does not report it."""
+    return _acknowledged_and_received(connection)[1]
+
+
+def _acknowledged_and_received(connection: InboundConnection) -> tuple[int, int]:
     with _duplicate(connection) as duplicate:
         if duplicate is None:
-            return 0.0
+            return 0, 0
         info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(info) < _TCP_INFO_BYTES:
-        return 0.0
+        return 0, 0
     acknowledged, received = struct.unpack_from("=QQ", info, _ACKNOWLEDGED_AT)
-    return float(received - _TALK_PER_SENT_BYTE * acknowledged)
+    return acknowledged, received
 
 
 def open_file_count() -> int:
@@ -295,12 +343,19 @@ def open_file_count() -> int:
 
 
 def connections(port: int) -> list[InboundConnection]:
-    """Return the connections of clients to a port of this process. Blocks for some milliseconds."""
-    return [
-        InboundConnection(descriptor=found.fd, peer=endpoint(*found.raddr), host=host_of_address(found.raddr.ip))
-        for found in psutil.Process().net_connections("tcp")
-        if found.status == psutil.CONN_ESTABLISHED and found.laddr.port == port and found.fd >= 0
-    ]
+    """Return the connections of clients to a port of this process."""
+    found = []
+    for opened in open_sockets(port):
+        with contextlib.suppress(OSError):  # a socket that listens, or whose peer is gone
+            address, peer_port, *_ = opened.getpeername()
+            found.append(
+                InboundConnection(
+                    descriptor=opened.fileno(),
+                    peer=endpoint(address, peer_port),
+                    host=host_of_address(address),
+                )
+            )
+    return found
 
 
 def end(connection: InboundConnection) -> bool:

@@ -59,7 +59,8 @@ class ListenerConfig:
     If one host has more than peer_share of them, its connections without calls are closed. A connection without calls
     is closed after some minutes, and at once if its host makes more than 250 calls a second without being known. Such a
     host is kept out for 10 s and then admitted for 5 s, so that other callers behind its address can get in. It is not
-    kept out if a known caller used it within the last day, nor with a peer_share of 1.0: it may be a proxy.
+    kept out if a known caller used it within the last day: then its connections with refused calls are muted for 10 s.
+    Neither happens with a peer_share of 1.0, as it may be a proxy.
     """
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
     """Bound in MiB on large answers (images that travel with events) that callers have not read yet.

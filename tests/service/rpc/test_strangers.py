@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from bottega.errors import Unauthenticated
+from bottega.rpc import connection_limits
 from bottega.rpc.address import Peer, host_of_address, peer_of
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
@@ -208,26 +209,49 @@ def test_a_connection_that_has_calls_is_remembered_however_many_others_come() ->
     assert ledger.found(tenant.connection).known
 
 
-async def test_only_refused_connections_of_a_known_host_are_ended() -> None:
+async def test_only_refused_connections_of_a_known_host_are_muted_and_later_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_limits, "_MUTED_S", 0.5)
     ledger = ConnectionLedger()
     guard = ConnectionGuard(max_connections=100, share=0.5, busy=frozenset, ledger=ledger)
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
         port = listening.getsockname()[1]
-        clients = []
+        clients, served = [], []
         for _ in range(4):
             clients.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
-            stack.enter_context(listening.accept()[0])
-            clients[-1].setblocking(False)
+            served.append(stack.enter_context(listening.accept()[0]))
+            for end in (clients[-1], served[-1]):
+                end.setblocking(False)
         *refused, newcomer = clients
         for _ in range(100):
             for client in refused:
-                peer = peer_of(f"ipv4:127.0.0.1:{client.getsockname()[1]}")
+                peer = peer_of(_peer(client))
                 ledger.account(peer)
                 ledger.refused(peer)
         ledger.recognized(Peer(connection="another", host="127.0.0.1"))
+
+        def muted() -> list[bool]:
+            return [ledger.found(peer_of(_peer(client)).connection).muted for client in clients]
+
         async with guard.looking(port):
+            await eventually(lambda: sum(muted()) == 1)
+            assert not any(map(_is_ended, clients))
+            for client in clients:
+                client.sendall(b"a call")
+            await eventually(lambda: [_has_data(end) for end in served] == [not is_muted for is_muted in muted()])
             await eventually(lambda: sum(map(_is_ended, refused)) == 1)
         assert not _is_ended(newcomer)
+
+
+def _peer(client: socket.socket) -> str:
+    return f"ipv4:127.0.0.1:{client.getsockname()[1]}"
+
+
+def _has_data(connection: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return bool(connection.recv(16, socket.MSG_PEEK))
+    return False
 
 
 async def test_a_guard_at_rest_starts_no_work_in_threads() -> None:

@@ -39,11 +39,13 @@ class ConnectionAccount:
     """Calls that wait for their next message, some of which may have arrived."""
     ended_at: float = -math.inf
     """When the connection was ended and its queued calls dropped."""
+    muted: bool = False
+    """Whether the connection's data is dropped, and its queued calls with it."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nobody can receive an answer any more."""
-        return time.monotonic() - self.ended_at < _ENDED_S
+    def drops_calls(self) -> bool:
+        """Whether its calls are dropped without an answer, which nobody would receive."""
+        return self.muted or time.monotonic() - self.ended_at < _ENDED_S
 
 
 class ConnectionLedger:
