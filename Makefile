@@ -70,7 +70,7 @@ bench-%: export TRANSFORMERS_VERBOSITY = error
 bench-%: NAME = $(subst -,_,$*)
 bench-%: export BENCH_RECORD = $(RECORD)
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it; RECORD="nothing beside" keeps the figures)
-	@test -f load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
+	@grep -qs '^BENCH = ' load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && grep -l '^BENCH = ' *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
 	$(BIN)/python -m load.bench.awake $(BIN)/python -m load.bench.$(NAME) $(ARGS)
 	@test -z "$(RECORD)" || $(BIN)/python -m load.results.table
 

@@ -1,9 +1,9 @@
-"""Draws the panels of Grafana's dashboard from a Prometheus that watches a suite, where there is no Grafana.
+"""The panels of Grafana's dashboard, drawn from a Prometheus that watches a suite, where there is no Grafana.
 
     python -m load.dashboard_sheet deploy/grafana/dashboard.png --minutes 10
 
-Prometheus computes what the panels ask for, uPlot (with which Grafana draws its lines) draws it in a page, and a
-headless Chromium makes a picture of that. It needs both: `apt install chromium fonts-dejavu-core`, `npm install uplot`.
+Prometheus computes the panels' series, uPlot (with which Grafana draws its lines) draws them in a page, and a headless
+Chromium makes a picture of that. It needs both: `apt install chromium fonts-dejavu-core`, `npm install uplot`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ _DRAW_S = 120.0
 
 
 class Prometheus:
-    """Answers of the one at `url`, about the time from `start` to `end`, in Unix seconds.
+    """Answers of the Prometheus at `url`.
 
-    rate_interval: over which rates are computed, as Grafana would choose it.
+    Args:
+        url: Its address.
+        until: End of the time, in Unix seconds.
+        minutes: Length of the time.
+        rate_interval: Over which rates are computed, as Grafana would choose it.
     """
 
     def __init__(self, url: str, *, until: float, minutes: float, rate_interval: str) -> None:
@@ -46,7 +50,7 @@ class Prometheus:
         self._rate_interval = rate_interval
 
     def panel(self, panel: Panel) -> dict[str, Any]:
-        """What the page draws of a panel: times, and series with a value or null at each of them."""
+        """Return the page's facts of a panel: times, and series with a value or null at each of them."""
         found: list[tuple[str, Mapping[float, float]]] = []
         for legend, promql in panel.queries.items():
             for series in self._query(promql):
@@ -71,7 +75,14 @@ class Prometheus:
 
 
 def page(sections: list[Section], prometheus: Prometheus, uplot: Path, *, subtitle: str) -> str:
-    """The page with everything in it. uplot: folder of its files for browsers."""
+    """Return the page with everything in it.
+
+    Args:
+        sections: Of the dashboard.
+        prometheus: Answers for its panels.
+        uplot: Folder of uPlot's files for browsers.
+        subtitle: A line below the title.
+    """
     drawn = [
         {
             "title": section.title,
@@ -94,7 +105,7 @@ def page(sections: list[Section], prometheus: Prometheus, uplot: Path, *, subtit
 
 
 def main() -> None:
-    """Draws, or says what is missing."""
+    """Draw, or name what is missing."""
     options = _options()
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -130,7 +141,7 @@ def _height(sections: list[Section]) -> int:
 
 
 def _name(legend: str, labels: Mapping[str, str]) -> str:
-    """A legend as Grafana writes it."""
+    """Return a legend as Grafana writes it."""
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)
 
 

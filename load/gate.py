@@ -1,7 +1,7 @@
 """Pass or fail: reports of ghz against the bounds of load/slo.toml, of which ghz itself knows none.
 
-`python -m load.gate --profile steady out/ghz/steady/*.json` prints a line for each bound. It ends with 0 where all
-hold, 1 where one does not, and 2 where there is nothing to judge: no report of a method, or one that cannot be read.
+`python -m load.gate --profile steady out/ghz/steady/*.json` prints a line for each bound. The exit status is 0 where
+all hold, 1 where one does not, and 2 where a method has no report, or one that cannot be read.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _SHOWN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a method has to reach under a profile. Absent percentiles are not judged.
-
-    p50_ms, p95_ms, p99_ms: of calls that ended well, at most. errors: share of the calls that may fail.
-    refused: share that may be refused for want of room (RESOURCE_EXHAUSTED), which counts as no error then.
-    """
+    """The bounds of a method under a profile. Absent percentiles are not judged."""
 
     p50_ms: float | None = None
+    """At most, of calls that ended well."""
     p95_ms: float | None = None
+    """At most, of calls that ended well."""
     p99_ms: float | None = None
+    """At most, of calls that ended well."""
     errors: float = 0.0
+    """Share of the calls that may fail."""
     refused: float = 0.0
+    """Share that may be refused with RESOURCE_EXHAUSTED, which counts as no error then."""
 
 
 _BOUNDS = tuple(field.name for field in fields(Objective))
@@ -45,7 +46,7 @@ _BOUNDS = tuple(field.name for field in fields(Objective))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One bound, and what became of it."""
+    """A bound, and whether it held."""
 
     what: str
     measured: str
@@ -54,7 +55,7 @@ class Verdict:
 
 
 def read_objectives(path: Path) -> Mapping[str, Mapping[str, Objective]]:
-    """Objectives by profile and method. Raises ConfigError, naming what is wrong."""
+    """Return the objectives by profile and method. Raises ConfigError with what is wrong."""
     try:
         profiles = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -69,12 +70,18 @@ def read_objectives(path: Path) -> Mapping[str, Mapping[str, Objective]]:
 
 
 def judge(report: Report, objective: Objective) -> list[Verdict]:
-    """Every bound of a report: that it was a whole run at its rate, what went wrong, how long it took."""
+    """Judge every bound of a report: that it was a whole run at its rate, its errors, and its latencies."""
     return [*_whole(report), *_outcomes(report, objective), *_latencies(report, objective)]
 
 
 def _table(values: Any, where: str, *, known: Collection[str] = ()) -> dict[str, Any]:
-    """The values, which are a table. known: what it may have, each of them a number; empty is anything."""
+    """Check that a value is a table, and return it.
+
+    Args:
+        values: The value.
+        where: For an error.
+        known: Names that it may have, each of a number; empty is anything.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no table of bounds")
     for name, value in values.items() if known else ():
@@ -86,11 +93,11 @@ def _table(values: Any, where: str, *, known: Collection[str] = ()) -> dict[str,
 
 
 def _whole(report: Report) -> Iterator[Verdict]:
-    """A run that ended early, or was too slow to ask, has judged nothing."""
+    """Judge whether the run was whole: one that ended early, or was too slow to ask, has judged nothing."""
     yield Verdict(
         what="calls",
         measured=f"{report.count}"
-        + ("" if report.ended == "normal" else f", ended by {report.ended or 'nobody knows'}"),
+        + ("" if report.ended == "normal" else f", ended by {report.ended or 'an unknown reason'}"),
         wanted=f"{report.planned}",
         held=report.count == report.planned > 0 and report.ended == "normal",
     )
@@ -125,7 +132,7 @@ def _latencies(report: Report, objective: Objective) -> Iterator[Verdict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judges, prints, and says how to exit."""
+    """Judge, print, and return the exit status."""
     options = _options(arguments)
     try:
         objectives = read_objectives(options.slo)
@@ -139,7 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judge_all(reports: Sequence[Report], objectives: Mapping[str, Mapping[str, Objective]], profile: str) -> bool:
-    """Prints every verdict. Raises ConfigError where a method of the profile has no report, or a report no bounds."""
+    """Print every verdict, and return whether all bounds hold.
+
+    Raises ConfigError where a method of the profile has no report, or a report no bounds.
+    """
     wanted = objectives.get(profile)
     if wanted is None:
         raise ConfigError(f"the bounds know no profile {profile!r}; there are {', '.join(objectives)}")
@@ -147,7 +157,7 @@ def _judge_all(reports: Sequence[Report], objectives: Mapping[str, Mapping[str, 
         if report.profile != profile or report.method not in wanted:
             raise ConfigError(f"there are no bounds for {report.method} under {report.profile!r} in {profile!r}")
     if missing := wanted.keys() - {report.method for report in reports}:
-        raise ConfigError(f"no report of {', '.join(sorted(missing))}; bounds that nobody measured do not hold")
+        raise ConfigError(f"no report of {', '.join(sorted(missing))}; a bound that was not measured does not hold")
     held = [_tell(report, judge(report, wanted[report.method])) for report in reports]
     return all(held)
 

@@ -21,9 +21,13 @@ _PEFT_FILE = "adapter_model.safetensors"
 
 
 def load_layers(folder: Path, pipeline: Any) -> dict[str, torch.Tensor]:
-    """Names as "unet.PATH.lora_A.weight", in float32. pipeline: whose modules they are for.
+    """Return tensors named as "unet.PATH.lora_A.weight", in float32.
 
-    ValueError for a layer that the pipeline does not have.
+    Args:
+        folder: Of the LoRA.
+        pipeline: Whose modules they are for.
+
+    Raises ValueError for a layer that the pipeline does not have.
     """
     (file,) = folder.glob("*.safetensors")
     tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
@@ -35,14 +39,14 @@ def load_layers(folder: Path, pipeline: Any) -> dict[str, torch.Tensor]:
 
 
 def load(pipeline: Any, folder: Path, name: str) -> None:
-    """Puts the folder's LoRA into a stock pipeline as the adapter `name`."""
+    """Put the folder's LoRA into a stock pipeline as the adapter `name`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # PEFT: several are meant
         pipeline.load_lora_weights(load_layers(folder, pipeline), adapter_name=name)
 
 
 def _from_peft(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of a folder with one rank and one alpha, as the miniature's is."""
+    """Return the layers of a folder with one rank and one alpha, as the miniature's is."""
     scale = config["lora_alpha"] / config["r"]
     return {
         f"unet.{name.removeprefix(_WRAPPED)}": tensor * scale if ".lora_B." in name else tensor
@@ -63,7 +67,7 @@ def _from_kohya(tensors: dict[str, torch.Tensor], pipeline: Any) -> dict[str, to
 
 
 def _kohya_paths(pipeline: Any) -> dict[str, str]:
-    """By kohya's name, where the layer is: underlines do not tell which of them were dots, so each module is tried."""
+    """Return layers' places by kohya's name: its underlines may have been dots, so each module is tried."""
     paths = {}
     for prefix, network in _KOHYA.items():
         for module, _ in getattr(pipeline, network).named_modules():

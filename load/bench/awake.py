@@ -1,8 +1,8 @@
-"""Runs a command while no core sleeps: `python -m load.bench.awake COMMAND ...`.
+"""Run a command while no core sleeps: `python -m load.bench.awake COMMAND ...`.
 
 A core that has nothing to do sleeps, and waking it takes microseconds on some machines and a tenth of a millisecond on
 others, virtual ones above all: there a process alone on the machine can be slower than beside another one. A process of
-the lowest class keeps each core awake, and makes way for everybody at once.
+the lowest class keeps each core awake, and makes way for every other one at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START_S = 30.0
 
 
 def main() -> int:
-    """The command's exit status."""
+    """Run the command; return its exit status."""
     with cores_awake():
         process = subprocess.Popen(sys.argv[1:])
         # Both go to the command, which stops what it started; this ends when it has.
@@ -33,7 +33,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def cores_awake() -> Iterator[None]:
-    """While it is entered, the cores that this process may use do not sleep. Raises TimeoutError where they might."""
+    """Keep the cores of this process awake while the block runs. Raises TimeoutError where they might sleep."""
     spawn = multiprocessing.get_context("spawn")
     cores = [core for core in os.sched_getaffinity(0) if not _shares_its_units(core)]
     begun = spawn.Semaphore(0)
@@ -41,9 +41,9 @@ def cores_awake() -> Iterator[None]:
     try:
         for process in keeping:
             process.start()
-        # Until then they are no better than anybody: they import what the main module does.
+        # Until then they have no lower class than others: they import what the main module does.
         if not all(begun.acquire(timeout=_START_S) for _ in keeping):
-            raise TimeoutError(f"what keeps cores awake did not begin within {_START_S:g} s")
+            raise TimeoutError(f"the processes that keep cores awake did not begin within {_START_S:g} s")
         yield
     finally:
         for process in keeping:
@@ -67,7 +67,7 @@ def _keep_awake(core: int, parent: int, begun: Semaphore) -> None:
 
 
 def _shares_its_units(core: int) -> bool:
-    """Whether it is one of several threads of a physical core: kept awake, it would take from the others."""
+    """Return whether it is one of several threads of a physical core: kept awake, it would take from the others."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
     return siblings.is_file() and siblings.read_text().strip() != str(core)
 

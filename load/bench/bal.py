@@ -1,179 +1,224 @@
-"""Bounded asynchronous loading: what a slow store adds to a request with one LoRA and with two, in time and quality.
+"""What does a slow LoRA store add to a request with one LoRA and with two, in time and quality?
 
-The store is throttled so that loading takes as many steps as a LoRA may be late. Latency on a model whose steps are
-long, against the same request without LoRAs, and against Diffusers, which loads first; quality on the embedded model,
-against pictures that have their LoRAs from the first step.
+Loading is bounded and asynchronous. The store is throttled so that loading takes as many steps as a LoRA may be late.
+Latency is measured on a model whose steps are long, against the same request without LoRAs, and against Diffusers,
+which loads first. Quality is measured on the embedded model, against pictures that have their LoRAs from the first
+step. There the step is pinned in the requests: a LoRA that arrives at step K makes the very same picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
-from bottega.client import Lora, Picture
-from bottega.client.suite.plan import free_ports
-from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
-from load.bench.bal_quality import Quality, compare
+import PIL.Image
+
+from bottega.client import Client, Lora, Picture
+from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import Scene, caption, held_out_scenes
+from load.bench import miniature
 from load.bench.bench_model import DEFAULT, write_bench_model
-from load.bench.lora_files import LoraFiles, random_lora
-from load.bench.lora_suite import Cast, LoraSuite, cold_cast, suite
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet
+from load.bench.lora_files import cold_services, random_lora
+from load.bench.side_process import Side
+from load.bench.stock import stock
+from load.bench.suites import relayed, stage_s, suite
 from load.bench.throttle import Throttle
+from load.miniature.quality import Clip, load_miniature
+from load.miniature.quality import measure as measure_quality
 
-BASE = "bench"
 THREADS = 2
 # As large as it takes for the header to be as small a part of the file as it is of a real LoRA.
 RANK = 64
 COUNTS = {0: "none", 1: "one", 2: "two"}
-WANTED_RATIO = 1.05
+WANTED_RATIO, WANTED_CLIP_DROP = 1.05, 0.1
 WANTED_SSIM = {"one": 0.83, "two": 0.82}
-WANTED_CLIP_DROP = 0.1
-# Of the steps, how late LoRAs may be: what the gateway allows one without a profile, and Katz any.
+# How late LoRAs may be, as a share of the steps: what the gateway allows one without a profile, and Katz any.
 BOUND_SHARE = 0.2
+# Requests of the embedded model that are drawn together.
+AT_ONCE = 8
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--rounds", 5, "of all requests, on each side", smallest=1),
+    Option("--steps", 30, "of a picture", smallest=5),
+    Option("--prompts", 50, "whose pictures are compared; 0 is none", smallest=2),
+    Option("--late", [3, 10, 15], "further steps K to compare at", smallest=[3]),
+    Option("--loras", [], "two files or folders for the embedded model; by default its own", kind=Path),
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
-    """Requests with so many LoRAs, an entry for each round. from_steps: at which they went in; waits_s: for them."""
+    """Requests with a number of LoRAs, an entry for each round."""
 
     ours_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
     from_steps: list[float] = field(default_factory=list)
+    """Steps at which the LoRAs went in."""
     waits_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """One suite whose store is behind the throttle. sizes_bytes: of the LoRAs there. bound: the step at which they are
-    in at the latest."""
+class Seen:
+    """The looks of pictures of one kind."""
 
-    running: LoraSuite
-    throttle: Throttle
-    loras: tuple[LoraFiles, ...]
-    sizes_bytes: tuple[int, ...]
-    steps: int
-    bound: int
-
-    def draw(self, count: int, seed: int) -> tuple[Picture, float]:
-        """A picture with so many LoRAs, and its seconds."""
-        began_s = time.perf_counter()
-        picture = self.running.client.generate(
-            PROMPT,
-            seed=seed,
-            num_inference_steps=self.steps,
-            guidance_scale=GUIDANCE_SCALE,
-            lora=[Lora(f"lora{number}", max_step=self.bound) for number in range(count)],
-            bounded_lora_loading=True,
-        )
-        return picture, time.perf_counter() - began_s
-
-    def slow_down(self, count: int, step_s: float) -> float:
-        """Makes loading of so many LoRAs take as long as the steps that they may miss; returns those seconds."""
-        seconds = self.bound * step_s
-        size_bytes = sum(self.sizes_bytes[:count])
-        self.throttle.bytes_per_s = size_bytes / seconds if size_bytes else 1e9
-        return seconds if count else 0.0
+    ssim: float
+    """Mean similarity to the exact pictures, in -1 to 1."""
+    clip: float
+    """100 times a cosine."""
+    right: float
+    """Share that the oracle reads right."""
 
 
-def latency(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Timed], int]:
-    """Suite and Diffusers in turns; and the bound."""
-    write_bench_model(folder / "model", DEFAULT)
-    (folder / "loras").mkdir()
-    loras = tuple(random_lora(folder / "model", folder / "loras", seed=seed, rank=RANK) for seed in range(2))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Pictures with one set of LoRAs."""
+
+    exact: Seen
+    by_late: Mapping[int, Seen]
+    """By the step at which the LoRAs went in."""
+    none: Seen
+    """Without LoRAs."""
+
+    def fill(self, sheet: Sheet, name: str, bound: int) -> None:
+        """Add rows and values; those of the step `bound` have bars."""
+        shown = {"exact": self.exact, **{f"from step {late}": seen for late, seen in self.by_late.items()}}
+        for kind, seen in {**shown, "without": self.none}.items():
+            sheet.row(f"{name}, {kind}", f"SSIM {seen.ssim:.3f}, CLIP {seen.clip:.2f}, oracle {seen.right:.2f}")
+        judged = self.by_late[bound]
+        bar = f"at least {WANTED_SSIM[name]:g}"
+        sheet.figure(f"  SSIM at step {bound}", judged.ssim, "{:.3f}", key=f"ssim_{name}", bar=bar)
+        drop, bar = self.exact.clip - judged.clip, f"at most {WANTED_CLIP_DROP:g}"
+        sheet.figure("  CLIP score lost", drop, key=f"clip_drop_{name}", bar=bar)
+        sheet.values |= {f"oracle_{name}": judged.right, f"oracle_exact_{name}": self.exact.right}
+        sheet.values |= {f"ssim_none_{name}": self.none.ssim}
+        sheet.values |= {f"ssim_{name}_from_{late}": seen.ssim for late, seen in self.by_late.items()}
+
+
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure latency, then quality."""
     bound = int(options.steps * BOUND_SHARE)
-    with Throttle() as throttle, suite(_cast(folder, throttle)) as running:
-        added = [running.client.add_lora(f"lora{number}", lora.theirs) for number, lora in enumerate(loras)]
-        bench = Bench(
-            running=running,
-            throttle=throttle,
-            loras=loras,
-            sizes_bytes=tuple(lora.size_bytes for lora in added),
-            steps=options.steps,
-            bound=bound,
-        )
-        with AddonReference(folder / "model", THREADS) as reference:
-            return _rounds(bench, reference, options.rounds), bound
+    timed = _latency(folder, options, bound)
+    sheet.values["bound"] = bound
+    none = timed["none"]
+    for name, each in timed.items():
+        sheet.row(f"{name}: suite, Diffusers", f"{median(each.ours_s):.2f} s, {median(each.theirs_s):.2f} s")
+        if name == "none":
+            continue
+        late = f"{median(each.from_steps):g} of {options.steps}, {1000 * median(each.waits_s):.0f} ms"
+        sheet.row("    went in at step, waited for", late, f"step {bound} at the latest")
+        ratio, theirs = median(each.ours_s) / median(none.ours_s), median(each.theirs_s) / median(none.theirs_s)
+        bar = f"at most {WANTED_RATIO:g}"
+        sheet.figure("    over none, suite", ratio, "{:.3f}", key=f"ratio_{name}", bar=bar)
+        sheet.figure("    over none, Diffusers", theirs, "{:.3f}", key=f"diffusers_ratio_{name}")
+        sheet.values |= {f"from_step_{name}": median(each.from_steps), f"wait_s_{name}": median(each.waits_s)}
+    if options.prompts:
+        for name, quality in _compare(folder / "quality", options, sorted({bound, *options.late})).items():
+            quality.fill(sheet, name, bound)
 
 
-def _rounds(bench: Bench, reference: AddonReference, rounds: int) -> dict[str, Timed]:
-    timed = {name: Timed() for name in COUNTS.values()}
-    step_s = 0.0
-    for seed in range(rounds + 1):
-        for count, name in COUNTS.items():
-            fetch_s = bench.slow_down(count, step_s) if step_s else 0.0
-            picture, seconds = bench.draw(count, seed)
-            files = [str(lora.theirs) for lora in bench.loras[:count]]
-            answer = reference.draw(Ask(seed=seed, steps=bench.steps, loras=files, fetch_s=fetch_s))
-            if count == 0:
-                step_s = _step_s(picture)
-            if seed:  # the first round pays for what is made once
-                timed[name].ours_s.append(seconds)
-                timed[name].theirs_s.append(answer.seconds)
-                timed[name].from_steps += [use.from_step for use in picture.provenance.loras[:1]]
-                timed[name].waits_s += [use.wait_s for use in picture.provenance.loras[:1]]
+def _latency(folder: Path, options: argparse.Namespace, bound: int) -> dict[str, Timed]:
+    """Draw with the suite and Diffusers in turns."""
+    model = folder / "model"
+    write_bench_model(model, DEFAULT.for_run(smallest=options.smallest))
+    loras = [random_lora(model, folder / "files", seed=seed, rank=RANK) for seed in range(2)]
+    timed, step_s = {name: Timed() for name in COUNTS.values()}, 0.0
+    with (
+        Throttle() as throttle,
+        suite(folder / "suite", cold_services(model, THREADS, links=relayed(throttle))) as running,
+        Side(stock, threads=THREADS, model=model) as reference,
+    ):
+        sizes = [running.client.add_lora(f"lora{n}", lora.theirs).size_bytes for n, lora in enumerate(loras)]
+        for seed in range(options.rounds + 1):
+            for count, name in COUNTS.items():
+                # Loading of all takes as long as the steps that they may miss.
+                fetch_s = bound * step_s if count else 0.0
+                throttle.bytes_per_s = sum(sizes[:count]) / fetch_s if fetch_s else 1e9
+                picture, seconds = running.draw(
+                    PROMPT,
+                    seed=seed,
+                    num_inference_steps=options.steps,
+                    guidance_scale=GUIDANCE_SCALE,
+                    lora=[Lora(f"lora{number}", max_step=bound) for number in range(count)],
+                    bounded_lora_loading=True,
+                )
+                files = [str(lora.theirs) for lora in loras[:count]]
+                answer = reference.ask(
+                    prompts=[PROMPT], seeds=[seed], steps=options.steps, loras=files, fetch_s=fetch_s
+                )
+                if count == 0:
+                    step_s = stage_s(picture, "denoise") / options.steps
+                if seed:  # the first round pays for what is made once
+                    timed[name].ours_s.append(seconds)
+                    timed[name].theirs_s.append(answer["seconds"])
+                    timed[name].from_steps += [use.from_step for use in picture.provenance.loras[:1]]
+                    timed[name].waits_s += [use.wait_s for use in picture.provenance.loras[:1]]
     return timed
 
 
-def _step_s(picture: Picture) -> float:
-    spent = {each.stage: each.seconds for each in picture.provenance.times}
-    return spent["denoise"] / picture.provenance.parameters.num_inference_steps
-
-
-def _cast(folder: Path, throttle: Throttle) -> Cast:
-    throttle.target = free_ports(1)[0]
-    links = {
-        "socket": None,
-        "listen": f"127.0.0.1:{throttle.target}",
-        "advertised": f"127.0.0.1:{throttle.port}",
+def _compare(folder: Path, options: argparse.Namespace, lates: Sequence[int]) -> dict[str, Quality]:
+    """Draw every prompt in every way; half of the prompts name one thing."""
+    each = max(options.prompts // 2, 1)
+    scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
+    clip = load_miniature(WEIGHTS)
+    services = {
+        "loras": {"bases": {"miniature": "miniature"}},
+        "worker": {"engine": {"model": "miniature", "threads": THREADS}},
     }
-    return cold_cast(folder / "suite", folder / "model", base=BASE, threads=THREADS, links=links)
+    found = {}
+    with suite(folder, services) as running:
+        for number, path in enumerate(options.loras or _styles(folder)):
+            running.client.add_lora(f"style{number}", path)
+        plain = _draw(running.client, scenes, [], options.steps)
+        for name, count in (("one", 1), ("two", 2)):
+
+            def drawn(step: int, count: int = count) -> list[PIL.Image.Image]:
+                loras = [Lora(f"style{number}", from_step=step) for number in range(count)]
+                return _draw(running.client, scenes, loras, options.steps)
+
+            exact = drawn(0)
+            found[name] = Quality(
+                exact=_see(clip, scenes, exact, exact),
+                by_late={step: _see(clip, scenes, drawn(step), exact) for step in lates},
+                none=_see(clip, scenes, plain, exact),
+            )
+    return found
 
 
-def _report(timed: dict[str, Timed], bound: int, quality: dict[str, Quality], steps: int) -> None:
-    rows: list[tuple[str, str, str]] = []
-    values: dict[str, float] = {"bound": bound}
-    for name, each in timed.items():
-        rows.append((f"{name}: suite, Diffusers", f"{median(each.ours_s):.2f} s, {median(each.theirs_s):.2f} s", ""))
-        if each.from_steps:
-            ratio = median(each.ours_s) / median(timed["none"].ours_s)
-            theirs = median(each.theirs_s) / median(timed["none"].theirs_s)
-            said = f"{median(each.from_steps):g} of {steps}, {1000 * median(each.waits_s):.0f} ms"
-            rows += [
-                ("    went in at step, waited for", said, f"step {bound} at the latest"),
-                (f"    over none, suite (ratio_{name})", f"{ratio:.3f}", f"at most {WANTED_RATIO:g}"),
-                ("    over none, Diffusers", f"{theirs:.3f}", ""),
-            ]
-            values |= {f"ratio_{name}": ratio, f"diffusers_ratio_{name}": theirs}
-            values |= {f"from_step_{name}": median(each.from_steps), f"wait_s_{name}": median(each.waits_s)}
-    for name, measured in quality.items():
-        its_rows, its_values = measured.reported(name, bound, WANTED_SSIM[name], WANTED_CLIP_DROP)
-        rows += its_rows
-        values |= its_values
-    report("bal", rows, values)
+def _draw(client: Client, scenes: Sequence[Scene], loras: Sequence[Lora], steps: int) -> list[PIL.Image.Image]:
+    """Draw scene i with seed i."""
+
+    def one(seed: int, scene: Scene) -> PIL.Image.Image:
+        picture: Picture = client.generate(
+            caption(scene), seed=seed, num_inference_steps=steps, guidance_scale=miniature.GUIDANCE, lora=loras
+        )
+        return picture.pil().convert("RGB")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(one, range(len(scenes)), scenes))
 
 
-def main() -> None:
-    """Prints the table and the line of JSON."""
-    parser = argparse.ArgumentParser(prog="make bench-bal", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of all requests, on each side (default: 5)")
-    parser.add_argument("--steps", type=int, default=30, help="of a picture (default: 30)")
-    parser.add_argument("--prompts", type=int, default=50, help="whose pictures are compared; 0 is none (default: 50)")
-    parser.add_argument("--late", type=int, nargs="*", default=(3, 10, 15), help="further steps K to compare at")
-    parser.add_argument(
-        "--loras", type=Path, nargs=2, help="files or folders for the embedded model (default: its own)"
-    )
-    options = parser.parse_args()
-    with scratch() as folder:
-        timed, bound = latency(folder, options)
-        lates: Sequence[int] = sorted({bound, *options.late})
-        quality = compare(folder / "quality", options, lates) if options.prompts else {}
-    _report(timed, bound, quality, options.steps)
+def _see(
+    clip: Clip, scenes: Sequence[Scene], pictures: Sequence[PIL.Image.Image], exact: Sequence[PIL.Image.Image]
+) -> Seen:
+    quality = measure_quality(clip, pictures, [caption(scene) for scene in scenes], exact)
+    assert quality.ssim is not None, "it has references"
+    drawn = [miniature.Drawn(scene=scene, picture=one) for scene, one in zip(scenes, pictures, strict=True)]
+    return Seen(ssim=quality.ssim, clip=quality.clip_score, right=mean(one.right for one in drawn))
+
+
+def _styles(folder: Path) -> list[Path]:
+    """Return two LoRAs of the embedded model: its own, else random ones."""
+    trained = sorted((WEIGHTS / "loras").glob("*"))[:2]
+    return trained if len(trained) == 2 else [random_lora(WEIGHTS, folder, seed=seed, rank=8).theirs for seed in (0, 1)]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,37 +1,53 @@
-"""What joining and leaving the batch at every step gains, on the embedded model.
+"""What does joining and leaving the batch at every step gain, on the embedded model?
 
-Closed loop: eight clients, in images per second, against Diffusers one at a time and against the bare engine.
-Open loop: the same Poisson arrivals, at .7 of the measured capacity of static batches, with 20, 30 and 50 steps
-mixed, for the suite and for static batches; p95 of the time from the intended arrival to the picture.
+Closed loop: eight clients, in images per second, against Diffusers one at a time and against the bare engine, which is
+the worker's engine process alone on its pipe: the most that batching can gain, without services around it.
+Open loop: the same Poisson arrivals, at .7 of the measured capacity of static batches, with 20, 30 and 50 steps mixed,
+for the suite and for static batches; p95 of the time from the intended arrival to the picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import dataclasses
+import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from bottega.client import AsyncClient
+from bottega.errors import InternalError
 from bottega.miniature import WEIGHTS
+from bottega.process import ChildProcess, engine_environment
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
-from load.bench import bare_engine, suite
-from load.bench.bare_engine import BareEngine
-from load.bench.closed_loop import closed_loop
-from load.bench.reference import Batch, Reference
-from load.bench.report import percentile, report
-from load.bench.scratch import scratch
+from bottega.v1.worker_pb2 import AttemptId
+from bottega.worker.config import EngineConfig
+from load.bench.framework import (
+    CORES,
+    GUIDANCE_SCALE,
+    PROMPT,
+    Bench,
+    Option,
+    Sheet,
+    closed_loop,
+    medians,
+    percentile,
+)
+from load.bench.side_process import Side
 from load.bench.static_batches import MAX_BATCH, StaticServer
+from load.bench.stock import stock
+from load.bench.suites import plain_suite
 from load.replay.arrivals import poisson
 from load.replay.driver import replay
 from load.replay.results import Result
 
-PROMPT = "a big red star on the left on a blue background"
-GUIDANCE_SCALE = 5.0
 CLIENTS = 8
 CLOSED_STEPS = 20
 MIXED_STEPS = (20, 30, 50)
@@ -39,130 +55,196 @@ LOAD = 0.7
 # A seed makes a run repeatable; which one does not matter.
 ARRIVALS_SEED = 8
 _DEADLINE_S = 600.0
+_START_S, _STOP_S = 120.0, 10.0
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--requests", 300, "of the open loop, on each side", smallest=2),
+    Option("--closed-requests", 32, "of a round of the closed loop", smallest=2),
+    Option("--capacity-batches", 6, "to measure the capacity of static batches", smallest=1),
+    Option("--rounds", 3, "in which the sides take turns", smallest=1),
+    Option("--threads", CORES, "of torch, on each side"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A request of the open loop. number: from 0, its seed. at_s: when it is meant to come."""
+    """A request of the open loop."""
 
     number: int
+    """From 0; its seed."""
     at_s: float
     steps: int
 
 
+class BareEngine:
+    """A worker's engine process alone, driven by its pipe; several `draw` may run at once."""
+
+    def __init__(self, child: ChildProcess) -> None:
+        self._child = child
+        self._sending = asyncio.Lock()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._ready = asyncio.Event()
+        self._started = 0
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, model: str, threads: int) -> AsyncIterator[BareEngine]:
+        """Run an engine of a model, warm."""
+        config = EngineConfig(model=model, threads=threads)
+        settings = json.dumps(dataclasses.asdict(config))
+        variables = engine_environment(exclusive_cores=config.exclusive_cores)
+        engine = cls(await ChildProcess.start("bottega.worker.engine.main", "--config-json", settings, env=variables))
+        try:
+            async with asyncio.timeout(_START_S):
+                await engine._ready.wait()
+            yield engine
+        finally:
+            engine._reader.cancel()
+            await asyncio.gather(engine._reader, return_exceptions=True)
+            await engine._child.stop(_STOP_S)
+
+    async def draw(self, spec: GenerationSpec) -> None:
+        """Draw one job, every default filled in; return when all of its pictures have been handed over."""
+        self._started += 1
+        job_id = str(self._started)
+        done = self._waiting[job_id] = asyncio.get_running_loop().create_future()
+        command = EngineCommand(start=EngineStart(attempt=AttemptId(job_id=job_id, number=1), spec=spec))
+        async with self._sending:
+            await self._child.channel.send(command.SerializeToString())
+        async with asyncio.timeout(_DEADLINE_S):
+            await done
+
+    async def _read(self) -> None:
+        while (frame := await self._child.channel.recv()) is not None:
+            event = EngineEvent.FromString(frame)
+            match event.WhichOneof("event"):
+                case "ready":
+                    self._ready.set()
+                case "done":
+                    self._waiting.pop(event.done.attempt.job_id).set_result(None)
+                case "failed":
+                    error = InternalError(event.failed.error.message)
+                    self._waiting.pop(event.failed.attempt.job_id).set_exception(error)
+        for waiting in self._waiting.values():
+            waiting.set_exception(InternalError("the engine ended"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """Who draws: all of them live through the whole run, one of them at a time has something to do."""
+    """The sides, which live through the whole run; one of them at a time has something to do."""
 
-    reference: Reference
+    reference: Side
     engine: BareEngine
     client: AsyncClient
 
+    def draw_static(self, seeds: Sequence[int], steps: int) -> float:
+        """Draw a batch by Diffusers; return its seconds."""
+        return self.reference.ask(prompts=[PROMPT] * len(seeds), seeds=list(seeds), steps=steps)["seconds"]
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """Rates in images per second, one for each round; times in seconds, one for each request."""
+    async def draw(self, seed: int, steps: int) -> None:
+        """Draw through the suite."""
+        await self.client.generate(PROMPT, seed=seed, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE)
 
-    plain: list[float] = field(default_factory=list)
-    engine: list[float] = field(default_factory=list)
-    suite: list[float] = field(default_factory=list)
-    static_capacity: float = 0.0
-    static_s: list[float] = field(default_factory=list)
-    suite_s: list[float] = field(default_factory=list)
+    async def closed(self, requests: int) -> dict[str, float]:
+        """Return images per second of each side."""
 
+        async def plain(number: int) -> None:
+            await asyncio.to_thread(self.draw_static, [number], CLOSED_STEPS)
 
-async def measure(sides: Sides, options: argparse.Namespace) -> Measured:
-    """Runs both loops, `options.rounds` times in turns."""
-    measured = Measured()
-    await _closed(sides, CLIENTS)  # warms all sides up
-    for _ in range(options.rounds):
-        plain, engine, through = await _closed(sides, options.closed_requests)
-        measured.plain.append(plain)
-        measured.engine.append(engine)
-        measured.suite.append(through)
-    rng = random.Random(ARRIVALS_SEED)
-    measured.static_capacity = await _static_capacity(sides.reference, rng, options.capacity_batches)
-    share = options.requests // options.rounds
-    for _ in range(options.rounds):
-        await _open(sides, measured, share, rng)
-    return measured
+        return {
+            "plain": await closed_loop(plain, requests=requests, clients=1),
+            "engine": await closed_loop(
+                lambda number: self.engine.draw(_spec(number)), requests=requests, clients=CLIENTS
+            ),
+            "suite": await closed_loop(
+                lambda number: self.draw(number, CLOSED_STEPS), requests=requests, clients=CLIENTS
+            ),
+        }
 
-
-async def _closed(sides: Sides, requests: int) -> tuple[float, float, float]:
-    """Images per second of: Diffusers one at a time, the bare engine, the suite."""
-
-    async def plain(number: int) -> None:
-        batch = Batch(prompts=(PROMPT,), seeds=(number,), steps=CLOSED_STEPS, guidance_scale=GUIDANCE_SCALE)
-        await asyncio.to_thread(sides.reference.draw, batch)
-
-    async def alone(number: int) -> None:
-        await sides.engine.draw(_spec(CLOSED_STEPS, number))
-
-    async def through(number: int) -> None:
-        await _through(sides.client, CLOSED_STEPS, number)
-
-    return (
-        await closed_loop(plain, requests=requests, clients=1),
-        await closed_loop(alone, requests=requests, clients=CLIENTS),
-        await closed_loop(through, requests=requests, clients=CLIENTS),
-    )
-
-
-async def _static_capacity(reference: Reference, rng: random.Random, batches: int) -> float:
-    """Images per second of full static batches, each run to the longest of eight mixed step counts."""
-    seconds = []
-    for _ in range(batches):
-        steps = max(rng.choices(MIXED_STEPS, k=MAX_BATCH))
-        batch = Batch(
-            prompts=(PROMPT,) * MAX_BATCH, seeds=tuple(range(MAX_BATCH)), steps=steps, guidance_scale=GUIDANCE_SCALE
+    async def static_capacity(self, rng: random.Random, batches: int) -> float:
+        """Return images per second of full static batches, each run to the longest of eight mixed step counts."""
+        steps = [max(rng.choices(MIXED_STEPS, k=MAX_BATCH)) for _ in range(batches)]
+        return MAX_BATCH / mean(
+            [await asyncio.to_thread(self.draw_static, range(MAX_BATCH), longest) for longest in steps]
         )
-        seconds.append(await asyncio.to_thread(reference.draw, batch))
-    return MAX_BATCH / mean(seconds)
+
+    async def open(self, plan: Sequence[Mixed]) -> dict[str, list[float]]:
+        """Return the seconds of requests at the same arrivals in static batches, and then by the suite."""
+        server: StaticServer[Mixed] = StaticServer(
+            lambda members: self.draw_static([each.number for each in members], max(each.steps for each in members))
+        )
+
+        async def static(request: Mixed) -> Result:
+            await server.draw(request)
+            return Result()
+
+        async def through(request: Mixed) -> Result:
+            await self.draw(request.number, request.steps)
+            return Result()
+
+        try:
+            static_s = (await replay(plan, static, deadline_s=_DEADLINE_S)).took_s()
+        finally:
+            await server.stop()
+        return {"static": static_s, "suite": (await replay(plan, through, deadline_s=_DEADLINE_S)).took_s()}
 
 
-async def _open(sides: Sides, measured: Measured, requests: int, rng: random.Random) -> None:
-    """The same arrivals for static batches and then for the suite."""
-    steps = rng.choices(MIXED_STEPS, k=requests)
-    times = poisson(LOAD * measured.static_capacity, requests, rng)
-    plan = [Mixed(number=number, at_s=at_s, steps=steps[number]) for number, at_s in enumerate(times)]
-
-    async def static(request: Mixed) -> Result:
-        await server.draw(request)
-        return Result()
-
-    async def through(request: Mixed) -> Result:
-        await _through(sides.client, request.steps, request.number)
-        return Result()
-
-    server: StaticServer[Mixed] = StaticServer(lambda members: _draw_static(sides.reference, members))
-    try:
-        measured.static_s += (await replay(plan, static, deadline_s=_DEADLINE_S)).took_s()
-    finally:
-        await server.stop()
-    measured.suite_s += (await replay(plan, through, deadline_s=_DEADLINE_S)).took_s()
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Start all sides, and run both loops."""
+    with (
+        Side(stock, threads=options.threads, model=WEIGHTS) as reference,
+        plain_suite("miniature", options.threads, folder / "suite") as gateway,
+    ):
+        asyncio.run(_measure(reference, gateway.address, options, sheet))
 
 
-def _draw_static(reference: Reference, members: Sequence[Mixed]) -> None:
-    """To the longest of their steps."""
-    batch = Batch(
-        prompts=(PROMPT,) * len(members),
-        seeds=tuple(member.number for member in members),
-        steps=max(member.steps for member in members),
-        guidance_scale=GUIDANCE_SCALE,
-    )
-    reference.draw(batch)
+async def _measure(reference: Side, address: str, options: argparse.Namespace, sheet: Sheet) -> None:
+    rates, seconds = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    async with BareEngine.running("miniature", options.threads) as engine, AsyncClient(address) as client:
+        sides = Sides(reference=reference, engine=engine, client=client)
+        await sides.closed(CLIENTS)  # warms all sides up
+        for _ in range(options.rounds):
+            for name, rate in (await sides.closed(options.closed_requests)).items():
+                rates[name].append(rate)
+        rng = random.Random(ARRIVALS_SEED)
+        capacity = await sides.static_capacity(rng, options.capacity_batches)
+        share = options.requests // options.rounds
+        for _ in range(options.rounds):
+            steps = rng.choices(MIXED_STEPS, k=share)
+            times = poisson(LOAD * capacity, share, rng)
+            plan = [Mixed(number=number, at_s=at_s, steps=steps[number]) for number, at_s in enumerate(times)]
+            for name, took_s in (await sides.open(plan)).items():
+                seconds[name] += took_s
+    rate, p50 = medians(rates), medians(seconds)
+    p95 = {name: percentile(took_s, 0.95) for name, took_s in seconds.items()}
+    sheet.row("Diffusers, one at a time", f"{rate['plain']:.2f} images/s")
+    sheet.row("the bare engine, 8 at once", f"{rate['engine']:.2f} images/s")
+    sheet.row("the suite, 8 clients", f"{rate['suite']:.2f} images/s")
+    ratio, gain = rate["suite"] / rate["plain"], rate["engine"] / rate["plain"]
+    sheet.figure("suite over Diffusers", ratio, key="throughput_ratio")
+    sheet.figure("of the bare engine's gain", ratio / gain, key="of_engine_gain", bar="at least 0.9")
+    sheet.figure("static batches, capacity", capacity, "{:.2f} images/s", key="static_capacity_per_s")
+    sheet.row("p50, static batches and suite", f"{p50['static']:.2f} s, {p50['suite']:.2f} s")
+    sheet.row("p95, static batches and suite", f"{p95['static']:.2f} s, {p95['suite']:.2f} s")
+    ratio = p95["static"] / p95["suite"]
+    sheet.figure("static p95 over ours", ratio, key="static_p95_ratio", bar="at least 1.2")
+    sheet.values |= {
+        "engine_gain": gain,
+        "static_p50_ratio": p50["static"] / p50["suite"],
+        "requests": len(seconds["suite"]),
+        "threads": options.threads,
+    }
 
 
-async def _through(client: AsyncClient, steps: int, seed: int) -> None:
-    await client.generate(PROMPT, seed=seed, num_inference_steps=steps, guidance_scale=GUIDANCE_SCALE)
-
-
-def _spec(steps: int, seed: int) -> GenerationSpec:
-    """What the gateway would send for the same request: every default filled in."""
+def _spec(seed: int) -> GenerationSpec:
+    """Return what the gateway would send for the same request: every default filled in."""
     return GenerationSpec(
         model="miniature",
         prompt=PROMPT,
-        num_inference_steps=steps,
+        num_inference_steps=CLOSED_STEPS,
         guidance_scale=GUIDANCE_SCALE,
         guidance_rescale=0.0,
         width=64,
@@ -173,58 +255,5 @@ def _spec(steps: int, seed: int) -> GenerationSpec:
     )
 
 
-def _report(measured: Measured, options: argparse.Namespace) -> None:
-    throughput_ratio = median(measured.suite) / median(measured.plain)
-    engine_gain = median(measured.engine) / median(measured.plain)
-    static_p95, suite_p95 = percentile(measured.static_s, 0.95), percentile(measured.suite_s, 0.95)
-    values = {
-        "throughput_ratio": throughput_ratio,
-        "of_engine_gain": throughput_ratio / engine_gain,
-        "static_p95_ratio": static_p95 / suite_p95,
-        "engine_gain": engine_gain,
-        "static_capacity_per_s": measured.static_capacity,
-        "static_p50_ratio": median(measured.static_s) / median(measured.suite_s),
-        "requests": len(measured.suite_s),
-        "threads": options.threads,
-    }
-    rows = [
-        ("Diffusers, one at a time", f"{median(measured.plain):.2f} images/s", ""),
-        ("the bare engine, 8 at once", f"{median(measured.engine):.2f} images/s", ""),
-        ("the suite, 8 clients", f"{median(measured.suite):.2f} images/s", ""),
-        ("suite over Diffusers (throughput_ratio)", f"{throughput_ratio:.2f}", ""),
-        ("of the bare engine's gain (of_engine_gain)", f"{values['of_engine_gain']:.2f}", "at least 0.9"),
-        ("static batches, capacity", f"{measured.static_capacity:.2f} images/s", ""),
-        ("p50, static batches and suite", f"{median(measured.static_s):.2f} s, {median(measured.suite_s):.2f} s", ""),
-        ("p95, static batches and suite", f"{static_p95:.2f} s, {suite_p95:.2f} s", ""),
-        ("static p95 over ours (static_p95_ratio)", f"{static_p95 / suite_p95:.2f}", "at least 1.2"),
-    ]
-    report("batching", rows, values)
-
-
-async def _run(options: argparse.Namespace, folder: Path) -> Measured:
-    threads = options.threads
-    with Reference(WEIGHTS, threads) as reference, suite.running("miniature", threads, folder / "suite") as address:
-        async with bare_engine.running("miniature", threads) as engine, AsyncClient(address) as client:
-            return await measure(Sides(reference=reference, engine=engine, client=client), options)
-
-
-def main() -> None:
-    """Measures and reports."""
-    options = _options()
-    with scratch() as folder:
-        measured = asyncio.run(_run(options, folder))
-    _report(measured, options)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=300, help="of the open loop, on each side")
-    parser.add_argument("--closed-requests", type=int, default=32, help="of a round of the closed loop")
-    parser.add_argument("--capacity-batches", type=int, default=6, help="to measure the capacity of static batches")
-    parser.add_argument("--rounds", type=int, default=3, help="in which the sides take turns")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch, on each side")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,7 +1,6 @@
 """A model folder of SDXL's topology with random weights, of any width and depth: for measuring speed, not for pictures.
 
-It writes Diffusers' layout and knows neither engine nor benches. `python -m load.bench.bench_model FOLDER`
-writes one; its options are the fields of BenchShape.
+`python -m load.bench.bench_model FOLDER` writes one in Diffusers' layout; its options are the fields of BenchShape.
 """
 
 from __future__ import annotations
@@ -11,12 +10,19 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    EulerDiscreteScheduler,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -31,6 +37,8 @@ _LATENT_CHANNELS = 4
 _SIZE_CHANNELS, _SIZES = 32, 6
 _TEXT_LAYERS, _TEXT_HEADS = 2, 4
 _VAE_GROUPS = 8
+# Of a ControlNet's embedding of its image; each but the first halves the side.
+_CONTROL_CHANNELS = (16, 32, 64, 128)
 # Second moment of SiLU(z), z standard normal: what a convolution behind GroupNorm and SiLU sees.
 _SILU_MOMENT = 0.355
 # Of the decoder's output, so that nearly all pixels lie inside [-1, 1].
@@ -39,28 +47,31 @@ _PICTURE_STD = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchShape:
-    """How large a bench model is. A combination that cannot be built raises ValueError naming the field.
-
-    block_out_channels: of the UNet's two or three levels, finest first. transformer_layers: of each level but the
-    first, which has no attention, as SDXL's. layers_per_block: residual blocks of a level. head_channels: of one
-    attention head. norm_groups: of every GroupNorm in the UNet.
-    sample_size: latent elements a side. latent_scale: pixels a side of one of them, 4 (as the miniature) or 8 (as
-    SDXL). vae_channels: of the VAE's finest level; the others have twice as many. text_width: of each of the two
-    text encoders. dtype: of the weights in the folder, float16 or float32.
+    """The size of a bench model. A combination that cannot be built raises ValueError naming the field.
 
     The defaults take 100 to 150 ms for a guided step on two CPU cores, and about one step's time for text and decoding.
     """
 
     block_out_channels: tuple[int, ...] = (48, 96, 192)
+    """Channels of the UNet's two or three levels, finest first."""
     transformer_layers: tuple[int, ...] = (1, 2)
+    """Depth of each level but the first, which has no attention, as SDXL's."""
     layers_per_block: int = 2
+    """Residual blocks of a level."""
     head_channels: int = 32
+    """Channels of one attention head."""
     norm_groups: int = 16
+    """Groups of every GroupNorm in the UNet."""
     sample_size: int = 32
+    """Latent elements a side."""
     latent_scale: int = 8
+    """Pixels a side of a latent element: 4 as the miniature, or 8 as SDXL."""
     vae_channels: int = 16
+    """Channels of the VAE's finest level; the others have twice as many."""
     text_width: int = 64
+    """Width of each of the two text encoders."""
     dtype: str = "float16"
+    """Dtype of the weights in the folder: float16 or float32."""
 
     def __post_init__(self) -> None:
         for field, broken, rule in self._rules():
@@ -72,8 +83,28 @@ class BenchShape:
         """Levels of the UNet."""
         return len(self.block_out_channels)
 
+    @property
+    def side(self) -> int:
+        """Pixels a side of a picture."""
+        return self.sample_size * self.latent_scale
+
+    def for_run(self, *, smallest: bool) -> BenchShape:
+        """Return this shape; for a smallest run, one with the same pictures and as few weights as there may be."""
+        if not smallest:
+            return self
+        return replace(
+            self,
+            block_out_channels=(16, *[32] * (self.levels - 1)),
+            transformer_layers=(1,) * (self.levels - 1),
+            layers_per_block=1,
+            head_channels=16,
+            norm_groups=8,
+            vae_channels=8,
+            text_width=16,
+        )
+
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Fields, whether each breaks a rule, and the rule; later ones rely on earlier ones."""
+        """Yield fields, whether each breaks a rule, and the rule; later rules rely on earlier ones."""
         yield "block_out_channels", self.levels not in {2, 3}, "must have two or three levels"
         for field in ("layers_per_block", "head_channels", "norm_groups", "sample_size", "vae_channels", "text_width"):
             yield field, getattr(self, field) < 1, "must be at least 1"
@@ -96,7 +127,7 @@ DEFAULT = BenchShape()
 
 
 def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) -> None:
-    """Writes a random model into `folder`, which must be empty or not there; all of it or nothing.
+    """Write a random model into a folder that is empty or does not exist; all of it or nothing.
 
     The same shape and seed give the same bytes. Raises FileExistsError where something is in the way.
     """
@@ -116,8 +147,28 @@ def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) 
         made.rename(target)
 
 
+def write_bench_controlnet(model: Path, folder: Path, shape: BenchShape, *, seed: int) -> Path:
+    """Write a ControlNet of a bench model's UNet, with random residuals, in half precision; return its folder."""
+    unet = UNet2DConditionModel.from_pretrained(model / "unet", use_safetensors=True)
+    with _seeded(seed):
+        net = ControlNetModel.from_unet(
+            unet, conditioning_embedding_out_channels=_CONTROL_CHANNELS[: {4: 3, 8: 4}[shape.latent_scale]]
+        )
+        for convolution in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+            nn.init.normal_(convolution.weight, std=0.01)
+    net.half().save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def write_gradient(file: Path, shape: BenchShape, *, turns: int = 0) -> Path:
+    """Write a control image, turned by so many quarters; return the file."""
+    image = PIL.Image.linear_gradient("L").resize((shape.side, shape.side)).convert("RGB")
+    image.rotate(90 * turns).save(file)
+    return file
+
+
 def main() -> None:
-    """Writes the model that the arguments ask for, and says where it is."""
+    """Write the model that the arguments ask for, and print its folder."""
     parser = argparse.ArgumentParser(prog="python -m load.bench.bench_model", description=__doc__)
     parser.add_argument("folder", type=Path, help="to write; empty, or not there")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
@@ -133,11 +184,11 @@ def main() -> None:
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, default: int | str | tuple[int, ...]) -> None:
-    """Adds a field of BenchShape; a tuple is written with commas."""
+    """Add a field of BenchShape as an option; a tuple is written with commas."""
     option = "--" + name.replace("_", "-")
     if isinstance(default, tuple):
-        said = ",".join(map(str, default))
-        parser.add_argument(option, type=_numbers, default=default, metavar="N,N", help=f"default: {said}")
+        shown = ",".join(map(str, default))
+        parser.add_argument(option, type=_numbers, default=default, metavar="N,N", help=f"default: {shown}")
     else:
         parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
 
@@ -147,14 +198,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _silence() -> None:
-    """No progress bars, and no warnings about a cast that is meant."""
+    """Show no progress bars, and no warnings about a cast that is meant."""
     diffusers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draws from `seed`, then goes on as before. Only the CPU's generator: torch.manual_seed reseeds devices too."""
+    """Seed the CPU's generator in the block; torch.manual_seed would reseed devices as well."""
     before = torch.random.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -253,7 +304,7 @@ def _scheduler() -> Any:
 
 
 def _give_output(convolution: nn.Conv2d, *, std: float) -> None:
-    """Redraws a last convolution so that its output has this standard deviation, whatever its width."""
+    """Redraw a last convolution so that its output has this standard deviation, whatever its width."""
     assert convolution.bias is not None
     seen = convolution.in_channels * convolution.kernel_size[0] * convolution.kernel_size[1]
     nn.init.normal_(convolution.weight, std=std / (seen * _SILU_MOMENT) ** 0.5)

@@ -1,4 +1,4 @@
-"""Whether pictures of one prompt stay various where they start from cached latents.
+"""Do pictures of one prompt stay various where they start from cached latents?
 
 Rows of six, as a person sees them: of one request, and of six requests one after the other, whose first pictures are
 recorded as in production. Both take turns with a row from noise, whose mean pairwise SSIM theirs is compared with.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,8 +28,7 @@ from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene, unplaced_caption
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from load.bench.cache_engine import Ask, CachedEngine, Drawn, cached_engine
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.framework import Bench, Option, Sheet
 from load.miniature.quality import ssim
 
 ROW = 6
@@ -36,9 +36,20 @@ ROW = 6
 
 WANTED_GAP = 0.05
 PROFILE = WEIGHTS / "cache_profile.json"
-# Seeds of two rows are so far apart.
+# Between the seeds of two rows.
 _APART = 1000
 _WARM_SEED = 5_000_000
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--prompts", 24, "of which rows are drawn", smallest=1),
+    Option("--entries", 100, "of other prompts, to begin with", smallest=2),
+    Option("--steps", 30, "of each picture", smallest=10),
+    Option("--seed", 0, "of the first picture"),
+    Option("--row-pictures", ROW, "as in the cache's configuration"),
+    Option("--fraction", None, "latents up to this share serve any prompt, in place of the profile", kind=float),
+    Option("--threads", 2, "of torch"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +82,45 @@ class Diversity:
         return mean(gaps), stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else 0.0
 
 
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Fill a store, and draw rows."""
+    profile = read_profile(PROFILE)
+    if options.fraction:
+        profile = profile_to(options.fraction, profile)
+    torch.set_num_threads(options.threads)
+    with cached_engine(folder, settings(folder, row_pictures=options.row_pictures)) as engine:
+        engine.store.set_profile(profile)
+        warm(engine, options.entries, steps=options.steps)
+        prompts = open_prompts(options.prompts)
+        fill(sheet, measure_diversity(engine, prompts, seed=options.seed, steps=options.steps))
+
+
 def measure_diversity(engine: CachedEngine, prompts: Sequence[str], *, seed: int = 0, steps: int = 30) -> Diversity:
     """Draw the rows of each prompt, by turns."""
     none, one, several = list[Row](), list[Row](), list[Row]()
+
+    def ask(prompt: str, seed: int, num_images: int, *, cached: bool) -> Ask:
+        return Ask(prompt=prompt, seed=seed, steps=steps, num_images=num_images, cached=cached, recorded=cached)
+
     for number, prompt in enumerate(prompts):
         seeds = range(seed + 3 * number * _APART, seed + 3 * (number + 1) * _APART, _APART)
-        plain, cached = Ask(prompt=prompt, seed=0, steps=steps), {"cached": True, "recorded": True}
-        none.append(_row(engine.draw([_ask(plain, seeds[0], ROW)])))
-        one.append(_row(engine.draw([_ask(plain, seeds[1], ROW, **cached)])))
-        drawn = [engine.draw([_ask(plain, seeds[2] + place, 1, **cached)]) for place in range(ROW)]
+        none.append(_row(engine.draw([ask(prompt, seeds[0], ROW, cached=False)])))
+        one.append(_row(engine.draw([ask(prompt, seeds[1], ROW, cached=True)])))
+        drawn = [engine.draw([ask(prompt, seeds[2] + place, 1, cached=True)]) for place in range(ROW)]
         several.append(_row([each for request in drawn for each in request]))
     return Diversity(none=tuple(none), one=tuple(one), several=tuple(several))
+
+
+def _row(drawn: Sequence[Drawn]) -> Row:
+    """Return the pictures of these requests as a row."""
+    starts = [start for each in drawn for start in each.starts if start is not None]
+    made = sum(each.ask.steps * each.ask.num_images for each in drawn)
+    return Row(
+        pictures=tuple(picture for each in drawn for picture in each.pictures),
+        started=len(starts),
+        saved=sum(start.skipped_steps for start in starts) / made,
+    )
 
 
 def pairwise_ssim(pictures: Sequence[PIL.Image.Image]) -> float:
@@ -104,33 +143,16 @@ def open_prompts(count: int, *, seed: int = 3) -> list[str]:
 def warm(engine: CachedEngine, entries: int, *, steps: int = 30) -> None:
     """Have so many pictures of other prompts recorded, each with a seed of its own."""
     prompts = [pair.first for pair in miniature_pairs(entries + 1, seed=17)]
-    engine.draw(
-        [
-            Ask(prompt=prompt, seed=_WARM_SEED + number, steps=steps, recorded=True)
-            for number, prompt in enumerate(prompts)
-        ]
-    )
+    asks = [
+        Ask(prompt=prompt, seed=_WARM_SEED + number, steps=steps, recorded=True)
+        for number, prompt in enumerate(prompts)
+    ]
+    engine.draw(asks)
 
 
-def figures(diversity: Diversity) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
-    """Return the rows of a table, and the values."""
-    rows: list[tuple[str, str, str]] = []
-    values = {"ssim_none": mean(row.ssim for row in diversity.none)}
-    for name, said, drawn in (
-        ("", f"SSIM of {ROW} pictures of a request: noise, cached", diversity.one),
-        ("_several", f"SSIM of {ROW} requests one after the other: noise, cached", diversity.several),
-    ):
-        gap, error = diversity.gap(drawn)
-        alike, saved = mean(row.ssim for row in drawn), mean(row.saved for row in drawn)
-        started = mean(row.started for row in drawn) / ROW
-        rows += [
-            (said, f"{values['ssim_none']:.3f}, {alike:.3f}", ""),
-            (f"    difference (ssim_gap{name})", f"{gap:+.3f} (+- {error:.3f})", f"within {WANTED_GAP:g}"),
-            ("    from a latent, of all pictures; steps saved", f"{started:.2f}, {saved:.3f}", ""),
-        ]
-        values |= {f"ssim_gap{name}": gap, f"ssim_gap{name}_error": error, f"steps_saved{name or '_one'}": saved}
-        values[f"started{name or '_one'}"] = started
-    return rows, values
+def read_profile(path: Path) -> CacheProfile:
+    """Return the profile in a file."""
+    return json_format.Parse(path.read_text(encoding="utf-8"), CacheProfile())
 
 
 def profile_to(fraction: float, measured: CacheProfile) -> CacheProfile:
@@ -140,51 +162,32 @@ def profile_to(fraction: float, measured: CacheProfile) -> CacheProfile:
     return CacheProfile(model_hash=measured.model_hash, balanced=enough, fast=enough)
 
 
-def main() -> None:
-    """Print the table and the line of JSON."""
-    parser = argparse.ArgumentParser(prog="make bench-cache-diversity", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=24, help="(default: 24)")
-    parser.add_argument("--entries", type=int, default=100, help="of other prompts, to begin with (default: 100)")
-    parser.add_argument("--steps", type=int, default=30, help="of each picture (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first picture (default: 0)")
-    parser.add_argument("--row-pictures", type=int, default=6, help="as in the cache's configuration (default: 6)")
-    parser.add_argument(
-        "--fraction", type=float, help="latents up to this share serve any prompt (default: the profile)"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
-    options = parser.parse_args()
-    profile = json_format.Parse(PROFILE.read_text(encoding="utf-8"), CacheProfile())
-    if options.fraction:
-        profile = profile_to(options.fraction, profile)
-    torch.set_num_threads(options.threads)
-    with scratch() as folder, cached_engine(folder, settings(folder, row_pictures=options.row_pictures)) as engine:
-        engine.store.set_profile(profile)
-        warm(engine, options.entries, steps=options.steps)
-        prompts = open_prompts(options.prompts)
-        diversity = measure_diversity(engine, prompts, seed=options.seed, steps=options.steps)
-    rows, values = figures(diversity)
-    report("cache_diversity", rows, values)
-
-
 def settings(folder: Path, *, row_pictures: int) -> StoreSettings:
-    """Return those of a cache as it is configured unless it is told otherwise."""
+    """Return those of a cache with default configuration."""
     return StoreSettings(folder=folder / "store", budget_bytes=1 << 30, row_pictures=row_pictures, seed=0)
 
 
-def _ask(ask: Ask, seed: int, num_images: int, *, cached: bool = False, recorded: bool = False) -> Ask:
-    return Ask(prompt=ask.prompt, seed=seed, steps=ask.steps, num_images=num_images, cached=cached, recorded=recorded)
-
-
-def _row(drawn: Sequence[Drawn]) -> Row:
-    """Return the pictures of these requests as a row."""
-    starts = [start for each in drawn for start in each.starts if start is not None]
-    made = sum(each.ask.steps * each.ask.num_images for each in drawn)
-    return Row(
-        pictures=tuple(picture for each in drawn for picture in each.pictures),
-        started=len(starts),
-        saved=sum(start.skipped_steps for start in starts) / made,
-    )
+def fill(sheet: Sheet, diversity: Diversity) -> None:
+    """Report how alike rows are."""
+    alike = sheet.values["ssim_none"] = mean(row.ssim for row in diversity.none)
+    for suffix, what, rows in (
+        ("", f"SSIM of {ROW} pictures of a request: noise, cached", diversity.one),
+        ("_several", f"SSIM of {ROW} requests one after the other: noise, cached", diversity.several),
+    ):
+        gap, error = diversity.gap(rows)
+        saved, started = mean(row.saved for row in rows), mean(row.started for row in rows) / ROW
+        sheet.row(what, f"{alike:.3f}, {mean(row.ssim for row in rows):.3f}")
+        sheet.figure(
+            "    difference",
+            gap,
+            f"{{:+.3f}} (+- {error:.3f})",
+            key=f"ssim_gap{suffix}",
+            bar=f"within {WANTED_GAP:g}",
+        )
+        sheet.row("    from a latent, of all pictures; steps saved", f"{started:.2f}, {saved:.3f}")
+        name = suffix or "_one"
+        sheet.values |= {f"ssim_gap{suffix}_error": error, f"steps_saved{name}": saved, f"started{name}": started}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,16 +1,17 @@
 """An engine and an approximate cache in this process: pictures of the embedded model that start from real entries.
 
-As in the suite, but for the link between them: the engine asks the store by a call, and has the answer before its first
-step.
+All is as in the suite except for the link between them: the engine asks the store by a call, and has the answer before
+its first step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import PIL.Image
@@ -38,7 +39,6 @@ from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec
-from load.bench.kept_pictures import KeptPictures, PictureFolder
 from load.bench.local_loras import LocalLoras
 
 GUIDANCE_SCALE = 4.0
@@ -56,60 +56,126 @@ _LORAS = WEIGHTS / "loras"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Pictures to draw. cached: whether they may start from latents; recorded: whether the first one may be.
-
-    loras: by name. lora_bound: the step before which they come.
-    """
+    """Pictures to draw."""
 
     prompt: str
     seed: int
     steps: int = STEPS
     num_images: int = 1
     cached: bool = False
+    """Whether they may start from latents."""
     recorded: bool = False
+    """Whether the first one may be recorded."""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     loras: tuple[str, ...] = ()
     lora_bound: int = 0
+    """The step before which LoRAs come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """What was drawn. starts: None for a picture that was drawn from noise."""
+    """Pictures that were drawn."""
 
     ask: Ask
     pictures: tuple[PIL.Image.Image, ...]
     starts: tuple[CachedStart | None, ...]
+    """Of each picture; None of one that was drawn from noise."""
 
     @property
     def picture(self) -> PIL.Image.Image:
-        """The first."""
+        """The first picture."""
         return self.pictures[0]
 
     @property
     def start(self) -> CachedStart | None:
-        """Of the first."""
+        """The first picture's start."""
         return self.starts[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPictures:
+    """Pictures of one ask, and what each started from."""
+
+    pictures: tuple[PIL.Image.Image, ...]
+    starts: tuple[CachedStart | None, ...]
+
+
+class PictureFolder:
+    """Pictures of a long bench that are kept, so that a bench that was ended goes on where it was.
+
+    Batches are in the order in which they were asked for. Each is a PNG for each picture, and a JSON file, which comes
+    last, so that a batch is there whole or not at all. A folder is of one bench with one set of options.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._next = 0
+
+    def take(self, asks: Sequence[str]) -> list[KeptPictures] | None:
+        """Return the next batch, or None where that was not drawn yet; `keep` it then.
+
+        Raises SystemExit where the folder has something else.
+
+        Args:
+            asks: A text for each ask.
+        """
+        file = self._file(self._next)
+        if not file.exists():
+            return None
+        batch = json.loads(file.read_text(encoding="utf-8"))
+        if batch["asks"] != list(asks):
+            raise SystemExit(f"{file} is of other options, or of another version: give an empty folder")
+        kept = [self._read(place, starts) for place, starts in enumerate(batch["starts"])]
+        self._next += 1
+        return kept
+
+    def keep(self, asks: Sequence[str], drawn: Sequence[KeptPictures]) -> None:
+        """Write the batch that was asked for."""
+        for place, each in enumerate(drawn):
+            for image, picture in enumerate(each.pictures):
+                picture.save(self._picture(place, image))
+        starts = [[None if start is None else asdict(start) for start in each.starts] for each in drawn]
+        file = self._file(self._next)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps({"asks": list(asks), "starts": starts}), encoding="utf-8")
+        part.replace(file)
+        self._next += 1
+
+    def _read(self, place: int, starts: Sequence[dict[str, object] | None]) -> KeptPictures:
+        pictures = []
+        for image in range(len(starts)):
+            with PIL.Image.open(self._picture(place, image)) as picture:
+                pictures.append(picture.copy())
+        found = [None if start is None else CachedStart(**start) for start in starts]  # type: ignore[arg-type]
+        return KeptPictures(pictures=tuple(pictures), starts=tuple(found))
+
+    def _file(self, batch: int) -> Path:
+        return self._folder / f"{batch:04d}.json"
+
+    def _picture(self, place: int, image: int) -> Path:
+        return self._folder / f"{self._next:04d}-{place:03d}-{image}.png"
+
+
 class StoreLatents:
-    """A LatentSource: see there."""
+    """A LatentSource with one store, in this process."""
 
     def __init__(self, store: LatentStore) -> None:
         self._store = store
 
     @property
     def linked(self) -> int:
-        """It has its own."""
+        """The number of stores."""
         return 1
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """There are no others."""
+        """Ignore other stores."""
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
-        said = self._store.ask(question.header, question.embedding.numpy())
-        answer = Future[LatentReply]()
-        answer.set_result(LatentReply(header=said.header, latents=tuple(_tensor(each) for each in said.latents)))
-        return answer
+        answer = self._store.ask(question.header, question.embedding.numpy())
+        reply = Future[LatentReply]()
+        reply.set_result(LatentReply(header=answer.header, latents=tuple(map(_tensor, answer.latents))))
+        return reply
 
     def report(self, reply: LatentReply, starts: CacheStarts) -> None:
         self._store.count_starts(starts)
@@ -135,9 +201,12 @@ class StoreLatents:
 
 
 class CachedEngine:
-    """Draws asks, many at once. store: what pictures start from; see StoreSettings for the entries that it keeps.
+    """Draws pictures, many at once.
 
-    kept: where pictures are kept, and taken from if they were drawn before; None draws all.
+    Args:
+        store: Pictures start from its entries.
+        digests: Of LoRAs, by name.
+        kept: Where pictures are kept, and taken from if they were drawn before.
     """
 
     def __init__(
@@ -156,7 +225,7 @@ class CachedEngine:
         self._engine = Engine(model, limits, addons=addons)
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
-        """In their order. What is recorded meanwhile is there afterwards."""
+        """Draw in their order. What is recorded meanwhile is in the store afterwards."""
         if self._kept is None:
             return self.draw_now(asks)
         drawn: list[Drawn] = []
@@ -165,18 +234,18 @@ class CachedEngine:
         return drawn
 
     def _draw_once(self, kept: PictureFolder, asks: Sequence[Ask]) -> list[Drawn]:
-        said = [repr(ask) for ask in asks]
-        known = kept.take(said)
+        keys = [repr(ask) for ask in asks]
+        known = kept.take(keys)
         if known is None:
             drawn = self.draw_now(asks)
-            kept.keep(said, [KeptPictures(pictures=each.pictures, starts=each.starts) for each in drawn])
+            kept.keep(keys, [KeptPictures(pictures=each.pictures, starts=each.starts) for each in drawn])
             return drawn
         return [
             Drawn(ask=ask, pictures=each.pictures, starts=each.starts) for ask, each in zip(asks, known, strict=True)
         ]
 
     def draw_now(self, asks: Sequence[Ask]) -> list[Drawn]:
-        """The same, whatever was kept, and not kept."""
+        """Draw without looking at kept pictures, and keep none."""
         left = list(enumerate(asks))[::-1]
         pictures: dict[object, dict[int, PIL.Image.Image]] = {}
         starts: dict[object, dict[int, CachedStart]] = {}
@@ -206,7 +275,7 @@ class CachedEngine:
         ]
 
     def _order(self, number: int, ask: Ask) -> EngineOrder:
-        said = CacheOrder(read=ask.cached, record=ask.recorded, fidelity=ask.fidelity)
+        order = CacheOrder(read=ask.cached, record=ask.recorded, fidelity=ask.fidelity)
         spec = ResolvedSpec(
             prompt=ask.prompt,
             num_inference_steps=ask.steps,
@@ -217,12 +286,17 @@ class CachedEngine:
             num_images=ask.num_images,
             loras=tuple(LoraSpec(name=name, digest=self._digests[name], bound=ask.lora_bound) for name in ask.loras),
         )
-        return EngineOrder(key=number, spec=spec, addons={kinds.CACHE: said.SerializeToString()})
+        return EngineOrder(key=number, spec=spec, addons={kinds.CACHE: order.SerializeToString()})
 
 
 @contextmanager
 def cached_engine(folder: Path, settings: StoreSettings, kept: PictureFolder | None = None) -> Iterator[CachedEngine]:
-    """An engine, with the embedded model's own LoRAs, and a store. folder: for canonical LoRAs. kept: see there."""
+    """Run an engine, with the embedded model's own LoRAs, and a store.
+
+    Args:
+        folder: For canonical LoRAs.
+        kept: See `CachedEngine`.
+    """
     files = {path.name: _canonical(path, folder / f"{path.name}.lora") for path in sorted(_LORAS.iterdir())}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     store = LatentStore(settings)
@@ -235,7 +309,7 @@ def cached_engine(folder: Path, settings: StoreSettings, kept: PictureFolder | N
 
 
 def _canonical(path: Path, target: Path) -> Path:
-    """A LoRA of the embedded model as the engine takes it."""
+    """Write a LoRA of the embedded model as the engine takes it."""
     with target.open("wb") as file:
         canonical.write(file, convert(sources(path), base=read_base(WEIGHTS)).modules)
     return target

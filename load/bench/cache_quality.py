@@ -1,187 +1,216 @@
-"""What pictures lose that start from latents of similar prompts: the embedded model, with and without cache.
+"""What do pictures lose that start from latents of similar prompts?
 
-In this process, with the engine, the store, its selector and the profile that the suite has. Prompts are refined as
-people do; those that find a latent are drawn in every way that is compared: from it, from noise, from noise with as few
-steps as it took, with another seed, and not at all (the nearest prompt's picture instead).
+The embedded model, with and without cache, in this process, with the engine, the store, its selector and the profile
+that the suite has. Prompts are refined as people do; those that find a latent are drawn in every way that is compared:
+from it, from noise, from noise with as few steps as it took, with another seed, and not at all (the nearest prompt's
+picture instead).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import PIL.Image
 import torch
-import transformers
-from google.protobuf import json_format
 
+from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
 from bottega.cache.store.settings import StoreSettings
 from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import Scene, read_caption
+from bottega.quality import oracle
 from bottega.quality.clip import Clip, clip_scores
-from bottega.v1.cache_pb2 import CacheProfile
-from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST
-from load.bench.cache_diversity import ROW, Diversity, figures, measure_diversity
-from load.bench.cache_engine import STEPS, CachedEngine, cached_engine
-from load.bench.cache_pairs import CachedSet, LoraSet, accuracy, accuracy_of, draw_loras, draw_pairs
-from load.bench.kept_pictures import PictureFolder
-from load.bench.report import report
-from load.bench.scratch import scratch
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
+from load.bench.cache_diversity import PROFILE, ROW, fill, measure_diversity, read_profile
+from load.bench.cache_engine import STEPS, Ask, CachedEngine, Drawn, PictureFolder, cached_engine
+from load.bench.framework import PROMPT, Bench, Option, Sheet
 from load.miniature.quality import frechet_distance, load_miniature
 
-PROFILE = WEIGHTS / "cache_profile.json"
-PAIRS, LORA_PAIRS, DIVERSE = 800, 100, 20
-THREADS = 2
 # Those of the embedded model's that leave the text encoders alone: the others are served by their own entries only.
 LORAS = ("checked", "striped")
 # As the gateway bounds a LoRA that nobody has measured.
 LORA_BOUND = STEPS // 5
 FIDELITIES = {"balanced": FIDELITY_BALANCED, "fast": FIDELITY_FAST}
 WANTED_DROP, WANTED_CLIP_DROP = 3.0, 1.5
+# Pairs whose first prompts are drawn before any of their second ones.
+_WAVE, _LEAST_WAVE = 100, 8
+# So many times as many pairs are tried at most: others find nothing similar enough, and are the same picture anyhow.
+_MOST_TRIED = 6
+# None of them is one of those that the profile was measured with.
+_SEED = 1
+# Seeds of the second pictures, of the other set, and of the first ones.
+_OTHER_SEEDS, _FIRST_SEEDS = 1_000_000, 2_000_000
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--pairs", 800, "prompts with a latent", smallest=2),
+    Option("--lora-pairs", 100, "of them with each LoRA", smallest=1),
+    Option("--diverse", 20, f"prompts with rows of {ROW}", smallest=1),
+    Option("--fidelity", "balanced", "under which pictures start from latents", choices=tuple(FIDELITIES)),
+    Option("--profile", PROFILE, "by default the embedded model's own", kind=Path),
+    Option("--folder", None, "folder that keeps what was drawn; the bench goes on from it", kind=Path),
+    Option("--threads", 2, "of torch"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Pictures of one way. right: share that the oracle reads right; clip: 100 times a cosine; features: of each."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedSet:
+    """The pictures of every prompt that started from a latent, in one order."""
 
-    right: float
-    clip: float
-    features: torch.Tensor
+    cached: Sequence[Drawn]
+    """From the latent."""
+    uncached: Sequence[Drawn]
+    """From noise, the same seed."""
+    fewer: Sequence[Drawn]
+    """From noise, with as many steps as `cached` made."""
+    other: Sequence[Drawn]
+    """From noise, another seed."""
+    nearest: Sequence[PIL.Image.Image]
+    """The pictures of the entries."""
+    tried: int
+    """Prompts that were drawn, of which these are those with a hit."""
 
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each picture."""
+        return [each.ask.prompt for each in self.cached]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """loras: by name, shares of pictures that are right: exact, and from latents recorded without."""
-
-    pairs: CachedSet
-    ways: Mapping[str, Seen]
-    loras: Mapping[str, tuple[float, float, int]]
-    diversity: Diversity
-
-
-def measure(engine: CachedEngine, clip: Clip, options: argparse.Namespace) -> Measured:
-    """Draws all, and looks at it."""
-    fidelity = FIDELITIES[options.fidelity]
-    pairs = draw_pairs(engine, options.pairs, lambda said: print(f"  {said}", flush=True), fidelity=fidelity)
-    ways = {
-        "cached": [each.picture for each in pairs.cached],
-        "uncached": [each.picture for each in pairs.uncached],
-        "fewer": [each.picture for each in pairs.fewer],
-        "other": [each.picture for each in pairs.other],
-        "nearest": list(pairs.nearest),
-    }
-    asks = [replace(each.ask, fidelity=FIDELITY_BALANCED) for each in pairs.cached[: options.lora_pairs]]
-    loras = {name: _lora_accuracy(draw_loras(engine, asks, name, LORA_BOUND)) for name in LORAS if asks}
-    diversity = measure_diversity(engine, pairs.prompts[-options.diverse :])
-    return Measured(
-        pairs=pairs,
-        ways={name: _see(clip, pictures, pairs.prompts) for name, pictures in ways.items()},
-        loras=loras,
-        diversity=diversity,
-    )
+    @property
+    def steps_saved(self) -> float:
+        """The share of all steps that the hits did not make."""
+        return mean(_skipped(each) / each.ask.steps for each in self.cached)
 
 
-def main() -> None:
-    """Prints the table and the line of JSON."""
-    options = _options()
-    profile = json_format.Parse(options.profile.read_text(encoding="utf-8"), CacheProfile())
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Draw all, and look at it."""
+    profile = read_profile(options.profile)
     torch.set_num_threads(options.threads)
-    transformers.logging.disable_progress_bar()
-    with ExitStack() as stack:
-        folder, kept = options.folder, None
-        if folder is None:
-            folder = stack.enter_context(scratch())
-        else:
-            kept = PictureFolder(folder / "pictures")
-        settings = StoreSettings(
-            folder=folder / "store", budget_bytes=1 << 30, exploration=0.0, predictor=False, plain_for_loras=True
-        )
-        engine = stack.enter_context(cached_engine(folder, settings, kept))
+    folder, kept = options.folder or folder, PictureFolder(options.folder / "pictures") if options.folder else None
+    settings = StoreSettings(
+        folder=folder / "store", budget_bytes=1 << 30, exploration=0.0, predictor=False, plain_for_loras=True
+    )
+    with cached_engine(folder, settings, kept) as engine:
         if profile.model_hash != engine.model_hash:
             raise SystemExit(f"{options.profile} is of another model: bottega cache profile measures this one")
         engine.store.set_profile(profile)
-        measured = measure(engine, load_miniature(WEIGHTS), options)
-    _report(measured)
+        pairs = _draw_pairs(engine, options.pairs, FIDELITIES[options.fidelity])
+        asks = [replace(each.ask, fidelity=FIDELITY_BALANCED) for each in pairs.cached[: options.lora_pairs]]
+        loras = {name: _lora_accuracy(engine, asks, name) for name in LORAS if asks}
+        _fill_ways(sheet, load_miniature(WEIGHTS), pairs)
+        fill(sheet, measure_diversity(engine, pairs.prompts[-options.diverse :]))
+    for name, (exact, cached, count) in loras.items():
+        sheet.row(f"LoRA {name}, from latents without it ({count}): right", f"{exact:.3f}, {cached:.3f}")
+        sheet.values[f"lora_drop_{name}"] = 100 * (exact - cached)
+    if loras:
+        worst, bar = max(100 * (exact - cached) for exact, cached, _ in loras.values()), f"{WANTED_DROP:g} to serve"
+        sheet.figure("    lost at worst", worst, "{:.1f} points", key="lora_accuracy_drop_points", bar=bar)
 
 
-def _see(clip: Clip, pictures: Sequence[PIL.Image.Image], prompts: Sequence[str]) -> Seen:
-    return Seen(
-        right=accuracy_of(pictures, prompts),
-        clip=float(clip_scores(clip, pictures, prompts).mean()),
-        features=clip.embed_pictures(pictures),
+def _draw_pairs(engine: CachedEngine, wanted: int, fidelity: Fidelity.ValueType) -> CachedSet:
+    """Draw so many prompts with a hit, or fewer where too few of those that may be tried have one."""
+    hits: list[Drawn] = []
+    tried = 0
+    pairs = miniature_pairs(_MOST_TRIED * wanted, seed=_SEED)
+    # A key is recorded from its second question on, also of a store that was started again.
+    engine.draw_now([Ask(prompt=PROMPT, seed=0, recorded=True)])
+    while len(hits) < wanted and tried < len(pairs):
+        wave = pairs[tried : tried + min(_WAVE, max(wanted, _LEAST_WAVE))]
+        hits += [each for each in _draw_wave(engine, wave, tried, fidelity) if each.start is not None]
+        tried += len(wave)
+        print(f"  {tried} pairs drawn, {len(hits)} of them started from a latent", flush=True)
+    cached = hits[:wanted]
+    return CachedSet(
+        cached=cached,
+        uncached=engine.draw([replace(each.ask, cached=False) for each in cached]),
+        fewer=engine.draw([replace(each.ask, cached=False, steps=each.ask.steps - _skipped(each)) for each in cached]),
+        other=engine.draw([replace(each.ask, cached=False, seed=each.ask.seed + _OTHER_SEEDS) for each in cached]),
+        nearest=[_entry_picture(engine, each) for each in cached],
+        tried=tried,
     )
 
 
-def _lora_accuracy(drawn: LoraSet) -> tuple[float, float, int]:
-    return accuracy(drawn.exact), accuracy(drawn.cached), len(drawn.cached)
-
-
-def _report(measured: Measured) -> None:
-    ways, pairs, diversity = measured.ways, measured.pairs, measured.diversity
-    drop = 100 * (ways["uncached"].right - ways["cached"].right)
-    clip_drop = ways["uncached"].clip - ways["cached"].clip
-    gain = 100 * (ways["cached"].right - ways["fewer"].right)
-    distance = frechet_distance(ways["cached"].features, ways["uncached"].features)
-    other = frechet_distance(ways["other"].features, ways["uncached"].features)
-    lora_drops = {name: 100 * (exact - cached) for name, (exact, cached, _) in measured.loras.items()}
-    diverse_rows, diverse_values = figures(diversity)
-    said = {
-        "cached": "from a latent",
-        "uncached": "from noise",
-        "fewer": "from noise, as few steps",
-        "other": "from noise, another seed",
-        "nearest": "plain retrieval of the nearest prompt's picture",
-    }
-    rows = [(f"prompts, of them with a latent ({len(pairs.cached)} compared)", f"{pairs.tried}", "")]
-    rows += [(f"{said[name]}: right, CLIP", f"{way.right:.3f}, {way.clip:.2f}", "") for name, way in ways.items()]
-    rows += [
-        ("steps that latents stand for (steps_saved)", f"{pairs.steps_saved:.2f} of all", ""),
-        ("lost against noise (accuracy_drop_points)", f"{drop:.1f} points", f"at most {WANTED_DROP:g}"),
-        ("    in CLIP score (clip_drop)", f"{clip_drop:.2f}", f"at most {WANTED_CLIP_DROP:g}"),
-        ("gained over as few steps (vs_fewer_steps_points)", f"{gain:.1f} points", "at least 0"),
-        ("Fréchet distance to noise (frechet)", f"{distance:.4f}", "below the next"),
-        ("    of two sets from noise (frechet_other_seeds)", f"{other:.4f}", ""),
-        *diverse_rows,
-    ]
-    for name, (exact, cached, count) in measured.loras.items():
-        rows.append((f"LoRA {name}, from latents without it ({count}): right", f"{exact:.3f}, {cached:.3f}", ""))
-    values = {
-        "pairs": len(pairs.cached),
-        "tried": pairs.tried,
-        "steps_saved": pairs.steps_saved,
-        "accuracy_drop_points": drop,
-        "clip_drop": clip_drop,
-        "vs_fewer_steps_points": gain,
-        "frechet": distance,
-        "frechet_other_seeds": other,
-        **diverse_values,
-        **{f"right_{name}": way.right for name, way in ways.items()},
-        **{f"lora_drop_{name}": drop for name, drop in lora_drops.items()},
-    }
-    if lora_drops:
-        worst = max(lora_drops.values())
-        rows.append(
-            ("    lost at worst (lora_accuracy_drop_points)", f"{worst:.1f} points", f"{WANTED_DROP:g} to serve")
-        )
-        values["lora_accuracy_drop_points"] = worst
-    report("cache_quality", rows, values)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-cache-quality", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"prompts with a latent (default: {PAIRS})")
-    parser.add_argument("--lora-pairs", type=int, default=LORA_PAIRS, help="of them with each LoRA (default: 100)")
-    parser.add_argument("--diverse", type=int, default=DIVERSE, help=f"prompts with rows of {ROW} (default: 20)")
-    parser.add_argument(
-        "--fidelity", choices=FIDELITIES, default="balanced", help="under which pictures start from latents"
+def _draw_wave(
+    engine: CachedEngine, pairs: Sequence[PromptPair], first: int, fidelity: Fidelity.ValueType
+) -> list[Drawn]:
+    numbered = list(enumerate(pairs, start=first))
+    engine.draw([Ask(prompt=pair.first, seed=_FIRST_SEEDS + number, recorded=True) for number, pair in numbered])
+    return engine.draw(
+        [Ask(prompt=pair.second, seed=number, cached=True, fidelity=fidelity) for number, pair in numbered]
     )
-    parser.add_argument("--profile", type=Path, default=PROFILE, help="(default: the embedded model's own)")
-    parser.add_argument("--folder", type=Path, help="keeps what was drawn, and goes on from it (default: none is kept)")
-    parser.add_argument("--threads", type=int, default=THREADS, help="of torch (default: 2)")
-    return parser.parse_args()
+
+
+def _lora_accuracy(engine: CachedEngine, asks: Sequence[Ask], name: str) -> tuple[float, float, int]:
+    """Return the accuracy of exact pictures with a LoRA, and of those from latents without it, and their number."""
+    drawn = engine.draw([replace(ask, cached=True, loras=(name,), lora_bound=LORA_BOUND) for ask in asks])
+    cached = [each for each in drawn if each.start is not None]
+    assert all(each.start.without_loras for each in cached if each.start), "nothing was recorded with it"
+    exact = engine.draw([replace(each.ask, cached=False, lora_bound=0) for each in cached])
+    prompts = [each.ask.prompt for each in cached]
+    accuracies = [accuracy([each.picture for each in way], prompts) for way in (exact, cached)]
+    return accuracies[0], accuracies[1], len(cached)
+
+
+def accuracy(pictures: Sequence[PIL.Image.Image], prompts: Sequence[str]) -> float:
+    """Return the share of pictures in which the oracle reads all that the prompt says."""
+    read = zip(pictures, prompts, strict=True)
+    right = [oracle.agrees(oracle.read(picture), scene_of(prompt)) for picture, prompt in read]
+    return mean(right) if right else 0.0
+
+
+def scene_of(prompt: str) -> Scene:
+    """Return what a sentence of the grammar says."""
+    scene = read_caption(prompt)
+    assert scene is not None, "all prompts are of the grammar"
+    return scene
+
+
+def _skipped(drawn: Drawn) -> int:
+    assert drawn.start is not None, "it started from a latent"
+    return drawn.start.skipped_steps
+
+
+def _entry_picture(engine: CachedEngine, drawn: Drawn) -> PIL.Image.Image:
+    """Return the picture of the most similar prompt, as plain retrieval would."""
+    assert drawn.start is not None, "it started from a latent"
+    details = engine.store.entry(drawn.start.entry)
+    assert details is not None, "the store has room for all"
+    assert details.picture is not None, "it is whole"
+    return PIL.Image.fromarray(details.picture)
+
+
+def _fill_ways(sheet: Sheet, clip: Clip, pairs: CachedSet) -> None:
+    ways: Mapping[str, tuple[str, Sequence[PIL.Image.Image]]] = {
+        "cached": ("from a latent", [each.picture for each in pairs.cached]),
+        "uncached": ("from noise", [each.picture for each in pairs.uncached]),
+        "fewer": ("from noise, as few steps", [each.picture for each in pairs.fewer]),
+        "other": ("from noise, another seed", [each.picture for each in pairs.other]),
+        "nearest": ("plain retrieval of the nearest prompt's picture", pairs.nearest),
+    }
+    right, score, features = dict[str, float](), dict[str, float](), dict[str, torch.Tensor]()
+    sheet.row(f"prompts, of them with a latent ({len(pairs.cached)} compared)", f"{pairs.tried}")
+    for name, (label, pictures) in ways.items():
+        right[name] = sheet.values[f"right_{name}"] = accuracy(pictures, pairs.prompts)
+        score[name] = float(clip_scores(clip, pictures, pairs.prompts).mean())
+        features[name] = clip.embed_pictures(pictures)
+        sheet.row(f"{label}: right, CLIP", f"{right[name]:.3f}, {score[name]:.2f}")
+    sheet.values |= {"pairs": len(pairs.cached), "tried": pairs.tried}
+    sheet.figure("steps that latents stand for", pairs.steps_saved, "{:.2f} of all", key="steps_saved")
+    drop, bar = 100 * (right["uncached"] - right["cached"]), f"at most {WANTED_DROP:g}"
+    sheet.figure("lost against noise", drop, "{:.1f} points", key="accuracy_drop_points", bar=bar)
+    drop, bar = score["uncached"] - score["cached"], f"at most {WANTED_CLIP_DROP:g}"
+    sheet.figure("    in CLIP score", drop, key="clip_drop", bar=bar)
+    gain = 100 * (right["cached"] - right["fewer"])
+    sheet.figure("gained over as few steps", gain, "{:.1f} points", key="vs_fewer_steps_points", bar="at least 0")
+    distance = frechet_distance(features["cached"], features["uncached"])
+    sheet.figure("Fréchet distance to noise", distance, "{:.4f}", key="frechet", bar="below the next")
+    other = frechet_distance(features["other"], features["uncached"])
+    sheet.figure("    of two sets from noise", other, "{:.4f}", key="frechet_other_seeds")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,282 +1,347 @@
-"""What it gains to run a ControlNet on a server of its own: the suite with one ControlNet against serial Diffusers.
+"""What does it gain to run a ControlNet on a server of its own?
 
-Worker and server have a core and a thread each, the reference has one; it runs the ControlNet first and then the UNet.
-The ideal follows from the parts' own times: the ControlNet runs while the encoder half does. Beside it stands what is
-left of it where both cores compute at once, as they share caches and memory. Then the same over TCP behind a relay that
-is slowed down to where waiting for every step's residuals gains little, against steps that go on with those of the step
-before; and how often the embedded model's pictures follow their control images then.
+The suite with one ControlNet against serial Diffusers. Worker and server have a core and a thread each, the reference
+has one; it runs the ControlNet first and then the UNet. The ideal follows from the parts' own times: the ControlNet
+runs while the encoder half does. Beside it stands what is left of it where both cores compute at once, as they share
+caches and memory.
+
+Then the same over TCP behind a relay that is slowed down to where waiting for every step's residuals gains little,
+against steps that go on with those of the step before; and how often the embedded model's pictures follow their control
+images then. The mode is chosen by a profile and a slow link, and every picture's provenance has to name the one meant.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
-from PIL import Image
-
 from bottega.client import Client, Completed, ControlNet, Picture, Progress
-from load.bench.bench_model import BenchShape, write_bench_model
-from load.bench.controlnet_follow import CASES
-from load.bench.controlnet_reference import ControlledReference
-from load.bench.controlnet_stale import follow
-from load.bench.controlnet_suite import Cast, pinned, relayed, suite
-from load.bench.report import report
-from load.bench.scratch import scratch
+from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import caption
+from load.bench import miniature
+from load.bench.bench_model import BenchShape, write_bench_controlnet, write_bench_model, write_gradient
+from load.bench.controlnet_follow import CASES, Case, cases
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, timed
+from load.bench.side_process import Answer, Side
+from load.bench.stock import Stock
+from load.bench.suites import check_apart, pinned, relayed, step_s, suite
 from load.bench.throttle import Throttle
 
 # The encoder half of a guided step takes more than 100 ms with one thread.
 SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 4), sample_size=32)
-PROMPT = "a big red star on the left on a blue background"
-GUIDANCE_SCALE = 5.0
 WARM_UPS = 2
-# Serial over suite, synchronous, on the slow link.
-SLOW_GAIN = 1.1
+# A step's residuals take about three times as long as its encoder half then.
+FOLLOW_BYTES_PER_S = 8e6
+_AT_ONCE, _LINK_WARM_UPS = 2, 3
+_PARTS = ("encoder_s", "decoder_s", "controlnet_s")
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--requests", 8, "pictures on each side", smallest=1),
+    Option("--steps", 12, "of a picture", smallest=4),
+    Option("--rounds", 15, "of the parts alone", smallest=1),
+    Option("--cases", CASES, "in which pictures shall follow; 0 leaves them out", smallest=1),
+    Option("--only-near", False, "leave the slow link out"),
+    Option("--slow-gain", 1.1, "what waiting for every step gains on the slow link"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What is drawn with. folder: for configurations and logs."""
-
-    folder: Path
-    model: Path
-    net: Path
-    image: Path
-    steps: int
-    requests: int
-
-    @property
-    def cast(self) -> Cast:
-        """Whom to start."""
-        return Cast(folder=self.folder, model=str(self.model), net=self.net)
-
-
-def main() -> None:
-    """Runs both comparisons and reports."""
-    options = _options()
-    with scratch() as folder:
-        bench = _prepare(folder, options)
-        with pinned(0):
-            reference = ControlledReference(bench.model, bench.net)
-        with reference:
-            values = {**reference.parts(options.rounds), **_beside(bench, reference, options.rounds)}
-            with suite(bench.cast, "memfd", {}, {}) as client:
-                values |= _near(bench, reference, client)
-            values |= _far(bench, values, options.slow_gain) if not options.only_near else {}
-            values |= {f"{name}_again": seconds for name, seconds in reference.parts(options.rounds).items()}
-        if options.cases and not options.only_near:
-            values |= follow(folder, options.cases)
-    _report(values, options)
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure the parts, both sides near each other, then the slow link."""
+    shape, model = SHAPE.for_run(smallest=options.smallest), folder / "model"
+    write_bench_model(model, shape)
+    net = write_bench_controlnet(model, folder / "net", shape, seed=1)
+    image = write_gradient(folder / "image.png", shape)
+    requests = _Requests(model, net, image, options)
+    with pinned(0):
+        reference = Side(serial, threads=1, model=model, net=net)
+    with reference:
+        values = {**reference.ask(rounds=options.rounds)}
+        with pinned(1):
+            other = Side(serial, threads=1, model=model, net=net)
+        with other, ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda side: side.ask(rounds=options.rounds), (reference, other)))
+        values |= {f"{name.removesuffix('_s')}_beside_s": mean(parts[name] for parts in both) for name in _PARTS}
+        values |= requests.near(folder / "memfd", reference)
+        if not options.only_near:
+            values |= requests.far(folder / "tcp", values["serial_step_s"])
+        values |= {f"{name}_again": seconds for name, seconds in reference.ask(rounds=options.rounds).items()}
+    if options.cases and not options.only_near:
+        values |= _follow(folder / "follow", options.cases)
+    _fill(sheet, values, options)
 
 
-def _beside(bench: Bench, reference: ControlledReference, rounds: int) -> dict[str, float]:
-    """The parts again, while another process runs them on the other core."""
-    with pinned(1):
-        other = ControlledReference(bench.model, bench.net)
-    with other, ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda each: each.parts(rounds), (reference, other)))
-    return {f"{name.removesuffix('_s')}_beside_s": mean(parts[name] for parts in both) for name in both[0]}
-
-
-def _near(bench: Bench, reference: ControlledReference, client: Client) -> dict[str, float]:
-    """Serial and suite in turns, linked by shared memory."""
-    serial, steps, ours = [], [], []
-    for seed in range(WARM_UPS + bench.requests):
-        plain = reference.step_s(
-            image=bench.image, prompt=PROMPT, seed=seed, steps=bench.steps, guidance_scale=GUIDANCE_SCALE
-        )
-        picture, seconds = watched(bench, client, seed)
-        if seed >= WARM_UPS:
-            serial.append(plain)
-            steps.append(seconds)
-            ours.append(picture)
-    return {
-        "serial_step_s": median(serial),
-        "suite_step_s": median(steps),
-        "suite_mean_step_s": median(map(step_s, ours)),
-        "suite_encoder_s": median(picture.provenance.encoder_s / bench.steps for picture in ours),
-        "waited_s": median(picture.provenance.controlnets[0].waited_s / bench.steps for picture in ours),
+@contextmanager
+def _running(folder: Path, model: str, net: Path, links: Mapping[str, object] | None = None) -> Iterator[Client]:
+    """Run a worker on the first core and a ControlNet server on the second, with a thread each."""
+    server = {"threads": 1, **({"links": links} if links else {})}
+    services = {
+        "controlnet": {"engine": server, "controlnets": {"edges": str(net)}},
+        "worker": {"engine": {"model": model, "threads": 1}},
     }
+    with suite(folder, services, cores={"controlnet": 1, "worker": 0}) as running:
+        check_apart(running.members["worker"], running.members["controlnet"])
+        yield running.client
 
 
-def _far(bench: Bench, near: Mapping[str, float], gain: float) -> dict[str, float]:
-    """Synchronous and pipelined in turns, on one slow link."""
-    with Throttle() as throttle, suite(bench.cast, "tcp", relayed(throttle), {}) as client:
-        client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
-        draw(bench, client, 0)
-        throttle.bytes_per_s = _slow(bench, client, throttle, near["serial_step_s"] / gain)
-        synchronous, pipelined = [], []
-        for seed in range(WARM_UPS + bench.requests):
-            waiting = draw(bench, client, seed, stale_residuals=False)
-            going_on = draw(bench, client, seed, stale_residuals=True)
-            if seed >= WARM_UPS:
-                synchronous.append(step_s(waiting))
-                pipelined.append(going_on)
-    return {
-        "slow_bytes_per_s": throttle.bytes_per_s,
-        "synchronous_step_s": median(synchronous),
-        "pipelined_step_s": median(map(step_s, pipelined)),
-        "stale_steps": median(picture.provenance.controlnets[0].stale_steps for picture in pipelined),
-    }
+class _Requests:
+    """Pictures with one ControlNet."""
 
+    def __init__(self, model: Path, net: Path, image: Path, options: argparse.Namespace) -> None:
+        self._model = model
+        self._net = net
+        self._image = image
+        self._options = options
 
-def _slow(bench: Bench, client: Client, throttle: Throttle, wanted_s: float) -> float:
-    """Bytes a second at which a synchronous step takes so long, found by trying."""
-    low, high = 1e6, 1e9
-    for _ in range(8):
-        throttle.bytes_per_s = (low * high) ** 0.5
-        taken_s = step_s(draw(bench, client, 1))
-        if abs(taken_s / wanted_s - 1) < 0.01:
-            break
-        low, high = (throttle.bytes_per_s, high) if taken_s > wanted_s else (low, throttle.bytes_per_s)
-    return throttle.bytes_per_s
-
-
-def draw(bench: Bench, client: Client, seed: int, **options: Any) -> Picture:
-    """One picture with the ControlNet."""
-    return client.generate(PROMPT, **_drawing(bench, seed), **options)
-
-
-def watched(bench: Bench, client: Client, seed: int) -> tuple[Picture, float]:
-    """One picture, and the seconds of a step in the middle of all, from the end of one to that of the next as they are
-    told: as the reference's."""
-    ends: list[tuple[int, float]] = []
-    for event in client.stream(PROMPT, **_drawing(bench, seed)):
-        if isinstance(event, Progress):
-            ends.append((event.steps_done, perf_counter()))
-        elif isinstance(event, Completed):
-            steps = [after_s - before_s for (one, before_s), (next_, after_s) in pairwise(ends) if next_ == one + 1]
-            return event.images[0], median(steps)
-    raise RuntimeError("the stream of events ended without a last one")
-
-
-def _drawing(bench: Bench, seed: int) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "num_inference_steps": bench.steps,
-        "guidance_scale": GUIDANCE_SCALE,
-        "controlnets": [ControlNet("edges", bench.image, controlnet_conditioning_scale=0.8)],
-        "timeout_s": 600,
-    }
-
-
-def step_s(picture: Picture) -> float:
-    """Seconds of a step in the mean, all that the engine does in it; the first one embeds the control image."""
-    times = {spent.stage: spent.seconds for spent in picture.provenance.times}
-    return (
-        times["denoise"] + times["batch"] + times["controlnets"]
-    ) / picture.provenance.parameters.num_inference_steps
-
-
-def _prepare(folder: Path, options: argparse.Namespace) -> Bench:
-    write_bench_model(folder / "model", SHAPE)
-    unet = UNet2DConditionModel.from_pretrained(folder / "model" / "unet", use_safetensors=True)
-    torch.manual_seed(1)
-    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 32, 64, 128))
-    for convolution in (*net.controlnet_down_blocks, net.controlnet_mid_block):
-        torch.nn.init.normal_(convolution.weight, std=0.01)
-    net.save_pretrained(folder / "net", safe_serialization=True)
-    side = SHAPE.sample_size * SHAPE.latent_scale
-    Image.linear_gradient("L").resize((side, side)).convert("RGB").save(folder / "image.png")
-    return Bench(
-        folder=folder,
-        model=folder / "model",
-        net=folder / "net",
-        image=folder / "image.png",
-        steps=options.steps,
-        requests=options.requests,
-    )
-
-
-def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
-    encoder_s, decoder_s, controlnet_s = (
-        (values[name] + values[f"{name}_again"]) / 2 for name in ("encoder_s", "decoder_s", "controlnet_s")
-    )
-    ideal_s = max(encoder_s, controlnet_s) + decoder_s
-    speedup = values["serial_step_s"] / values["suite_step_s"]
-    ideal = values["serial_step_s"] / ideal_s
-    ideal_beside_s = max(values["encoder_beside_s"], values["controlnet_beside_s"]) + decoder_s
-    achieved_beside = ideal_beside_s / values["suite_step_s"]
-    figures = {
-        "speedup": speedup,
-        "ideal": ideal,
-        "achieved_over_ideal": speedup / ideal,
-        "achieved_over_ideal_beside": achieved_beside,
-        **{f"{name.removesuffix('_s')}_ms": value * 1e3 for name, value in values.items() if _is_seconds(name)},
-        # As the ideal has them: not what was measured before everything else alone.
-        "encoder_ms": encoder_s * 1e3,
-        "decoder_ms": decoder_s * 1e3,
-        "controlnet_ms": controlnet_s * 1e3,
-    }
-    rows: list[Sequence[str]] = [
-        ("encoder half alone", f"{encoder_s * 1e3:.0f} ms", "100 ms or more"),
-        ("ControlNet alone", f"{controlnet_s * 1e3:.0f} ms", ""),
-        ("decoder half alone", f"{decoder_s * 1e3:.0f} ms", ""),
-        ("a step, serial Diffusers on one core", f"{values['serial_step_s'] * 1e3:.0f} ms", ""),
-        ("a step, suite on two", f"{values['suite_step_s'] * 1e3:.0f} ms", ""),
-        ("serial over suite (speedup)", f"{speedup:.3f}", ""),
-        ("serial over the parts side by side (ideal)", f"{ideal:.3f}", ""),
-        ("of the ideal (achieved_over_ideal)", f"{speedup / ideal:.3f}", "at least 0.95"),
-        ("encoder half, both cores computing", f"{values['encoder_beside_s'] * 1e3:.0f} ms", ""),
-        ("ControlNet, both cores computing", f"{values['controlnet_beside_s'] * 1e3:.0f} ms", ""),
-        ("of the ideal of these (achieved_over_ideal_beside)", f"{achieved_beside:.3f}", ""),
-    ]
-    if "pipelined_step_s" in values:
-        gain = values["synchronous_step_s"] / values["pipelined_step_s"]
-        # A pipelined step waits for nothing, but the UNet itself is left.
-        most = values["synchronous_step_s"] / (encoder_s + decoder_s)
-        figures |= {
-            "pipelined_over_sync": gain,
-            "pipelined_ideal": most,
-            "pipelined_achieved_over_ideal": gain / most,
-            "slow_mb_per_s": values["slow_bytes_per_s"] / 1e6,
-            "slow_speedup": values["serial_step_s"] / values["synchronous_step_s"],
-            "stale_steps": values["stale_steps"],
+    def near(self, folder: Path, reference: Side) -> dict[str, float]:
+        """Draw serially and with the suite in turns, linked by shared memory."""
+        serial_s, steps_s, ours = [], [], []
+        steps = self._options.steps
+        with _running(folder, str(self._model), self._net) as client:
+            for seed in range(WARM_UPS + self._options.requests):
+                plain = reference.ask(image=str(self._image), seed=seed, steps=steps)["step_s"]
+                picture, seconds = self._watched(client, seed)
+                if seed >= WARM_UPS:
+                    serial_s.append(plain)
+                    steps_s.append(seconds)
+                    ours.append(picture)
+        return {
+            "serial_step_s": median(serial_s),
+            "suite_step_s": median(steps_s),
+            "suite_mean_step_s": median(map(step_s, ours)),
+            "suite_encoder_s": median(picture.provenance.encoder_s / steps for picture in ours),
+            "waited_s": median(picture.provenance.controlnets[0].waited_s / steps for picture in ours),
         }
-        rows += [
-            ("slow link", f"{values['slow_bytes_per_s'] / 1e6:.1f} MB/s", ""),
-            ("serial over synchronous there", f"{figures['slow_speedup']:.3f}", f"about {options.slow_gain}"),
-            ("synchronous over pipelined (pipelined_over_sync)", f"{gain:.3f}", "at least 1.2"),
-            ("synchronous over the UNet alone (pipelined_ideal)", f"{most:.3f}", ""),
-            ("of the ideal (pipelined_achieved_over_ideal)", f"{gain / most:.3f}", ""),
-            ("stale steps of a picture", f"{values['stale_steps']:g} of {options.steps}", ""),
-        ]
+
+    def far(self, folder: Path, serial_step_s: float) -> dict[str, float]:
+        """Draw synchronously and pipelined in turns, on one slow link."""
+        synchronous, pipelined = [], []
+        with Throttle() as throttle, _running(folder, str(self._model), self._net, relayed(throttle)) as client:
+            client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
+            self._draw(client, 0)
+            self._slow_down(client, throttle, serial_step_s / self._options.slow_gain)
+            for seed in range(WARM_UPS + self._options.requests):
+                waiting = self._draw(client, seed, stale_residuals=False)
+                going_on = self._draw(client, seed, stale_residuals=True)
+                if seed >= WARM_UPS:
+                    synchronous.append(step_s(waiting))
+                    pipelined.append(going_on)
+        return {
+            "slow_bytes_per_s": throttle.bytes_per_s,
+            "synchronous_step_s": median(synchronous),
+            "pipelined_step_s": median(map(step_s, pipelined)),
+            "stale_steps": median(picture.provenance.controlnets[0].stale_steps for picture in pipelined),
+        }
+
+    def _slow_down(self, client: Client, throttle: Throttle, wanted_s: float) -> None:
+        """Find by trying at how many bytes a second a synchronous step takes so long."""
+        low, high = 1e6, 1e9
+        for _ in range(8):
+            throttle.bytes_per_s = (low * high) ** 0.5
+            taken_s = step_s(self._draw(client, 1))
+            if abs(taken_s / wanted_s - 1) < 0.01:
+                break
+            low, high = (throttle.bytes_per_s, high) if taken_s > wanted_s else (low, throttle.bytes_per_s)
+
+    def _draw(self, client: Client, seed: int, **options: Any) -> Picture:
+        return client.generate(PROMPT, **self._drawing(seed), **options)
+
+    def _watched(self, client: Client, seed: int) -> tuple[Picture, float]:
+        """Return a picture, and the seconds of a step in the middle of all, by the times at which ends are reported."""
+        ends: list[tuple[int, float]] = []
+        for event in client.stream(PROMPT, **self._drawing(seed)):
+            if isinstance(event, Progress):
+                ends.append((event.steps_done, perf_counter()))
+            elif isinstance(event, Completed):
+                steps = [after - before for (one, before), (next_, after) in pairwise(ends) if next_ == one + 1]
+                return event.images[0], median(steps)
+        raise RuntimeError("the stream of events ended without a last one")
+
+    def _drawing(self, seed: int) -> dict[str, Any]:
+        return {
+            "seed": seed,
+            "num_inference_steps": self._options.steps,
+            "guidance_scale": GUIDANCE_SCALE,
+            "controlnets": [ControlNet("edges", self._image, controlnet_conditioning_scale=0.8)],
+            "timeout_s": 600,
+        }
+
+
+def serial(*, model: str, net: str) -> Answer:
+    """Make stock Diffusers with one ControlNet, one part after the other.
+
+    It answers {"image", "seed", "steps"} with the seconds of a step, and {"rounds"} with those of each part of a guided
+    step, alone.
+    """
+    stock = Stock(model)
+
+    def answer(*, rounds: int = 0, image: str = "", seed: int = 0, steps: int = 0) -> Mapping[str, float]:
+        if rounds:
+            return _parts(stock.pipeline, net, rounds)
+        return stock.draw(prompts=[PROMPT], seeds=[seed], steps=steps, nets=[net], images=[[image]])
+
+    return answer
+
+
+def _parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
+    """Measure each part by itself, in turns; the ControlNet without what is the same at every step."""
+    import torch
+    from diffusers import ControlNetModel
+
+    from bottega.diffusion.model.backbone import Inputs, UNetBackbone
+
+    unet = pipeline.unet
+    net: Any = ControlNetModel.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+    backbone = UNetBackbone(unet)
+    half = next(index for index, block in enumerate(backbone.blocks) if block.needs)
+    side, tokens = unet.config.sample_size, pipeline.tokenizer.model_max_length
+    inputs = Inputs(
+        sample=torch.randn(2, unet.config.in_channels, side, side),
+        timestep=torch.tensor([500.0, 500.0]),
+        prompt_embeds=torch.randn(2, tokens, unet.config.cross_attention_dim),
+        pooled_embeds=torch.randn(2, pipeline.text_encoder_2.config.projection_dim),
+        time_ids=torch.zeros(2, 6),
+    )
+    net.controlnet_cond_embedding = torch.nn.Identity()
+    controlled = partial(
+        net,
+        inputs.sample,
+        inputs.timestep,
+        encoder_hidden_states=inputs.prompt_embeds,
+        controlnet_cond=torch.zeros(2, net.config.block_out_channels[0], side, side),
+        added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+        return_dict=False,
+    )
+
+    def encoded() -> Any:
+        activations = backbone.begin(inputs)
+        for block in backbone.blocks[:half]:
+            block.run(activations)
+        return activations
+
+    def decoded(activations: Any) -> Any:
+        for block in backbone.blocks[half:]:
+            block.run(activations)
+        return backbone.finish(activations)
+
+    taken: dict[str, list[float]] = {name: [] for name in _PARTS}
+    with torch.inference_mode():
+        for _ in range(rounds):
+            activations, seconds = timed(encoded)
+            taken["encoder_s"].append(seconds)
+            taken["decoder_s"].append(timed(partial(decoded, activations))[1])
+            taken["controlnet_s"].append(timed(controlled)[1])
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def _follow(folder: Path, count: int) -> Mapping[str, float]:
+    """Return the shares of pictures that show what the control image does, by mode; and the stale steps of one."""
+    asked = cases("edges", count, things=1)
+    with (
+        Throttle() as throttle,
+        _running(folder, "miniature", WEIGHTS / "controlnets" / "edges", relayed(throttle)) as client,
+    ):
+        client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
+        exact = _draw_cases(client, asked, stale=False)
+        throttle.bytes_per_s = FOLLOW_BYTES_PER_S
+        _draw_cases(client, (asked * _LINK_WARM_UPS)[:_LINK_WARM_UPS], stale=True)  # measures the link
+        stale = _draw_cases(client, asked, stale=True)
+    return {
+        "follow_cases": len(asked),
+        "follow_synchronous": _share(asked, exact, stale=False),
+        "follow_pipelined": _share(asked, stale, stale=True),
+        "follow_stale_steps": mean(picture.provenance.controlnets[0].stale_steps for picture in stale),
+    }
+
+
+def _draw_cases(client: Client, asked: Sequence[Case], *, stale: bool) -> list[Picture]:
+    """Draw case i with seed i."""
+
+    def one(seed: int, case: Case) -> Picture:
+        image = io.BytesIO()
+        case.control.save(image, "PNG")
+        return client.generate(
+            caption(case.prompted),
+            seed=seed,
+            num_inference_steps=miniature.STEPS,
+            guidance_scale=miniature.GUIDANCE,
+            controlnets=[ControlNet("edges", image.getvalue())],
+            stale_residuals=stale,
+            timeout_s=600,
+        )
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(one, range(len(asked)), asked))
+
+
+def _share(asked: Sequence[Case], pictures: Sequence[Picture], *, stale: bool) -> float:
+    """Return the share of pictures that follow. Raises RuntimeError where some were drawn in the other mode."""
+    other = sum(bool(picture.provenance.controlnets[0].stale_steps) != stale for picture in pictures)
+    if other:
+        raise RuntimeError(f"{other} of {len(pictures)} pictures were not drawn in the mode that was meant")
+    drawn = [
+        miniature.Drawn(scene=case.shown, picture=picture.pil().convert("RGB"))
+        for case, picture in zip(asked, pictures, strict=True)
+    ]
+    return mean(one.right for one in drawn)
+
+
+def _fill(sheet: Sheet, values: Mapping[str, float], options: argparse.Namespace) -> None:
+    encoder_s, decoder_s, controlnet_s = ((values[name] + values[f"{name}_again"]) / 2 for name in _PARTS)
+    speedup = values["serial_step_s"] / values["suite_step_s"]
+    ideal = values["serial_step_s"] / (max(encoder_s, controlnet_s) + decoder_s)
+    sheet.values |= {
+        f"{name.removesuffix('_s')}_ms": value * 1e3
+        for name, value in values.items()
+        if name.endswith("_s") and not name.endswith("_per_s")
+    }
+    # As the ideal has them: not what was measured before everything else alone.
+    sheet.figure("encoder half alone", encoder_s * 1e3, "{:.0f} ms", key="encoder_ms", bar="100 ms or more")
+    sheet.figure("ControlNet alone", controlnet_s * 1e3, "{:.0f} ms", key="controlnet_ms")
+    sheet.figure("decoder half alone", decoder_s * 1e3, "{:.0f} ms", key="decoder_ms")
+    sheet.row("a step, serial Diffusers on one core", f"{values['serial_step_s'] * 1e3:.0f} ms")
+    sheet.row("a step, suite on two", f"{values['suite_step_s'] * 1e3:.0f} ms")
+    sheet.figure("serial over suite", speedup, "{:.3f}", key="speedup")
+    sheet.figure("serial over the parts side by side", ideal, "{:.3f}", key="ideal")
+    bar = "at least 0.95"
+    sheet.figure("of the ideal", speedup / ideal, "{:.3f}", key="achieved_over_ideal", bar=bar)
+    sheet.row("encoder half, both cores computing", f"{values['encoder_beside_s'] * 1e3:.0f} ms")
+    sheet.row("ControlNet, both cores computing", f"{values['controlnet_beside_s'] * 1e3:.0f} ms")
+    beside_s = max(values["encoder_beside_s"], values["controlnet_beside_s"]) + decoder_s
+    what, key = "of the ideal of these", "achieved_over_ideal_beside"
+    sheet.figure(what, beside_s / values["suite_step_s"], "{:.3f}", key=key)
+    if "pipelined_step_s" in values:
+        synchronous_s = values["synchronous_step_s"]
+        gain = synchronous_s / values["pipelined_step_s"]
+        # A pipelined step waits for nothing, but the UNet itself is left.
+        most = synchronous_s / (encoder_s + decoder_s)
+        sheet.figure("slow link", values["slow_bytes_per_s"] / 1e6, "{:.1f} MB/s", key="slow_mb_per_s")
+        slow, bar = values["serial_step_s"] / synchronous_s, f"about {options.slow_gain}"
+        sheet.figure("serial over synchronous there", slow, "{:.3f}", key="slow_speedup", bar=bar)
+        what, bar = "synchronous over pipelined", "at least 1.2"
+        sheet.figure(what, gain, "{:.3f}", key="pipelined_over_sync", bar=bar)
+        sheet.figure("synchronous over the UNet alone", most, "{:.3f}", key="pipelined_ideal")
+        sheet.figure("of the ideal", gain / most, "{:.3f}", key="pipelined_achieved_over_ideal")
+        form = f"{{:g}} of {options.steps}"
+        sheet.figure("stale steps of a picture", values["stale_steps"], form, key="stale_steps")
     if "follow_pipelined" in values:
         lost = 100 * (values["follow_synchronous"] - values["follow_pipelined"])
-        figures |= {name: value for name, value in values.items() if name.startswith("follow_")}
-        figures["follow_lost_points"] = lost
-        rows += [
-            ("pictures that follow, exact steps", f"{values['follow_synchronous']:.2f}", ""),
-            ("  steps that go on with those before", f"{values['follow_pipelined']:.2f}", ""),
-            ("  points lost (follow_lost_points)", f"{lost:.1f}", "at most 3"),
-        ]
-    report("controlnet", [(row[0], row[1], row[2]) for row in rows], figures)
-
-
-def _is_seconds(name: str) -> bool:
-    return name.endswith("_s") and not name.endswith("_per_s")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=8, help="pictures on each side")
-    parser.add_argument("--steps", type=int, default=12, help="of a picture")
-    parser.add_argument("--rounds", type=int, default=15, help="of the parts alone")
-    parser.add_argument("--cases", type=int, default=CASES, help="in which pictures shall follow; 0 leaves them out")
-    parser.add_argument("--only-near", action="store_true", help="leave the slow link out")
-    parser.add_argument(
-        "--slow-gain", type=float, default=SLOW_GAIN, help="what waiting for every step gains on the slow link"
-    )
-    return parser.parse_args()
+        sheet.values |= {name: value for name, value in values.items() if name.startswith("follow_")}
+        sheet.row("pictures that follow, exact steps", f"{values['follow_synchronous']:.2f}")
+        sheet.row("  steps that go on with those before", f"{values['follow_pipelined']:.2f}")
+        sheet.figure("  points lost", lost, "{:.1f}", key="follow_lost_points", bar="at most 3")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,15 +1,14 @@
-"""How often a picture follows its control image where the prompt says another place: stock Diffusers, held-out scenes.
+"""How often does a picture follow its control image where the prompt says another place?
 
-Prompt and control image agree in all but the place (or, of two things, the relation). A picture counts when the oracle
-reads everything as the control image shows it.
+Stock Diffusers, held-out scenes. Prompt and control image agree in all but the place (or, of two things, the relation).
+A picture counts when the oracle reads everything as the control image shows it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,27 +21,33 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, Scene, caption, elsewhere, held_out_scenes, random_layout
-from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
-from load.bench.report import report
-from load.bench.side_process import stock_pipeline
-from load.contact_sheet import compose
+from load.bench.framework import CORES, Bench, Option, Sheet
+from load.bench.miniature import Drawn, draw_stock, shares
+from load.bench.stock import stock_pipeline
+from load.sheets import compose
 
 CASES = 100
 WANTED = 0.90
 # By the number of things: so many held-out scenes (of one thing there are about 720) have 100 and more among them that
 # are held out elsewhere too.
 _SCENES = {1: 600, 2: 1200}
-# Pictures of one call of the pipeline.
-_ROWS = 20
-# Of each kind, so many are shown on the sheet.
+# Cases of each kind on the sheet.
 _SHOWN = 8
-_COLUMNS = 8
-_GOOD, _BAD = "forestgreen", "crimson"
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--cases", CASES, "of each kind, and of one thing and of two; 100 at most", smallest=1),
+    Option("--kinds", list(DRAWN), "of ControlNets", choices=tuple(DRAWN), smallest=[next(iter(DRAWN))]),
+    Option("--model", WEIGHTS, "folder of the base model", kind=Path),
+    Option("--nets", None, "folder of the ControlNets, by kind; by default the model's own", kind=Path),
+    Option("--threads", CORES, "of torch"),
+    Option("--sheet", Path("out/controlnet_follow.png"), "contact sheet to write", kind=Path),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """prompted, shown: what the prompt and the control image say; both are held out."""
+    """A prompt, and a control image that shows another place; both scenes are held out."""
 
     prompted: Scene
     shown: Scene
@@ -50,7 +55,7 @@ class Case:
 
 
 def cases(kind: str, count: int, *, things: int) -> list[Case]:
-    """The same ones every time, at most `count`."""
+    """Return at most `count` cases, the same ones every time."""
     rng = random.Random(0)
     found = []
     for shown in held_out_scenes(_SCENES[things], things=things):
@@ -61,78 +66,52 @@ def cases(kind: str, count: int, *, things: int) -> list[Case]:
     return found[:count]
 
 
-def load(model: Path, net: Path) -> Any:
-    """The stock pipeline with one ControlNet, in float32."""
-    controlnet = ControlNetModel.from_pretrained(net, use_safetensors=True, dtype=torch.float32)
-    return stock_pipeline(model, StableDiffusionXLControlNetPipeline, controlnet=controlnet)
+def _draw(pipeline: Any, asked: Sequence[Case], scale: float) -> list[Drawn]:
+    """Draw case i with seed i; with a scale of 0 the prompt alone counts."""
+    pictures = draw_stock(
+        pipeline,
+        [caption(case.prompted) for case in asked],
+        image=[case.control for case in asked],
+        controlnet_conditioning_scale=scale,
+    )
+    return [Drawn(scene=case.shown, picture=picture) for case, picture in zip(asked, pictures, strict=True)]
 
 
-def draw(pipeline: Any, asked: Sequence[Case], scale: float) -> list[Drawn]:
-    """Case i with seed i. scale: of the ControlNet; 0 is the prompt alone."""
-    drawn = []
-    for first in range(0, len(asked), _ROWS):
-        rows = asked[first : first + _ROWS]
-        pictures = pipeline(
-            [caption(case.prompted) for case in rows],
-            image=[case.control for case in rows],
-            num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE_SCALE,
-            controlnet_conditioning_scale=scale,
-            generator=[torch.Generator().manual_seed(first + row) for row in range(len(rows))],
-        ).images
-        drawn += [Drawn(scene=case.shown, picture=picture) for case, picture in zip(rows, pictures, strict=True)]
-    return drawn
-
-
-def show(answers: Sequence[tuple[Case, Drawn]], file: Path) -> None:
-    """Writes the contact sheet: control image, then picture; the prompts of pictures that do not follow are red."""
-    captions, pictures, colours = [], [], []
-    for case, drawn in answers:
-        captions += ["", caption(case.prompted)]
-        pictures += [case.control, drawn.picture]
-        colours += [_GOOD, _GOOD if drawn.right else _BAD]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    compose(captions, pictures, columns=_COLUMNS, colours=colours).save(file)
-
-
-def main() -> None:
-    """Draws, reads and reports."""
-    options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Draw, read and report."""
     torch.set_num_threads(options.threads)
     found: dict[str, list[Drawn]] = {}
-    sheet: list[tuple[Case, Drawn]] = []
+    shown: list[tuple[Case, Drawn]] = []
     for kind in options.kinds:
-        pipeline = load(options.model, (options.nets or options.model / "controlnets") / kind)
+        net = ControlNetModel.from_pretrained(
+            (options.nets or options.model / "controlnets") / kind, use_safetensors=True, dtype=torch.float32
+        )
+        pipeline = stock_pipeline(options.model, StableDiffusionXLControlNetPipeline, controlnet=net)
         for things, name in ((1, kind), (2, f"{kind}_two_objects")):
             asked = cases(kind, options.cases, things=things)
-            found[name] = draw(pipeline, asked, 1.0)
-            sheet += list(zip(asked, found[name], strict=True))[:_SHOWN]
-    found["prompt_alone"] = draw(pipeline, cases(kind, options.cases, things=1), 0.0)
-    show(sheet, options.sheet)
-    print(f"contact sheet: {options.sheet}")
-    values = {name: mean(one.right for one in drawn) for name, drawn in found.items()}
-    rows = []
+            found[name] = _draw(pipeline, asked, 1.0)
+            shown += list(zip(asked, found[name], strict=True))[:_SHOWN]
+    found["prompt_alone"] = _draw(pipeline, cases(kind, options.cases, things=1), 0.0)
+    _show(shown, options.sheet)
+    sheet.values["cases"] = len(found["prompt_alone"])
     for name, drawn in found.items():
-        rows.append(
-            (f"{name}: as shown, all of it", f"{values[name]:.2f}", f">= {WANTED:.2f}" if name in DRAWN else "")
-        )
-        rows.extend((f"    {part}", f"{share:.2f}", "") for part, share in shares(drawn).items())
-    report("controlnet_follow", rows, {"cases": len(found["prompt_alone"]), **values})
+        right, bar = mean(one.right for one in drawn), f">= {WANTED:.2f}" if name in DRAWN else ""
+        sheet.row(f"{name}: as shown, all of it", f"{right:.2f}", bar)
+        sheet.values[name] = right
+        for part, share in shares(drawn).items():
+            sheet.row(f"    {part}", f"{share:.2f}")
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "--cases", type=int, default=CASES, help="of each kind, and of one thing and of two; 100 at most"
-    )
-    parser.add_argument("--kinds", nargs="+", choices=tuple(DRAWN), default=list(DRAWN), help="of ControlNets")
-    parser.add_argument("--model", type=Path, default=WEIGHTS, help="folder of the base model")
-    parser.add_argument("--nets", type=Path, help="folder of the ControlNets, by kind; the model's own when not given")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
-    parser.add_argument("--sheet", type=Path, default=Path("out/controlnet_follow.png"), help="contact sheet to write")
-    return parser.parse_args()
+def _show(answers: Sequence[tuple[Case, Drawn]], file: Path) -> None:
+    """Write the contact sheet: control image, then picture; the prompts of pictures that do not follow are red."""
+    captions = [text for case, _ in answers for text in ("", caption(case.prompted))]
+    pictures = [picture for case, drawn in answers for picture in (case.control, drawn.picture)]
+    colours = [colour for _, drawn in answers for colour in ("black", drawn.colour)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    compose(captions, pictures, columns=8, colours=colours).save(file)
+    print(f"contact sheet: {file}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

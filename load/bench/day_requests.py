@@ -1,6 +1,6 @@
-"""What counts of a day's requests beside when they come: the kinds of which there are several, and how long they are.
+"""The requests of a compressed day, and their classes.
 
-A day is compressed: steps, bursts and the number of templates shrink with it, the shares and the shapes do not.
+Steps, bursts and the number of templates shrink with the day, the shares and the shapes do not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from load.replay.mix import Mix, load_mix
 from load.replay.plan import plan
 from load.replay.requests import Kind, PlannedRequest
 
-# Of the requests of a long day, so many are looked at to know which kinds there are, and how long they take.
+# Requests of a long day that are looked at to know the classes, and how long they take.
 _LOOKED_AT = 1000
 _LEAST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """Requests that take equally long alone. controlnets, loras: how many of them."""
+    """Requests that take equally long alone, with so many ControlNets and LoRAs."""
 
     kind: Kind
     steps: int
@@ -31,7 +31,7 @@ class RequestClass:
 
     @classmethod
     def of(cls, request: PlannedRequest) -> RequestClass:
-        """That of a request."""
+        """Return the class of a request."""
         return cls(
             kind=request.kind,
             steps=request.steps,
@@ -46,29 +46,30 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DayShape:
-    """How a mix is compressed. mix: its name or file. minutes: that the day takes.
-
-    steps_share: of the mix's denoising steps, those that are made. templates: that are edited. controlnets, loras:
-    names, the most popular ones first.
-    """
+    """How a mix is compressed."""
 
     mix: str
+    """Its name or file."""
     minutes: float
+    """Length of the day."""
     steps_share: float
+    """Share of the mix's denoising steps that are made."""
     templates: int
+    """Templates that are edited."""
     controlnets: Sequence[str]
     loras: Sequence[str]
+    """Names, the most popular ones first."""
 
     def requests(self, rate_per_s: float, seed: int) -> list[PlannedRequest]:
-        """Of a whole day, at this rate on average. Raises ConfigError for a mix of which none can be made."""
+        """Return the requests of a day at this mean rate. Raises ConfigError for a mix of which none can be made."""
         return [self._compressed(request) for request in plan(self.at(rate_per_s), seed)]
 
     def sample(self, seed: int) -> list[PlannedRequest]:
-        """The first ones of a day, whatever its rate: more than it will have."""
+        """Return the first requests of a day, whatever its rate: more than it will have."""
         return self.requests(_LOOKED_AT / (60.0 * self.minutes), seed)
 
     def at(self, rate_per_s: float) -> Mix:
-        """The compressed mix, but for its steps."""
+        """Return the compressed mix, except for its steps."""
         whole = load_mix(self.mix)
         scale = self.minutes / whole.minutes
         overrides: dict[str, Any] = {
@@ -86,13 +87,13 @@ class DayShape:
     def _compressed(self, request: PlannedRequest) -> PlannedRequest:
         if request.kind == "edit" and request.controlnets:
             raise ConfigError(
-                f"the mix {self.mix} has edits with ControlNets, which this bench's plain server draws not"
+                f"the mix {self.mix} has edits with ControlNets, which this bench's plain server does not draw"
             )
         return replace(request, steps=max(_LEAST_STEPS, round(self.steps_share * request.steps)))
 
 
 def one_of_each(requests: Sequence[PlannedRequest]) -> dict[RequestClass, PlannedRequest]:
-    """The first request of every class."""
+    """Return the first request of every class."""
     found: dict[RequestClass, PlannedRequest] = {}
     for request in requests:
         found.setdefault(RequestClass.of(request), request)
@@ -106,10 +107,11 @@ def rate_for(
     load: float,
     length_s: float,
 ) -> float:
-    """Requests a second at which days of that length, on average, take `load` of it where they are drawn one by one.
+    """Return requests a second at which days, on average, take `load` of their length if drawn one by one.
 
-    samples: the first requests of each day, as many of each, more than it will have. alone_s: what one takes; asked of
-    the first ones of each day, as many as that takes, so that nothing is measured of what never comes.
+    Args:
+        samples: The first requests of each day, equally many, more than it will have.
+        alone_s: Returns the seconds of a request; called only for requests that the days will have.
     """
     taken_s: list[float] = []
     for requests in zip(*samples, strict=True):
@@ -120,7 +122,7 @@ def rate_for(
 
 
 def warm_up_requests(requests: Sequence[PlannedRequest], controlnets: Sequence[str]) -> list[PlannedRequest]:
-    """What a side draws before its day: each ControlNet, an edit, and one with LoRAs. No prompt is one of the day's."""
+    """Return requests to draw before a day: each ControlNet, an edit, and one with LoRAs; no prompt is the day's."""
     by_class = one_of_each(requests).values()
     controlled = next((request for request in by_class if request.controlnets), None)
     edit = next((request for request in by_class if request.kind == "edit"), None)

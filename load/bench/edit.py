@@ -1,167 +1,375 @@
-"""What masked blocks and sparse convolutions gain an edit, by the share of tokens that its mask leaves to compute.
+"""What do masked blocks and sparse convolutions gain an edit, by the share of tokens that its mask leaves to compute?
 
 The suite's engine, with and without sparse convolutions, against stock Diffusers' inpainting: a process each, equal
 threads, taking turns, medians. The model has SDXL's topology; recordings are in memory, and masks are squares. First an
-exact edit is compared with Diffusers', so that what is timed is known to draw the same.
+exact edit is compared with Diffusers', so that what is timed is known to draw the same. Last, the network alone: what a
+forward takes, by what is recorded of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 from load.bench.bench_model import write_bench_model
-from load.bench.edit_model import EDIT_SHAPE, RATIOS
-from load.bench.edit_network import ForwardAsk, Network
-from load.bench.edit_steps import LATENT, SIDES, EditAsk, Edited, Side
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.edit_model import (
+    EDIT_SHAPE,
+    MARGIN,
+    RATIOS,
+    SIZE,
+    TOKEN,
+    square_box,
+    square_mask,
+    template,
+    write_template,
+)
+from load.bench.framework import PROMPT, Bench, Option, Sheet, by_turns
+from load.bench.side_process import Answer, Side
+from load.bench.stock import LATENT, stock
 
-THREADS = 2
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bottega.diffusion.rows import Half, Row
+
+SIDES = ("diffusers", "suite", "suite-sparse")
 WANTED = {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0}
 WANTED_SHARE = 0.8
 # Of fp32 latents.
 TOLERANCE = 1e-4
-_CACHINGS = {"plain": ForwardAsk(), "outputs": ForwardAsk(), "keys_values": ForwardAsk(caching="keys_values")}
+# What is recorded of a forward; nothing of a plain one.
+CACHINGS = ("plain", "outputs", "keys_values")
+# Of all recordings. One template's with sparse convolutions takes 50 MB a step.
+_ACTIVATIONS_BYTES = 4 << 30
+# Tokens of CLIP's prompts.
+_PROMPT_TOKENS = 77
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--rounds", 3, "of all shares, on each side", smallest=1),
+    Option("--steps", 11, "of each edit; one less runs", smallest=3),
+    Option("--threads", 2, "of each side"),
+    Option("--shares", list(RATIOS), "of tokens that masks have", choices=RATIOS, smallest=[0.05, 0.19]),
+)
+
+Edited = Mapping[str, float]
+"""An edit: seconds, and denoise_s of its steps; of the suite also computed_share and reused."""
+Ask = Callable[..., Edited]
+Rounds = Mapping[float, Mapping[str, Sequence[Edited]]]
+"""Edits by share and side, one for each round."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """What rounds took.
-
-    edits: by share and side, one for each round. forwards: seconds, by share and what is recorded, "plain" of nothing.
-    transformer_shares: of plain forwards. off: the largest difference of an exact edit's latent.
-    """
-
-    edits: dict[float, dict[str, list[Edited]]] = field(default_factory=dict)
-    forwards: dict[float, dict[str, list[float]]] = field(default_factory=dict)
-    transformer_shares: list[float] = field(default_factory=list)
-    off: float = 0.0
-
-    def speedup(self, share: float, side: str, *, whole: bool = False) -> float:
-        """Over Diffusers, of the steps; whole: of the call."""
-        return self._seconds(share, "diffusers", whole=whole) / self._seconds(share, side, whole=whole)
-
-    def forward_speedup(self, share: float, caching: str) -> float:
-        """Over the plain network."""
-        return median(self.forwards[share]["plain"]) / median(self.forwards[share][caching])
-
-    def _seconds(self, share: float, side: str, *, whole: bool) -> float:
-        return median(each.seconds if whole else each.denoise_s for each in self.edits[share][side])
-
-
-def measure(model: Path, folder: Path, options: argparse.Namespace) -> Measured:
-    """Checks, records, and draws in turns."""
-    measured = Measured()
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
+    """Check an exact edit, record, and draw in turns."""
+    model = folder / "model"
+    write_bench_model(model, EDIT_SHAPE.for_run(smallest=options.smallest))
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(Side(name, model, options.threads)) for name in SIDES}
-        measured.off = _exact(sides, folder, options.steps)
-        for side in sides.values():
-            # Of the least mask: what is recorded is then the template, all but that.
-            side.edit(EditAsk(share=min(options.shares), steps=options.steps))
-        for number in range(options.rounds + 1):
-            for share in options.shares:
-                drawn = _round(sides, EditAsk(share=share, steps=options.steps, seed=number), turned=number % 2 == 1)
-                if number:  # the first one completes recordings, and pays for what is made once
-                    for name, edited in drawn.items():
-                        measured.edits.setdefault(share, {}).setdefault(name, []).append(edited)
-    with Network(model, options.threads) as network:
-        for number in range(options.rounds + 1):
-            shares = network.transformer_share()
-            if number:
-                measured.transformer_shares.append(shares)
-            for share in options.shares:
-                for name, ask in _CACHINGS.items():
-                    of_share = 1.0 if name == "plain" else share
-                    seconds = network.forward_s(ForwardAsk(share=of_share, caching=ask.caching))
-                    if number:
-                        measured.forwards.setdefault(share, {}).setdefault(name, []).append(seconds)
-    return measured
 
+        def side(make: Callable[..., Answer], **arguments: object) -> Side:
+            return stack.enter_context(
+                Side(make, threads=options.threads, exclusive_cores=True, model=model, **arguments)
+            )
 
-def _round(sides: Mapping[str, Side], ask: EditAsk, *, turned: bool) -> dict[str, Edited]:
-    """One edit on each side; by turns forwards and backwards, as the machine's speed drifts."""
-    return {name: sides[name].edit(ask) for name in list(sides)[:: -1 if turned else 1]}
-
-
-def _exact(sides: Mapping[str, Side], folder: Path, steps: int) -> float:
-    """The largest difference of the suite's latents from Diffusers', all computed."""
-    from safetensors.torch import load_file
-
-    latents = {}
-    for name, side in sides.items():
-        file = folder / f"{name}.safetensors"
-        side.edit(EditAsk(share=0.19, steps=steps, exact=True, latent=str(file)))
-        latents[name] = load_file(file)[LATENT]
-    theirs = latents.pop("diffusers")
-    return max(float((ours - theirs).abs().max()) for ours in latents.values())
-
-
-def values_of(measured: Measured) -> dict[str, float]:
-    """What the line of JSON says."""
-    values = {"transformer_share": median(measured.transformer_shares), "exact_off": measured.off}
-    for share, by_side in measured.edits.items():
-        name = f"{share * 100:02.0f}"
-        values[f"speedup_{name}"] = measured.speedup(share, "suite")
-        values[f"speedup_{name}_sparse"] = measured.speedup(share, "suite-sparse")
-        values[f"speedup_{name}_sparse_whole"] = measured.speedup(share, "suite-sparse", whole=True)
-        values[f"computed_share_{name}"] = by_side["suite-sparse"][0].computed_share
-        values[f"reused_{name}"] = min(each.reused for side in SIDES[1:] for each in by_side[side])
-        values[f"forward_{name}_outputs"] = measured.forward_speedup(share, "outputs")
-        values[f"forward_{name}_keys_values"] = measured.forward_speedup(share, "keys_values")
-    return values
-
-
-def table_of(values: Mapping[str, float], shares: Sequence[float]) -> list[tuple[str, str, str]]:
-    """What people read."""
-    rows = [
-        ("an exact edit's latent off by", f"{values['exact_off']:.1e}", f"at most {TOLERANCE:g}"),
-        ("transformers' share of a step", f"{values['transformer_share']:.2f}", f"at least {WANTED_SHARE:g}"),
-    ]
-    for share in shares:
-        name = f"{share * 100:02.0f}"
-        rows.append((f"mask {share:g}: tokens computed", f"{values[f'computed_share_{name}']:.3f}", ""))
-        for what, key in (
-            ("steps, convolutions in full", f"speedup_{name}"),
-            ("steps, sparse convolutions", f"speedup_{name}_sparse"),
-            ("the whole edit, sparse convolutions", f"speedup_{name}_sparse_whole"),
-            ("one forward, sparse, outputs recorded", f"forward_{name}_outputs"),
-            ("one forward, sparse, keys and values recorded", f"forward_{name}_keys_values"),
-        ):
-            wanted = f"at least {WANTED[key]:g}" if key in WANTED else ""
-            rows.append((f"    {what} ({key})", f"{values[key]:.2f} x", wanted))
-    return rows
-
-
-def main() -> int:
-    """Prints the table and the line of JSON; 1 where an exact edit is another one than Diffusers'."""
-    options = _options()
-    with scratch() as folder:
-        write_bench_model(folder / "model", EDIT_SHAPE)
-        measured = measure(folder / "model", folder, options)
-    values = values_of(measured)
-    report("edit", table_of(values, options.shares), values)
-    if measured.off > TOLERANCE:
-        print(f"an exact edit is off by {measured.off:.1e}: nothing of the above counts", file=sys.stderr)
+        theirs = partial(_inpaint, side(stock), write_template(folder), options.steps)
+        ours = {name: side(engine, sparse=name == SIDES[2]) for name in SIDES[1:]}
+        sides: dict[str, Ask] = {
+            SIDES[0]: theirs,
+            **{name: partial(each.ask, steps=options.steps) for name, each in ours.items()},
+        }
+        off = _largest_difference(sides, folder)
+        for name in SIDES[1:]:  # of the least mask: what is recorded is then the template, all but that
+            sides[name](share=min(options.shares), seed=0)
+        found: Rounds = {
+            share: by_turns(
+                {
+                    name: lambda number, ask=ask, share=share: ask(share=share, seed=number)
+                    for name, ask in sides.items()
+                },
+                options.rounds,
+            )
+            for share in options.shares
+        }
+    with Side(network, threads=options.threads, exclusive_cores=True, model=model) as alone:
+        shares = [alone.ask()["share"] for _ in range(options.rounds + 1)][1:]
+        forwards = {
+            share: by_turns(
+                {name: lambda _, name=name, share=share: alone.ask(share=share, caching=name) for name in CACHINGS},
+                options.rounds,
+            )
+            for share in options.shares
+        }
+    fill(sheet, found, forwards, transformer_share=median(shares), off=off)
+    if off > TOLERANCE:
+        print(f"an exact edit is off by {off:.1e}: nothing of the above counts", file=sys.stderr)
         return 1
     return 0
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-edit", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of all shares, on each side (default: 3)")
-    parser.add_argument("--steps", type=int, default=11, help="of each edit; one less runs (default: 11)")
-    parser.add_argument("--threads", type=int, default=THREADS, help="of each side (default: 2)")
-    parser.add_argument(
-        "--shares", type=float, nargs="+", default=list(RATIOS), choices=RATIOS, metavar="SHARE", help="of RATIOS"
+def fill(
+    sheet: Sheet,
+    edits: Rounds,
+    forwards: Mapping[float, Mapping[str, Sequence[Mapping[str, float]]]],
+    *,
+    transformer_share: float,
+    off: float,
+) -> None:
+    """Report medians over Diffusers, by share.
+
+    Args:
+        forwards: By share and what is recorded: seconds of one forward.
+        transformer_share: Of a plain forward's time.
+        off: The largest difference of an exact edit's latent.
+    """
+    bar = f"at most {TOLERANCE:g}"
+    sheet.figure("an exact edit's latent off by", off, "{:.1e}", key="exact_off", bar=bar)
+    bar = f"at least {WANTED_SHARE:g}"
+    sheet.figure("transformers' share of a step", transformer_share, key="transformer_share", bar=bar)
+    for share, by_side in edits.items():
+        name = f"{share * 100:02.0f}"
+
+        def over(
+            side: str,
+            field: str,
+            of: Mapping[str, Sequence[Mapping[str, float]]] = by_side,
+            base: str = SIDES[0],
+        ) -> float:
+            return median(each[field] for each in of[base]) / median(each[field] for each in of[side])
+
+        what = f"mask {share:g}: tokens computed"
+        sheet.figure(what, by_side[SIDES[2]][0]["computed_share"], "{:.3f}", key=f"computed_share_{name}")
+        sheet.values[f"reused_{name}"] = min(each["reused"] for side in SIDES[1:] for each in by_side[side])
+        for what, key, value in (
+            ("steps, convolutions in full", f"speedup_{name}", over("suite", "denoise_s")),
+            ("steps, sparse convolutions", f"speedup_{name}_sparse", over(SIDES[2], "denoise_s")),
+            ("the whole edit, sparse convolutions", f"speedup_{name}_sparse_whole", over(SIDES[2], "seconds")),
+            (
+                "one forward, sparse, outputs recorded",
+                f"forward_{name}_outputs",
+                over("outputs", "seconds", forwards[share], "plain"),
+            ),
+            (
+                "one forward, sparse, keys and values recorded",
+                f"forward_{name}_keys_values",
+                over("keys_values", "seconds", forwards[share], "plain"),
+            ),
+        ):
+            bar = f"at least {WANTED[key]:g}" if key in WANTED else ""
+            sheet.figure(f"    {what}", value, "{:.2f} x", key=key, bar=bar)
+
+
+def _inpaint(side: Side, image: str, steps: int, *, share: float, seed: int = 0, latent: str = "", **_: Any) -> Edited:
+    return side.ask(
+        prompts=[PROMPT], seeds=[seed], steps=steps, images=[image], boxes=[square_box(share)], latent=latent
     )
-    return parser.parse_args()
+
+
+def _largest_difference(sides: Mapping[str, Ask], folder: Path) -> float:
+    """Return the largest difference of the suite's latents from Diffusers', all computed."""
+    from safetensors.torch import load_file
+
+    latents = {}
+    for name, ask in sides.items():
+        file = folder / f"{name}.safetensors"
+        ask(share=0.19, exact=True, latent=str(file))
+        latents[name] = load_file(file)[LATENT]
+    theirs = latents.pop(SIDES[0])
+    return max(float((ours - theirs).abs().max()) for ours in latents.values())
+
+
+def engine(*, model: str, sparse: bool) -> Answer:
+    """Make the suite's engine, with recordings in its memory; it draws one edit of the template.
+
+    Args:
+        sparse: Whether convolutions are computed around masks alone.
+    """
+    from safetensors.torch import save_file
+
+    from bottega.addons.edits.engine.addon import EngineEdits
+    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+    from bottega.diffusion.engine.engine import Engine
+    from bottega.diffusion.engine.events import EditRecord, Event, JobStarted
+    from bottega.diffusion.engine.limits import EngineLimits
+    from load.bench.engine_runs import accelerate, edit_order, load_bench_model, run_orders
+
+    loaded = load_bench_model(model)
+    running = Engine(
+        loaded, EngineLimits(), addons=(EngineEdits(loaded, MemoryActivations(_ACTIVATIONS_BYTES), sparse=sparse),)
+    )
+    accelerate(running)
+    running.warm_up()
+    image = template()
+    requests: list[Any] = []
+    turn = running.turn
+
+    def watched() -> Sequence[Event]:
+        """Make a turn, and keep the request that has started."""
+        events = list(turn())
+        requests.extend(running.jobs[event.key].requests[0] for event in events if isinstance(event, JobStarted))
+        return events
+
+    running.turn = watched  # type: ignore[method-assign,assignment]
+
+    def draw(*, share: float, steps: int, seed: int = 0, exact: bool = False, latent: str = "") -> Edited:
+        requests.clear()
+        order = edit_order("edit", image, square_mask(share), steps=steps, seed=seed, masked=not exact)
+        began_s = perf_counter()
+        record = run_orders(running, [order])["edit"]
+        seconds = perf_counter() - began_s
+        if latent:
+            save_file({LATENT: requests[0].latent.contiguous()}, latent)
+        edited = record.edit or EditRecord()
+        return {
+            "seconds": seconds,
+            "denoise_s": record.seconds["denoise"] + record.seconds["batch"],
+            "computed_share": edited.computed_share or 1.0,
+            "reused": edited.blocks_reused / edited.blocks_total if edited.blocks_total else 0.0,
+        }
+
+    return draw
+
+
+def network(*, model: str) -> Answer:
+    """Make the network alone.
+
+    It answers the seconds of one forward of a guided request's two rows, or without a question the share of a plain
+    forward that transformers take.
+    """
+    return Network(Path(model)).answer
+
+
+class Network:
+    """The network, and what was recorded of it so far."""
+
+    def __init__(self, model: Path) -> None:
+        import torch
+        from diffusers import UNet2DConditionModel
+
+        from bottega.diffusion.engine.denoiser import Denoiser
+        from bottega.diffusion.engine.forward import Network as Networks
+        from bottega.diffusion.model.backbone import UNetBackbone
+        from bottega.diffusion.rows import Half
+
+        self._unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet", torch_dtype=torch.float32).eval()
+        self._backbone = UNetBackbone(self._unet)
+        self._plain = Denoiser(Networks(backbone=self._backbone))
+        self._rows = [_row(self._unet.config, half) for half in Half]
+        self._recorded: dict[str, tuple[Denoiser, list[InMemory]]] = {}
+        self._masks: dict[float, Tensor] = {}
+
+    def answer(self, *, share: float = 0.0, caching: str = "") -> dict[str, float]:
+        """Run one forward.
+
+        Args:
+            share: Of tokens that the mask has, with its margin.
+            caching: One of `CACHINGS`; "" measures transformers.
+        """
+        if not caching:
+            return {"share": self._transformer_share()}
+        return {"seconds": self._plain_s() if caching == "plain" else self._masked_s(share, caching)}
+
+    def _plain_s(self) -> float:
+        return self._plain.predict(self._rows).seconds
+
+    def _masked_s(self, share: float, caching: str) -> float:
+        from bottega.addons.edits.engine.activations import EditActivations
+
+        denoiser, recordings = self._recordings(caching)
+        # Masks stay the same tensors, as in an edit's steps.
+        mask = self._masks.setdefault(share, _computed(share))
+        edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
+        rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
+        return denoiser.predict(rows).seconds
+
+    def _recordings(self, caching: str) -> tuple[Any, list[InMemory]]:
+        from bottega.addons.edits.engine.activations import EditActivations
+        from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+        from bottega.addons.edits.engine.masked.transformer import Caching
+        from bottega.addons.edits.engine.sparse import SparseMaps
+        from bottega.diffusion.engine.denoiser import Denoiser
+        from bottega.diffusion.engine.forward import Network as Networks
+
+        if caching not in self._recorded:
+            backbone = MaskedBackbone(self._unet, caching=Caching(caching), maps=SparseMaps())
+            sinks = [InMemory() for _ in self._rows]
+            edits = [EditActivations(sink=sink) for sink in sinks]
+            denoiser = Denoiser(Networks(backbone=self._backbone, strategies=(backbone,)))
+            denoiser.predict([replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)])
+            self._recorded[caching] = denoiser, sinks
+        return self._recorded[caching]
+
+    def _transformer_share(self) -> float:
+        from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+        times: list[float] = []
+        handles = []
+        for module in self._unet.modules():
+            if isinstance(module, Transformer2DModel):
+                handles.append(module.register_forward_pre_hook(lambda *_: times.append(-perf_counter())))
+                handles.append(module.register_forward_hook(lambda *_: times.append(perf_counter())))
+        seconds = self._plain_s()
+        for handle in handles:
+            handle.remove()
+        return sum(times) / seconds
+
+
+class InMemory:
+    """Recorded activations of one row, all of them in memory."""
+
+    projections = None
+    reused: frozenset[str] = frozenset()
+    waited_s = 0.0
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, Tensor] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a layer's output."""
+        return self._outputs.get(name)
+
+    stored = get
+
+    def put(self, name: str, output: Tensor) -> None:
+        """Keep a copy."""
+        self._outputs[name] = output.half()
+
+
+def _row(config: Any, half: Half) -> Row:
+    """Return a row with random inputs, of the sizes that the network has."""
+    import torch
+
+    from bottega.diffusion.rows import Embeds, Row
+
+    generator = torch.Generator().manual_seed(half.value)
+    # Pooled text and six sizes make up what the added embedding takes.
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    embeds = Embeds(
+        prompt=torch.randn(_PROMPT_TOKENS, config.cross_attention_dim, generator=generator),
+        pooled=torch.randn(pooled, generator=generator),
+        time_ids=torch.zeros(6),
+    )
+    sample = torch.randn(config.in_channels, config.sample_size, config.sample_size, generator=generator)
+    return Row(owner=0, step=0, half=half, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
+
+
+def _computed(share: float) -> Tensor:
+    """Return the map of latent elements that an edit with this mask computes."""
+    import torch
+
+    from bottega.addons.edits.engine.masked.tokens import dilate
+
+    pixels = SIZE // EDIT_SHAPE.sample_size
+    mask = torch.from_numpy(square_mask(share) > 0)[::pixels, ::pixels]
+    return dilate(mask, MARGIN, TOKEN // pixels)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.command())

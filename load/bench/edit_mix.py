@@ -1,96 +1,120 @@
-"""Edits and pictures at once, in images per second: the engine with masked blocks against Diffusers, one by one.
+"""What do edits and pictures at once take, in images per second: the engine against Diffusers, one by one?
 
-Half of the requests are edits of templates that were edited before, with masks of several sizes; the others are plain.
-A bench model of SDXL's topology. Each side is a process of its own; they take turns, medians.
+Half of the requests are edits of templates that were edited before, with masks of several sizes and masked blocks; the
+others are plain. A bench model of SDXL's topology. Each side is a process of its own; they take turns, medians.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 from load.bench.bench_model import write_bench_model
-from load.bench.edit_model import EDIT_SHAPE
-from load.bench.edit_sides import Side
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.edit_model import EDIT_SHAPE, SIZE, square_box, square_mask, template, write_template
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns
+from load.bench.side_process import Answer, Side
+from load.bench.stock import stock
 
 # Shares of the tokens that edits compute at the finest level of attention; 0 is a plain picture.
 MIX = (0.05, 0.0, 0.11, 0.0, 0.19, 0.0, 0.35, 0.0)
-THREADS = 2
 WANTED = 1.5
+# All templates of a round, and what is recorded of them.
+_RECORDINGS_BYTES = 4 << 30
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--rounds", 5, "of all requests, on each side", smallest=1),
+    Option("--steps", 8, "of each request", smallest=2),
+    Option("--threads", 2, "of each side"),
+)
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """Seconds for all requests of a kind, one for each round. reused: shares of the edits' blocks."""
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Draw in turns: all requests at once, and the edits and the plain ones apart."""
+    model = folder / "model"
+    write_bench_model(model, EDIT_SHAPE.for_run(smallest=options.smallest))
+    files = [write_template(folder, number) for number in range(len(MIX))]
+    common = {"threads": options.threads, "exclusive_cores": True, "model": model}
+    with Side(stock, **common) as theirs, Side(engine, **common) as ours:  # type: ignore[arg-type]
 
-    diffusers: list[float] = field(default_factory=list)
-    mixed: list[float] = field(default_factory=list)
-    edits: list[float] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
-    reused: list[float] = field(default_factory=list)
+        def one_by_one(_: int) -> dict[str, float]:
+            seconds = 0.0
+            for number, share in enumerate(MIX):
+                edit = {"images": [files[number]], "boxes": [square_box(share)]} if share else {"size": SIZE}
+                seconds += theirs.ask(prompts=[PROMPT], seeds=[number], steps=options.steps, **edit)["seconds"]
+            return {"seconds": seconds}
 
-    @property
-    def mix_ratio(self) -> float:
-        """How many times as many images per second as Diffusers."""
-        return median(self.diffusers) / median(self.mixed)
+        def at_once(shares: Sequence[float]) -> Mapping[str, float]:
+            return ours.ask(shares=shares, steps=options.steps)
 
-    @property
-    def vs_apart(self) -> float:
-        """The same, over the edits together and then the plain ones together."""
-        return (median(self.edits) + median(self.plain)) / median(self.mixed)
-
-
-def measure(model: Path, options: argparse.Namespace) -> Measured:
-    """Draws in turns, the first round not counted."""
-    measured = Measured()
-    edits, plain = [share for share in MIX if share], [share for share in MIX if not share]
-    with Side("diffusers", model, options.threads) as theirs, Side("suite", model, options.threads) as ours:
-        for number in range(options.rounds + 1):
-            into = measured if number else Measured()
-            into.diffusers.append(theirs.draw(MIX, steps=options.steps)["seconds"])
-            mixed = ours.draw(MIX, steps=options.steps)
-            into.mixed.append(mixed["seconds"])
-            into.reused.append(mixed["reused_share"])
-            into.edits.append(ours.draw(edits, steps=options.steps)["seconds"])
-            into.plain.append(ours.draw(plain, steps=options.steps)["seconds"])
-    return measured
-
-
-def main() -> None:
-    """Prints the table and the line of JSON."""
-    options = _options()
-    with scratch() as folder:
-        write_bench_model(folder / "model", EDIT_SHAPE)
-        measured = measure(folder / "model", options)
-    one_by_one, at_once, reused = (median(each) for each in (measured.diffusers, measured.mixed, measured.reused))
-    rows = [
-        (f"{len(MIX)} requests one by one, Diffusers", f"{one_by_one:.2f} s", ""),
-        ("    at once", f"{at_once:.2f} s", ""),
-        ("times as many images per second (mix_ratio)", f"{measured.mix_ratio:.2f}", f"at least {WANTED:g}"),
-        ("edits together, then plain ones together, over all at once (vs_apart)", f"{measured.vs_apart:.2f}", ""),
-        ("blocks of the edits whose unmasked tokens were reused", f"{reused:.2f}", ""),
-    ]
-    values = {
-        "mix_ratio": measured.mix_ratio,
-        "vs_apart": measured.vs_apart,
-        "blocks_reused_share": reused,
-        "diffusers_s": one_by_one,
-        "mixed_s": at_once,
-    }
-    report("edit_mix", rows, values)
+        found = by_turns(
+            {
+                "diffusers": one_by_one,
+                "mixed": lambda _: at_once(MIX),
+                "edits": lambda _: at_once([share for share in MIX if share]),
+                "plain": lambda _: at_once([share for share in MIX if not share]),
+            },
+            options.rounds,
+        )
+    seconds = {name: median(each["seconds"] for each in rounds) for name, rounds in found.items()}
+    sheet.figure(f"{len(MIX)} requests one by one, Diffusers", seconds["diffusers"], "{:.2f} s", key="diffusers_s")
+    sheet.figure("    at once", seconds["mixed"], "{:.2f} s", key="mixed_s")
+    ratio, bar = seconds["diffusers"] / seconds["mixed"], f"at least {WANTED:g}"
+    sheet.figure("times as many images per second", ratio, key="mix_ratio", bar=bar)
+    apart = (seconds["edits"] + seconds["plain"]) / seconds["mixed"]
+    sheet.figure("edits together, then plain ones together, over all at once", apart, key="vs_apart")
+    reused = median(each["reused_share"] for each in found["mixed"])
+    sheet.figure("blocks of the edits whose unmasked tokens were reused", reused, key="blocks_reused_share")
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-edit-mix", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of all requests, on each side (default: 5)")
-    parser.add_argument("--steps", type=int, default=8, help="of each request (default: 8)")
-    parser.add_argument("--threads", type=int, default=THREADS, help="of each side (default: 2)")
-    return parser.parse_args()
+def engine(*, model: str) -> Answer:
+    """Make the suite's engine, which draws a request for each share.
+
+    Templates have been edited before: the first question with a set of shares does that, not timed.
+    """
+    from bottega.addons.edits.engine.addon import EngineEdits
+    from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+    from bottega.diffusion.engine.engine import Engine
+    from bottega.diffusion.engine.job import EngineOrder
+    from bottega.diffusion.engine.limits import EngineLimits
+    from bottega.diffusion.spec import ResolvedSpec
+    from load.bench.engine_runs import edit_order, load_bench_model, reused_share, run_orders
+
+    loaded = load_bench_model(model)
+    running = Engine(loaded, EngineLimits(), addons=(EngineEdits(loaded, MemoryActivations(_RECORDINGS_BYTES)),))
+    running.warm_up()
+    known: set[tuple[float, ...]] = set()
+
+    def order(number: int, share: float, steps: int) -> EngineOrder:
+        if share:
+            mask = square_mask(share)
+            return edit_order(number, template(number), mask, steps=steps, seed=number, any_prompt=False)
+        spec = ResolvedSpec(
+            prompt=PROMPT,
+            num_inference_steps=steps,
+            guidance_scale=GUIDANCE_SCALE,
+            width=SIZE,
+            height=SIZE,
+            seed=number,
+        )
+        return EngineOrder(key=number, spec=spec)
+
+    def draw(*, shares: Sequence[float], steps: int) -> dict[str, float]:
+        orders = [order(number, share, steps) for number, share in enumerate(shares)]
+        if tuple(shares) not in known:
+            known.add(tuple(shares))
+            run_orders(running, [each for each in orders if each.spec.edit is not None])
+        began_s = perf_counter()
+        records = run_orders(running, orders)
+        return {"seconds": perf_counter() - began_s, "reused_share": reused_share(list(records.values()))}
+
+    return draw
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,12 +1,14 @@
-"""The model of the benches of edits, and their masks."""
+"""The model of the benches of edits, the pictures that are edited, and their masks."""
 
 from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import PIL.Image
 
 from load.bench.bench_model import BenchShape
 
@@ -20,46 +22,70 @@ EDIT_SHAPE = BenchShape(
     sample_size=64,
     text_width=256,
 )
-# Pixels a side, and those of a token of the finest attention level.
-SIZE = EDIT_SHAPE.sample_size * EDIT_SHAPE.latent_scale
+SIZE = EDIT_SHAPE.side
+"""Pixels a side of a picture."""
 TOKEN = 2 * EDIT_SHAPE.latent_scale
-# Tokens around a mask that are computed with it, as in an engine that is not told otherwise.
+"""Pixels a side of a token of the finest attention level."""
 MARGIN = 1
-# Shares of the tokens of the finest attention level that are computed.
+"""Tokens around a mask that are computed with it, as in an engine by default."""
 RATIOS = (0.01, 0.05, 0.11, 0.19, 0.35, 0.6)
+"""Shares of the tokens of the finest attention level that are computed."""
 
 
 def square_side(share: float) -> int:
-    """Tokens a side of the square that is nearest to this share of all of them, and has one inside its margin."""
+    """Return the tokens a side of the square that is nearest to a share of all, and has a token inside its margin."""
     return max(round(SIZE // TOKEN * math.sqrt(share)), 2 * MARGIN + 1)
 
 
 def square_share(share: float) -> float:
-    """The share that the square really has."""
+    """Return the share that the square really has."""
     return (square_side(share) * TOKEN / SIZE) ** 2
 
 
-def square_mask(share: float) -> npt.NDArray[np.uint8]:
-    """A mask [SIZE, SIZE], 255 where it is edited: a square that has this share of the tokens with its margin.
+def square_box(share: float) -> tuple[int, int, int, int]:
+    """Return left, top, width and height in pixels of a square in the middle that has this share with its margin.
 
-    It lies in the middle, with a corner on a corner of the coarsest level's tokens, which are twice as large: a square
-    across them would have more of those.
+    Its corner lies on a corner of the coarsest level's tokens, which are twice as large: a square across them would
+    have more of those.
     """
     side = square_side(share)
     first = (SIZE // TOKEN - side) // 4 * 2
-    return _square(side, first, first)
+    return _box(side, first, first)
+
+
+def square_mask(share: float) -> npt.NDArray[np.uint8]:
+    """Return a mask [SIZE, SIZE], 255 in that square."""
+    return _mask(square_box(share))
 
 
 def placed_mask(share: float, chance: random.Random) -> npt.NDArray[np.uint8]:
-    """The same square anywhere in the picture, its corner on a corner of the coarsest level's tokens."""
+    """Return a mask of the same square anywhere, its corner on a corner of the coarsest level's tokens."""
     side = min(square_side(share), SIZE // TOKEN)
     places = range(0, SIZE // TOKEN - side + 1, 2)
-    return _square(side, chance.choice(places), chance.choice(places))
+    return _mask(_box(side, chance.choice(places), chance.choice(places)))
 
 
-def _square(side: int, top: int, left: int) -> npt.NDArray[np.uint8]:
-    """All in tokens, margin included."""
-    rows, columns = (slice((first + MARGIN) * TOKEN, (first + side - MARGIN) * TOKEN) for first in (top, left))
+def template(number: int = 0) -> PIL.Image.Image:
+    """Return a picture to edit: noise, as nobody looks at it."""
+    pixels = np.random.default_rng(number).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def write_template(folder: Path, number: int = 0) -> str:
+    """Write it, and return the file."""
+    file = folder / f"template-{number}.png"
+    template(number).save(file)
+    return str(file)
+
+
+def _box(side: int, top: int, left: int) -> tuple[int, int, int, int]:
+    """Return the box inside the margin of a square, which is given in tokens."""
+    inner = (side - 2 * MARGIN) * TOKEN
+    return (left + MARGIN) * TOKEN, (top + MARGIN) * TOKEN, inner, inner
+
+
+def _mask(box: tuple[int, int, int, int]) -> npt.NDArray[np.uint8]:
+    left, top, width, height = box
     mask = np.zeros((SIZE, SIZE), np.uint8)
-    mask[rows, columns] = 255
+    mask[top : top + height, left : left + width] = 255
     return mask

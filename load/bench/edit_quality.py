@@ -1,17 +1,18 @@
-"""What pictures lose whose masked part alone is computed: edits of the embedded model against the full computation.
+"""What do pictures lose of which only the masked part is computed?
 
-In this process, with the engine and its recordings, and the codec's pixels. Each template is edited once, which is
-recorded; the BALANCED edits after it are measured, each prompt with two seeds. The full computation is stock Diffusers'
-inpainting under the same composed noise: the recording's outside the mask, the request's inside. An exact edit has its
-own noise everywhere.
+Edits of the embedded model against the full computation, in this process, with the engine and its recordings, and the
+codec's pixels. Each template is edited once, which is recorded; the BALANCED edits after it are measured, each prompt
+with two seeds. The full computation is stock Diffusers' inpainting under the same composed noise: the recording's
+outside the mask, the request's inside. An exact edit has its own noise everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import random
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,63 +20,124 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import PIL.Image
 import torch
 from diffusers import StableDiffusionXLInpaintPipeline
 
-from bottega.diffusion.model.model import load_model
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.masked import tokens
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
+from bottega.codec import edits
+from bottega.codec.pixels import MaskOrder, Overlay
+from bottega.diffusion.engine.engine import Engine
+from bottega.diffusion.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
+from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.model.model import Model
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene
 from bottega.quality import oracle
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_cases import EditCase, Template, edits_of, templates
-from load.bench.edit_engine import (
-    GUIDANCE_SCALE,
-    STRENGTH,
-    EditAsk,
-    Edited,
-    EditEngine,
-    beyond_feather,
-    computed_share,
-    dilated,
-    pasted,
-    reused_share,
-)
-from load.bench.edit_model import EDIT_SHAPE, square_mask
-from load.bench.report import report
-from load.bench.scratch import scratch
-from load.bench.side_process import stock_pipeline
-from load.contact_sheet import compose
+from load.bench.edit_model import EDIT_SHAPE, square_mask, template
+from load.bench.engine_runs import edit_order, load_bench_model
+from load.bench.framework import CORES, Bench, Option, Sheet
+from load.bench.miniature import GUIDANCE
+from load.bench.stock import STRENGTH, stock_pipeline
 from load.miniature.quality import ssim_within
+from load.sheets import compose
 from tests.support.composed_noise import Draws, composed_noise, draws_of
 
-EDITS = 200
 # After the first one, which records.
 EDITS_OF_A_TEMPLATE = 5
 PROMPTS_OF_A_TEMPLATE = 3
-STEPS = 30
-# Rounds of timing.
-TIMED = 8
+FEATHER, MARGIN_TOKENS = 8, 1
 # Of half a window of SSIM.
 _EDGE = 5
 # Edits on the contact sheet.
 _SHOWN = 12
+_WHITE = 128
+_RECORDINGS_BYTES = 512 << 20
 WANTED_INSIDE, WANTED_OUTSIDE, WANTED_DROP = 0.95, 0.999, 3.0
 WANTED_REUSE = 0.5
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--edits", 200, "that are measured", smallest=5),
+    Option("--steps", 30, "of each", smallest=6),
+    Option("--rounds", 8, "of timing", smallest=1),
+    Option("--bench-steps", 4, "of the model of SDXL's topology", smallest=3),
+    Option("--full-convolutions", False, "without sparse ones"),
+    Option("--threads", CORES, "of torch"),
+    Option("--sheet", Path("out/edit_quality.png"), "contact sheet to write", kind=Path),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edited:
+    """An edit that the engine has drawn."""
+
+    case: EditCase
+    picture: PIL.Image.Image
+    """As Diffusers gives it, without the image's own pixels."""
+    record: EditRecord
+    """Empty of an exact edit."""
+    denoise_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
-    """One edit in every way. full, fewer: computed in full under composed noise, with all steps and with fewer."""
+    """An edit in every way."""
 
     edited: Edited
     full: PIL.Image.Image
+    """Computed in full under composed noise."""
     fewer: PIL.Image.Image
+    """The same with fewer steps, in as much time as the edit."""
     exact: PIL.Image.Image
 
     @property
     def case(self) -> EditCase:
-        return self.edited.ask.case
+        return self.edited.case
+
+
+class EditEngine:
+    """Draws edits with recordings in its memory, as a worker's engine does.
+
+    Args:
+        sparse: Whether convolutions are computed around masks alone.
+    """
+
+    def __init__(self, model: Model, *, sparse: bool = True) -> None:
+        self.model = model
+        addon = EngineEdits(model, MemoryActivations(_RECORDINGS_BYTES), sparse=sparse)
+        self._engine = Engine(model, EngineLimits(progress_interval_s=0.0), addons=(addon,))
+
+    def draw(self, case: EditCase, *, steps: int, masked: bool = True) -> Edited:
+        """Draw an edit, exact unless it is masked."""
+        order = edit_order(
+            0,
+            case.template.picture,
+            np.asarray(case.template.mask),
+            steps=steps,
+            seed=case.seed,
+            masked=masked,
+            any_prompt=False,
+            prompt=case.prompt,
+            guidance_scale=GUIDANCE,
+        )
+        self._engine.submit(order)
+        while self._engine.busy:
+            for event in self._engine.turn():
+                match event:
+                    case ImageDrawn():
+                        picture = PIL.Image.fromarray(event.pixels.numpy())
+                    case JobFinished():
+                        record = event.record
+                    case JobFailed():
+                        raise event.error
+        edit = record.edit or EditRecord()
+        return Edited(case=case, picture=picture, record=edit, denoise_s=record.seconds["denoise"])
 
 
 class StockEdits:
@@ -85,12 +147,12 @@ class StockEdits:
         self._pipeline = stock_pipeline(WEIGHTS, StableDiffusionXLInpaintPipeline)
 
     def draws(self, case: EditCase) -> Draws:
-        """What an edit draws from its generator."""
+        """Return what an edit draws from its generator."""
         width, height = case.template.picture.size
         return draws_of(self._pipeline, case.template.picture, seed=case.seed, width=width, height=height)
 
     def draw(self, cases: Sequence[EditCase], steps: int, recorded: Draws | None = None) -> list[PIL.Image.Image]:
-        """Edits of one template, together. recorded: what is outside their masks; None is each one's own."""
+        """Draw edits of one template together, with the recorded noise outside their masks, or with their own."""
         masks = [case.template.mask for case in cases]
         composed: Any = nullcontext()
         if recorded is not None:
@@ -102,7 +164,7 @@ class StockEdits:
                 image=[case.template.picture for case in cases],
                 mask_image=masks,
                 num_inference_steps=steps,
-                guidance_scale=GUIDANCE_SCALE,
+                guidance_scale=GUIDANCE,
                 strength=STRENGTH,
                 width=width,
                 height=height,
@@ -113,136 +175,153 @@ class StockEdits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRatios:
-    """Seconds of an edit with masked blocks over those of one in full. again: with the prompt that was recorded."""
+    """Seconds of an edit with masked blocks over those of one in full."""
 
     again: float
+    """With the prompt that was recorded."""
     other: float
+    """With other prompts."""
 
     def steps(self, case: EditCase, steps: int) -> int:
-        """How many the full computation makes in the time of a masked one."""
+        """Return how many steps the full computation makes in the time of a masked edit."""
         ratio = self.again if case.again else self.other
         return min(max(round(ratio * steps), 1), steps)
 
 
-def compare(
-    engine: EditEngine, stock: StockEdits, template: Template, seed: int, *, steps: int, ratios: TimeRatios
-) -> list[Compared]:
-    """Edits a template once, and then, with what was recorded, as often as it has edits left, one after the other."""
-    first, *later = edits_of(template, seed)
-    (recording,) = engine.draw([EditAsk(case=first, steps=steps, masked=True)])
-    assert recording.record.recorded, f"the first edit was not recorded: {recording.record}"
-    edited = [engine.draw([EditAsk(case=case, steps=steps, masked=True)])[0] for case in later]
-    recorded = stock.draws(first)
-    full, exact = stock.draw(later, steps, recorded), stock.draw(later, steps)
-    return [
-        Compared(edited=each, full=whole, fewer=stock.draw([case], ratios.steps(case, steps), recorded)[0], exact=own)
-        for each, case, whole, own in zip(edited, later, full, exact, strict=True)
-    ]
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure times, draw every edit in every way, and compare."""
+    torch.set_num_threads(options.threads)
+    chosen = templates(max(options.edits // EDITS_OF_A_TEMPLATE, 1), PROMPTS_OF_A_TEMPLATE)
+    model, sparse = load_bench_model(WEIGHTS), not options.full_convolutions
+    share = mean(float(dilated(model, each.mask).float().mean()) for each in chosen)
+    write_bench_model(folder / "model", EDIT_SHAPE.for_run(smallest=options.smallest))
+    large = EditEngine(load_bench_model(folder / "model"), sparse=sparse)
+    ratios = _time_ratios(large, _noise_template(share), steps=options.bench_steps, rounds=options.rounds)
+    small = EditEngine(model, sparse=sparse)
+    own = _time_ratios(small, chosen[0], steps=options.steps, rounds=options.rounds)
+    print(f"masked blocks with a model of SDXL's topology: {ratios}; with the embedded one: {own}", flush=True)
+    engine, stock = EditEngine(model, sparse=sparse), StockEdits()
+    compared: list[Compared] = []
+    for number, edited in enumerate(chosen):
+        cases = list(edits_of(edited, number * (EDITS_OF_A_TEMPLATE + 1)))
+        compared += _compare(engine, stock, cases, options.steps, ratios)
+        print(f"  {len(compared)} edits", flush=True)
+    _show(compared, options.sheet)
+    _fill(sheet, model, compared)
+    shown = f"{ratios.again:.2f}, {ratios.other:.2f}"
+    sheet.row("time over that in full, SDXL's topology", shown)
+    sheet.values |= {"time_again": ratios.again, "time_other": ratios.other}
+    sheet.values |= {"time_again_miniature": own.again, "time_other_miniature": own.other}
 
 
-def time_ratios(engine: EditEngine, template: Template, *, steps: int, rounds: int) -> TimeRatios:
-    """Medians of edits that are alone, in turns, the first rounds not counted."""
+def _noise_template(share: float) -> Template:
+    """Return one of the bench model's size, whose mask has so large a share of the tokens."""
+    wanted = tuple(random_scene(random.Random(seed), things=1) for seed in range(2))
+    return Template(picture=template(), mask=PIL.Image.fromarray(square_mask(share)), wanted=wanted)
+
+
+def _time_ratios(engine: EditEngine, edited: Template, *, steps: int, rounds: int) -> TimeRatios:
+    """Measure medians of edits that are alone, in turns."""
     seconds: dict[str, list[float]] = {"again": [], "other": [], "full": []}
-    cases = list(edits_of(template, 0))
+    cases = list(edits_of(edited, 0))
     for number in range(rounds + 2):
         other, again = cases[2 * (number % 2) :][:2]  # a prompt that was not the last one, and then once more
         for kind, case, masked in (("other", other, True), ("again", again, True), ("full", again, False)):
-            (drawn,) = engine.draw([EditAsk(case=case, steps=steps, masked=masked)])
+            drawn = engine.draw(case, steps=steps, masked=masked)
             if number > 1:  # the first one records, the second pays for what is made once
                 seconds[kind].append(drawn.denoise_s)
     full = median(seconds["full"])
     return TimeRatios(again=median(seconds["again"]) / full, other=median(seconds["other"]) / full)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Likeness:
-    """Mean SSIM of pictures with the full computation, where windows' centres lie in the dilated mask, and outside."""
+def _compare(
+    engine: EditEngine, stock: StockEdits, cases: Sequence[EditCase], steps: int, ratios: TimeRatios
+) -> list[Compared]:
+    """Draw a first edit of a template, and then, with what was recorded, the others one after the other."""
+    first, *later = cases
+    recording = engine.draw(first, steps=steps)
+    assert recording.record.recorded, f"the first edit was not recorded: {recording.record}"
+    masked = [engine.draw(case, steps=steps) for case in later]
+    recorded = stock.draws(first)
+    full, exact = stock.draw(later, steps, recorded), stock.draw(later, steps)
+    return [
+        Compared(
+            edited=each,
+            full=whole,
+            fewer=stock.draw([each.case], ratios.steps(each.case, steps), recorded)[0],
+            exact=own,
+        )
+        for each, whole, own in zip(masked, full, exact, strict=True)
+    ]
 
-    inside: float
-    outside: float
+
+def dilated(model: Model, mask: PIL.Image.Image) -> torch.Tensor:
+    """Return the pixels of the tokens that masked blocks compute with this mask: bool [height, width]."""
+    scale = model.latent_scale
+    latent = torch.from_numpy(np.asarray(mask) >= _WHITE)[::scale, ::scale]
+    computed = tokens.dilate(latent, MARGIN_TOKENS, tokens.finest_stride(model.backbone.unet))
+    return computed.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
 
 
-def likeness(
-    engine: EditEngine,
-    compared: Sequence[Compared],
-    pictures: Sequence[PIL.Image.Image],
-    *,
-    keep_unmasked: bool = False,
-) -> Likeness:
-    """Of one picture for each of the edits. keep_unmasked: whether both have the image's own pixels outside masks."""
+def pasted(drawn: PIL.Image.Image, case: EditCase) -> PIL.Image.Image:
+    """Return the picture that people get: with the template's own pixels outside the mask, read back from its PNG."""
+    overlay = Overlay(
+        image=_png(case.template.picture),
+        mask=_png(case.template.mask),
+        order=MaskOrder(width=drawn.width, height=drawn.height, latent_scale=1),
+        keep_unmasked=True,
+        feather=FEATHER,
+    )
+    return PIL.Image.open(io.BytesIO(_png(edits.composed(drawn, overlay)))).convert("RGB")
+
+
+def _likeness(
+    model: Model, compared: Sequence[Compared], pictures: Sequence[PIL.Image.Image], *, keep_unmasked: bool = False
+) -> tuple[float, float]:
+    """Return the mean SSIM with the full computation, where windows' centres lie in the dilated mask, and outside.
+
+    Args:
+        pictures: One for each of the edits.
+        keep_unmasked: Whether both have the image's own pixels outside masks.
+    """
     inside, outside = [], []
     for each, drawn in zip(compared, pictures, strict=True):
         both = drawn, each.full
         ours, theirs = (pasted(one, each.case) for one in both) if keep_unmasked else both
-        region = dilated(engine.model, each.case.template.mask)
+        region = dilated(model, each.case.template.mask)
         inside.append(ssim_within(ours, theirs, region))
         if bool((~region)[_EDGE:-_EDGE, _EDGE:-_EDGE].any()):
             outside.append(ssim_within(ours, theirs, ~region))
-    return Likeness(inside=mean(inside), outside=mean(outside))
+    return mean(inside), mean(outside)
 
 
-def right(compared: Sequence[Compared], pictures: Sequence[PIL.Image.Image]) -> float:
-    """Share of pictures in which the oracle reads all as it was asked for."""
+def _right(compared: Sequence[Compared], pictures: Sequence[PIL.Image.Image]) -> float:
+    """Return the share of pictures in which the oracle reads all as it was asked for."""
     return mean(
         oracle.agrees(oracle.read(pasted(picture, each.case)), each.case.wanted)
         for each, picture in zip(compared, pictures, strict=True)
     )
 
 
-def outside_equal(compared: Sequence[Compared]) -> float:
-    """Share of edits whose PNG has the template's own bytes everywhere beyond the feather."""
-    return mean(_equal_outside(each) for each in compared)
-
-
 def _equal_outside(each: Compared) -> bool:
-    outside = beyond_feather(each.case.template.mask)
+    """Return whether an edit's PNG has the template's own bytes everywhere beyond the feather."""
+    outside = _beyond_feather(each.case.template.mask)
     assert outside.any(), "there is something to keep"
-    ours, theirs = (
-        np.asarray(picture) for picture in (pasted(each.edited.picture, each.case), each.case.template.picture)
-    )
-    return bool((ours[outside] == theirs[outside]).all())
+    ours, theirs = pasted(each.edited.picture, each.case), each.case.template.picture
+    return bool((np.asarray(ours)[outside] == np.asarray(theirs)[outside]).all())
 
 
-def bench_model_ratios(folder: Path, share: float, *, sparse: bool, steps: int, rounds: int) -> TimeRatios:
-    """Those of a model of SDXL's topology, whose masks have so large a share of the tokens."""
-    write_bench_model(folder, EDIT_SHAPE)
-    mask = PIL.Image.fromarray(square_mask(share))
-    noise = np.random.default_rng(0).integers(0, 256, (mask.height, mask.width, 3), dtype=np.uint8)
-    wanted = tuple(random_scene(random.Random(seed), things=1) for seed in range(2))
-    template = Template(picture=PIL.Image.fromarray(noise), mask=mask, wanted=wanted)
-    model = load_model(folder, name="bench", device=torch.device("cpu"), dtype=torch.float32)
-    return time_ratios(EditEngine(model, sparse=sparse), template, steps=steps, rounds=rounds)
+def _beyond_feather(mask: PIL.Image.Image) -> npt.NDArray[np.bool_]:
+    """Return the pixels farther outside the mask than the feather: bool [height, width]."""
+    white = np.argwhere(np.asarray(mask) >= _WHITE)
+    places = np.moveaxis(np.indices(np.asarray(mask).shape), 0, -1)
+    squares = ((places[:, :, None] - white) ** 2).sum(axis=-1)
+    return np.asarray(squares.min(axis=-1) > FEATHER**2)
 
 
-def main() -> None:
-    """Prints the table and the line of JSON."""
-    options = _options()
-    torch.set_num_threads(options.threads)
-    chosen = templates(max(options.edits // EDITS_OF_A_TEMPLATE, 1), PROMPTS_OF_A_TEMPLATE)
-    model = load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
-    sparse = not options.full_convolutions
-    engine = EditEngine(model, sparse=sparse)
-    share = mean(float(dilated(engine.model, template.mask).float().mean()) for template in chosen)
-    with scratch() as folder:
-        ratios = bench_model_ratios(
-            folder / "model", share, sparse=sparse, steps=options.bench_steps, rounds=options.rounds
-        )
-    own = time_ratios(EditEngine(model, sparse=sparse), chosen[0], steps=options.steps, rounds=options.rounds)
-    print(f"masked blocks with a model of SDXL's topology: {ratios}; with the embedded one: {own}", flush=True)
-    stock = StockEdits()
-    compared: list[Compared] = []
-    for number, template in enumerate(chosen):
-        seed = number * (EDITS_OF_A_TEMPLATE + 1)
-        compared += compare(engine, stock, template, seed, steps=options.steps, ratios=ratios)
-        print(f"  {len(compared)} edits", flush=True)
-    show(compared, options.sheet)
-    print(f"contact sheet: {options.sheet}")
-    times = {"time_again": ratios.again, "time_other": ratios.other}
-    _report(engine, compared, {**times, "time_again_miniature": own.again, "time_other_miniature": own.other})
-
-
-def show(compared: Sequence[Compared], file: Path) -> None:
-    """Writes the contact sheet: template, masked blocks, the full computation, an exact edit."""
+def _show(compared: Sequence[Compared], file: Path) -> None:
+    """Write the contact sheet: template, masked blocks, the full computation, an exact edit."""
     captions, pictures = [], []
     for each in compared[:: max(len(compared) // _SHOWN, 1)][:_SHOWN]:
         captions += ["template", f"masked: {each.case.prompt}", "in full, the same noise", "exact"]
@@ -250,79 +329,65 @@ def show(compared: Sequence[Compared], file: Path) -> None:
         pictures += [pasted(picture, each.case) for picture in (each.edited.picture, each.full, each.exact)]
     file.parent.mkdir(parents=True, exist_ok=True)
     compose(captions, pictures, columns=8).save(file)
+    print(f"contact sheet: {file}")
 
 
 def require_reuse(share: float) -> None:
-    """Raises SystemExit where edits have reused so little that their likeness to the full computation says nothing.
-
-    share: of their blocks, those that took from a recording.
-    """
+    """Raise SystemExit where edits have reused so few blocks that the comparison means nothing."""
     if share < WANTED_REUSE:
-        raise SystemExit(f"it says nothing: the edits reused {share:.3f} of their blocks, of at least {WANTED_REUSE:g}")
+        raise SystemExit(f"the edits reused {share:.3f} of their blocks, of at least {WANTED_REUSE:g}: no result")
 
 
-def _report(engine: EditEngine, compared: Sequence[Compared], times: Mapping[str, float]) -> None:
-    edited = [each.edited for each in compared]
-    require_reuse(reused_share(edited))
-    drawn = [each.picture for each in edited]
-    inside = likeness(engine, compared, drawn).inside
-    outside = likeness(engine, compared, drawn, keep_unmasked=True).outside
-    bare_outside = likeness(engine, compared, drawn).outside
-    fewer = likeness(engine, compared, [each.fewer for each in compared]).inside
-    again = [each for each in compared if each.case.again]
-    other = [each for each in compared if not each.case.again]
-    by_prompt = [likeness(engine, some, [each.edited.picture for each in some]).inside for some in (again, other)]
-    exact_right, full_right = (right(compared, way) for way in zip(*((e.exact, e.full) for e in compared), strict=True))
-    masked_right = right(compared, drawn)
-    values = {
+def _fill(sheet: Sheet, model: Model, compared: Sequence[Compared]) -> None:
+    records = [each.edited.record for each in compared]
+    reused = sum(each.blocks_reused for each in records) / sum(each.blocks_total for each in records)
+    require_reuse(reused)
+    drawn = [each.edited.picture for each in compared]
+    inside, bare_outside = _likeness(model, compared, drawn)
+    _, outside = _likeness(model, compared, drawn, keep_unmasked=True)
+    fewer, _ = _likeness(model, compared, [each.fewer for each in compared])
+    for again in (True, False):
+        some = [each for each in compared if each.case.again is again]
+        like, _ = _likeness(model, some, [each.edited.picture for each in some])
+        sheet.values[f"ssim_inside_{'again' if again else 'other'}"] = like
+    exact_right, full_right = (
+        _right(compared, list(way)) for way in zip(*((e.exact, e.full) for e in compared), strict=True)
+    )
+    masked_right = _right(compared, drawn)
+    sheet.values |= {
         "edits": len(compared),
-        "blocks_reused_share": reused_share(edited),
-        "computed_share": computed_share(edited),
-        "ssim_inside": inside,
-        "ssim_inside_again": by_prompt[0],
-        "ssim_inside_other": by_prompt[1],
-        "ssim_outside": outside,
-        "ssim_outside_unpasted": bare_outside,
-        "outside_equal": outside_equal(compared),
-        "vs_fewer_steps": inside - fewer,
         "ssim_fewer_steps": fewer,
-        "oracle_drop_points": 100 * (exact_right - masked_right),
+        "vs_fewer_steps": inside - fewer,
         "right_exact": exact_right,
         "right_masked": masked_right,
         "right_full": full_right,
-        **times,
     }
-    rows = [
-        (
-            "blocks that were computed for masked tokens alone",
-            f"{values['blocks_reused_share']:.3f}",
-            f"at least {WANTED_REUSE:g}",
-        ),
-        ("tokens that they computed", f"{values['computed_share']:.2f}", ""),
-        ("SSIM with the full computation, in the dilated mask", f"{inside:.4f}", f"at least {WANTED_INSIDE:g}"),
-        ("    of a prompt that was recorded, and of others", f"{by_prompt[0]:.4f}, {by_prompt[1]:.4f}", ""),
-        ("    of fewer steps in full, in as much time", f"{fewer:.4f}", "less than that of masked blocks"),
-        ("outside, without the image's own pixels", f"{bare_outside:.5f}", f"at least {WANTED_OUTSIDE:g}"),
-        ("    as people get it, pasted in both", f"{outside:.5f}", f"at least {WANTED_OUTSIDE:g}"),
-        ("PNGs equal to the image beyond the feather", f"{values['outside_equal']:.3f}", "1"),
-        ("right by the oracle: exact, in full, masked", f"{exact_right:.3f}, {full_right:.3f}, {masked_right:.3f}", ""),
-        ("    lost against exact edits", f"{values['oracle_drop_points']:.1f} points", f"at most {WANTED_DROP:g}"),
-        ("time over that in full, SDXL's topology", f"{times['time_again']:.2f}, {times['time_other']:.2f}", ""),
-    ]
-    report("edit_quality", rows, values)
+    bar = f"at least {WANTED_REUSE:g}"
+    what = "blocks that were computed for masked tokens alone"
+    sheet.figure(what, reused, "{:.3f}", key="blocks_reused_share", bar=bar)
+    computed = mean(each.computed_share or 1.0 for each in records)
+    sheet.figure("tokens that they computed", computed, key="computed_share")
+    bar, what = f"at least {WANTED_INSIDE:g}", "SSIM with the full computation, in the dilated mask"
+    sheet.figure(what, inside, "{:.4f}", key="ssim_inside", bar=bar)
+    by_prompt = f"{sheet.values['ssim_inside_again']:.4f}, {sheet.values['ssim_inside_other']:.4f}"
+    sheet.row("    of a prompt that was recorded, and of others", by_prompt)
+    sheet.row("    of fewer steps in full, in as much time", f"{fewer:.4f}", "less than that of masked blocks")
+    bar, what = f"at least {WANTED_OUTSIDE:g}", "outside, without the image's own pixels"
+    sheet.figure(what, bare_outside, "{:.5f}", key="ssim_outside_unpasted", bar=bar)
+    sheet.figure("    as people get it, pasted in both", outside, "{:.5f}", key="ssim_outside", bar=bar)
+    equal = mean(map(_equal_outside, compared))
+    sheet.figure("PNGs equal to the image beyond the feather", equal, "{:.3f}", key="outside_equal", bar="1")
+    shown = f"{exact_right:.3f}, {full_right:.3f}, {masked_right:.3f}"
+    sheet.row("right by the oracle: exact, in full, masked", shown)
+    drop, bar = 100 * (exact_right - masked_right), f"at most {WANTED_DROP:g}"
+    sheet.figure("    lost against exact edits", drop, "{:.1f} points", key="oracle_drop_points", bar=bar)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-edit-quality", description=__doc__)
-    parser.add_argument("--edits", type=int, default=EDITS, help="that are measured (default: 200)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each (default: 30)")
-    parser.add_argument("--rounds", type=int, default=TIMED, help=f"of timing (default: {TIMED})")
-    parser.add_argument("--bench-steps", type=int, default=4, help="of the model of SDXL's topology (default: 4)")
-    parser.add_argument("--full-convolutions", action="store_true", help="without sparse ones")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
-    parser.add_argument("--sheet", type=Path, default=Path("out/edit_quality.png"), help="contact sheet to write")
-    return parser.parse_args()
+def _png(image: PIL.Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,42 +1,96 @@
 """Edits that come at random times to an engine in this process, and how long each takes from its arrival.
 
-The clock is the engine's own work: it goes on by what a turn takes, and by what is added to it, and where nobody is
-there it jumps to the next arrival. An engine has no other thread of work, so that this is what a clock on the wall
-would say, without the time in which nothing happens.
+The clock is the engine's own work: it goes on by what a turn takes, and by what is added to it. Where there is nothing
+to do, it jumps to the next arrival. An engine has no other thread of work, so a clock on the wall would show the same
+without the idle time.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 
+import torch
+
+from bottega.addons.edits.engine.addon import EngineEdits
+from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.planning import RemainingWork, best_width
+from load.bench.edit_model import placed_mask, template
+from load.bench.engine_runs import accelerate, edit_order, load_bench_model, run_orders
 
 MAX_BATCH = 8
 # Rows of a guided request.
 _ROWS = 2
 _MOST_BEHIND = 16
 _MAX_ROWS = 16
+_RECORDINGS_BYTES = 4 << 30
+# Of the least mask, at two places: the second completes what the first did not record.
+_RECORDED_SHARES = (0.0, 0.0)
+
+
+class EditDesk:
+    """Makes engines over one loaded model and one memory of recordings, and orders of edits of one template.
+
+    Args:
+        model: Folder of the bench model.
+        steps: Numbers of steps of edits; a template is recorded for each of them, as their timesteps differ.
+        threads: Of torch.
+    """
+
+    def __init__(self, model: Path, *, steps: Sequence[int], threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._steps = steps
+        self._model = load_bench_model(model)
+        self._accelerated = False
+        self._recordings = MemoryActivations(_RECORDINGS_BYTES)
+        self._template = template()
+
+    def engine(self, limits: EngineLimits, addons: Sequence[EngineAddOn] = ()) -> Engine:
+        """Return an engine that has measured what its turns take."""
+        engine = Engine(self._model, limits, addons=(EngineEdits(self._model, self._recordings), *addons))
+        if not self._accelerated:
+            accelerate(engine)
+            self._accelerated = True
+        engine.warm_up()
+        return engine
+
+    def record(self, engine: Engine) -> None:
+        """Record all of the template."""
+        for steps, (number, share) in itertools.product(self._steps, enumerate(_RECORDED_SHARES)):
+            run_orders(engine, [self.order(f"record {number}", share, random.Random(number), steps)])
+
+    def order(self, key: Hashable, share: float, chance: random.Random, steps: int) -> EngineOrder:
+        """Return an edit whose mask has this share of the tokens, anywhere."""
+        mask = placed_mask(share, chance)
+        return edit_order(key, self._template, mask, steps=steps, seed=chance.randrange(1 << 31))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arriving:
-    """An edit. at_s: when it comes, after the start."""
+    """An edit that comes after so many seconds."""
 
     at_s: float
     order: EngineOrder
 
 
 class EditQueue:
-    """What waits, what the engine has, and the clock. stall_s: what every joining and every leaving adds to it."""
+    """Edits that wait, those that the engine has, and the clock.
+
+    Args:
+        stall_s: Seconds that every joining and every leaving adds to the clock.
+    """
 
     def __init__(self, engine: Engine, arriving: Sequence[Arriving], *, stall_s: float = 0.0) -> None:
         self.engine = engine
@@ -54,14 +108,14 @@ class EditQueue:
         return not (self._coming or self.waiting or self.drawing)
 
     def arrive(self) -> None:
-        """Takes in those that have come; waits for the next one where there is nothing to do."""
+        """Take in those that have come; wait for the next one where there is nothing to do."""
         if not self.waiting and not self.drawing and self._coming:
             self.clock_s = max(self.clock_s, self._coming[0].at_s)
         while self._coming and self._coming[0].at_s <= self.clock_s:
             self.waiting.append(self._coming.popleft())
 
     def submit(self, steps: int = 0) -> None:
-        """Gives the engine the one that waits longest. steps: that it has instead of its own; 0 is its own."""
+        """Give the engine the one that waits longest, with other steps than its own unless they are 0."""
         order = self.waiting.popleft().order
         if steps not in (0, order.spec.num_inference_steps):
             order = replace(order, spec=replace(order.spec, num_inference_steps=steps))
@@ -70,7 +124,7 @@ class EditQueue:
         self._stall()
 
     def turn(self) -> None:
-        """The engine's next turn."""
+        """Make the engine's next turn."""
         began_s = perf_counter()
         events = list(self.engine.turn())
         self.clock_s += perf_counter() - began_s
@@ -88,11 +142,11 @@ class EditQueue:
 
 
 Admit = Callable[[EditQueue], None]
-"""Submits those that are the engine's turn now."""
+"""Submits those whose turn it is."""
 
 
 def step_by_step(queue: EditQueue) -> None:
-    """Edits join at every step, as many as a gateway would give this engine, and one more to be encoded meanwhile."""
+    """Admit as many edits as a gateway would give this engine, at every step, and one more to be encoded meanwhile."""
     engine = queue.engine
     engine.set_backlog(len(queue.waiting))
     while queue.waiting and len(queue.drawing) <= _width(engine, len(queue.waiting)):
@@ -100,16 +154,15 @@ def step_by_step(queue: EditQueue) -> None:
 
 
 def _width(engine: Engine, waiting: int) -> int:
-    """Requests that run together, as a gateway reckons from what workers report of turns, steps to go and masks."""
+    """Return how many requests run together, as a gateway reckons from the turns, steps and masks of a worker."""
     shape = next(shape for shape, _, _ in engine.step_times.entries())
     shares = engine.computed_shares()
+    mean_share = sum(shares.values()) / len(shares) if shares else 1.0
 
     def work(key: Hashable, steps: int) -> RemainingWork:
-        return RemainingWork(
-            rows=_ROWS * engine.row_fractions.fraction(shape, shares.get(key, mean_share)), steps=steps
-        )
+        fraction = engine.row_fractions.fraction(shape, shares.get(key, mean_share))
+        return RemainingWork(rows=_ROWS * fraction, steps=steps)
 
-    mean_share = sum(shares.values()) / len(shares) if shares else 1.0
     here = [work(key, steps) for key, steps in engine.steps_left()]
     behind = [here[-1]] * min(waiting, _MOST_BEHIND) if here else []
 
@@ -121,7 +174,7 @@ def _width(engine: Engine, waiting: int) -> int:
 
 
 class StaticBatches(EngineAddOn):
-    """All that wait, at most eight, run together to the longest of their steps, and all of them are answered then.
+    """Runs all that wait, at most eight, together to the longest of their steps.
 
     As an add-on it holds a batch's first step back until the last of it has been encoded. The engine has to admit all
     that fit into a turn: max_wait_turns of 0.
@@ -134,7 +187,7 @@ class StaticBatches(EngineAddOn):
         self.attached = 0
 
     def __call__(self, queue: EditQueue) -> None:
-        """The next batch, where there is none."""
+        """Submit the next batch, where none is drawn."""
         if queue.drawing:
             return
         self.members, self.attached = min(len(queue.waiting), MAX_BATCH), 0
@@ -148,8 +201,6 @@ class StaticBatches(EngineAddOn):
 
 
 class _Member(JobAddOn):
-    """A job of a batch."""
-
     def __init__(self, batches: StaticBatches) -> None:
         self._batches = batches
 
@@ -162,19 +213,25 @@ class _Member(JobAddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """took_s: of each, from its arrival to its end, in the order of arrival. busy_s: that the clock ran with somebody
-    there. stalls: how often it was held up.
-    """
+    """A run of edits."""
 
     took_s: tuple[float, ...]
+    """Seconds of each from its arrival to its end, in the order of arrival."""
     busy_s: float
+    """Seconds of the clock in which there was something to do."""
     stalls: int
+    """How often the clock was held up."""
 
 
 def serve(
     engine: Engine, arriving: Sequence[Arriving], admit: Admit, *, together: bool = False, stall_s: float = 0.0
 ) -> Served:
-    """Draws all. together: whether those of a batch are answered when the last of it has ended."""
+    """Draw all edits.
+
+    Args:
+        together: Whether those of a batch are answered when the last of it has ended.
+        stall_s: See `EditQueue`.
+    """
     queue = EditQueue(engine, arriving, stall_s=stall_s)
     ends_s: dict[Hashable, float] = {}
     idle_s = 0.0

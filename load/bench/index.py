@@ -1,18 +1,20 @@
-"""The index of the approximate cache at full size: how long a search takes, what it finds, and what it costs to build.
+"""How long does a search in the approximate cache's index take at full size, what does it find, and what does it cost?
 
-Vectors as prompts give them: topics of very different size, in them sessions, in these chains of small edits; a search
-is for one more edit of a stored prompt. All are under one key. Searches run in one thread, first alone, and then while
-another one replaces a tenth of the entries. Recall is the share of searches
-whose first match is as similar as that of a comparison with every vector, half precision aside.
+Vectors are as of prompts: topics of very different size, in them sessions, in these chains of small edits; a search is
+for one more edit of a stored prompt. All are under one key. Searches run in one thread, first alone, and then while
+another one replaces a tenth of the entries. Recall is the share of searches whose first match is as similar as that of
+a comparison with every vector, half precision aside.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -21,42 +23,49 @@ from numpy.typing import NDArray
 
 from bottega.cache.index import IndexSettings, KeyedIndex
 from bottega.cache.index.vector_index import Vectors, unit_vectors
-from load.bench.report import percentile, report
+from load.bench.framework import Bench, Option, Sheet, percentile
 
 KEY = "key"
-WIDTHS = (768, 1280)
 WANTED_P99_MS = 5.0
 WANTED_RECALL = 0.98
 # Vectors that are made and loaded at once.
 PIECE = 50_000
-# Of a session; each is an edit of the one before.
+# Prompts of a session; each is an edit of the one before.
 EDITS = 8
 # Lengths of what is added to a topic for a session, and to a prompt for an edit: cosines of .7 and .96.
 SESSION_STEP, EDIT_STEP = 0.9, 0.3
-# Matches that are asked for, as for a job of eight pictures.
+# Matches of a search, as for a job of eight pictures.
 COUNT = 8
 # Replacements a second: hundreds of times what workers record.
 REPLACEMENTS_PER_S = 500.0
-# That a cosine may change of a vector that is kept so.
+# By so much a cosine may change of a vector that is kept in half precision.
 HALF_PRECISION = 5e-4
 _TIMEOUT_S = 7200.0
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--vectors", 1_000_000, "in the index", smallest=2000),
+    Option("--widths", [768, 1280], "of a vector", smallest=[64]),
+    Option("--searches", 2000, "whose recall is measured", smallest=50),
+    Option("--replaced", 0.1, "share of the entries"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """times_ms: of each search. similarities: of the first match of each."""
+    """Milliseconds of each search, and the similarity of its first match."""
 
     times_ms: list[float]
     similarities: list[float]
 
-    @property
-    def p99_ms(self) -> float:
-        """Of the searches."""
-        return percentile(self.times_ms, 0.99)
-
 
 class Corpus:
-    """Makes vectors, in pieces. vectors: how many, about. stream: others of the same topics. Not thread-safe."""
+    """Makes vectors, in pieces.
+
+    Args:
+        vectors: Their number, about.
+        stream: Another stream has other vectors of the same topics.
+    """
 
     def __init__(self, vectors: int, width: int, *, stream: int = 0) -> None:
         self._rng = np.random.default_rng(0)
@@ -67,7 +76,7 @@ class Corpus:
         self._rng = np.random.default_rng((1, stream))
 
     def piece(self, count: int) -> Vectors:
-        """So many vectors of new sessions."""
+        """Return so many vectors of new sessions."""
         sessions = -(-count // EDITS)
         topics = self._topics[self._rng.choice(len(self._topics), size=sessions, p=self._shares)]
         prompt = unit_vectors(topics + SESSION_STEP * self._noise(sessions))
@@ -75,41 +84,39 @@ class Corpus:
         return np.concatenate(chain)[:count]
 
     def edited(self, vectors: Vectors) -> Vectors:
-        """Each with one more edit."""
+        """Return each vector with one more edit."""
         return unit_vectors(vectors + EDIT_STEP * self._noise(len(vectors)))
 
     def _noise(self, count: int) -> NDArray[np.float32]:
-        """Of length 1, nearly."""
+        """Return vectors of length 1, nearly."""
         made = self._rng.standard_normal((count, self._width), dtype=np.float32)
         made /= np.float32(np.sqrt(self._width))
         return made
 
 
 class Exact:
-    """The nearest of all vectors that were shown to it, by comparing each."""
+    """Finds the nearest vector by comparing each that it was shown."""
 
     def __init__(self, queries: Vectors) -> None:
         self.queries = queries
         self.similarities = np.full(len(queries), -2.0, np.float32)
 
     def show(self, vectors: Vectors) -> None:
-        """Takes these into account, too."""
+        """Compare these vectors."""
         nearest, _ = faiss.knn(self.queries, vectors, 1, metric=faiss.METRIC_INNER_PRODUCT)
         np.maximum(self.similarities, nearest[:, 0], out=self.similarities)
 
 
-def main() -> None:
-    """Measures and reports."""
-    options = _options()
-    rows: list[tuple[str, str, str]] = []
-    values: dict[str, float] = {"vectors": options.vectors}
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure every width."""
+    sheet.values["vectors"] = options.vectors
     for width in options.widths:
         measured = _measure(width, options)
-        rows += _rows(width, measured)
-        values |= {f"{name}_{width}": value for name, value in measured.items()}
+        _add_rows(sheet, width, measured)
+        sheet.values |= {f"{name}_{width}": value for name, value in measured.items()}
     for name, worst in (("p99_ms", max), ("recall_at_1", min)):
-        values[name] = worst(value for key, value in values.items() if key.startswith(name))
-    report("index", rows, values)
+        sheet.values[name] = worst(value for key, value in sheet.values.items() if key.startswith(name))
 
 
 def _measure(width: int, options: argparse.Namespace) -> dict[str, float]:
@@ -126,7 +133,7 @@ def _measure(width: int, options: argparse.Namespace) -> dict[str, float]:
             "index_mib": index.statistics().size_bytes / 2**20,
             "memory_mib": memory_bytes / 2**20,
             "alone_p50_ms": percentile(alone.times_ms, 0.5),
-            "alone_p99_ms": alone.p99_ms,
+            "alone_p99_ms": percentile(alone.times_ms, 0.99),
             "alone_recall_at_1": _recall(alone, nearest),
         }
         return values | _replaced(index, queries, width, options)
@@ -135,7 +142,7 @@ def _measure(width: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def _build(index: KeyedIndex, width: int, options: argparse.Namespace) -> tuple[float, Vectors, Vectors]:
-    """Seconds that the index took; searches to make, [searches, width]; how similar their nearest is, [searches]."""
+    """Return the index's seconds, searches to make [searches, width], and their greatest similarities [searches]."""
     corpus, edits = Corpus(options.vectors, width), Corpus(options.vectors, width, stream=1)
     exact: Exact | None = None
     build_s = 0.0
@@ -152,7 +159,7 @@ def _build(index: KeyedIndex, width: int, options: argparse.Namespace) -> tuple[
 
 
 def _replaced(index: KeyedIndex, queries: Vectors, width: int, options: argparse.Namespace) -> dict[str, float]:
-    """Searches while a share of the entries is replaced by others, and again when that is done."""
+    """Search while a share of the entries is replaced by others, and again when that is done."""
     count = int(options.replaced * options.vectors)
     gone = np.random.default_rng(3).permutation(options.vectors)[:count]
     fresh = Corpus(options.vectors, width, stream=2).piece(count)
@@ -178,7 +185,7 @@ def _replaced(index: KeyedIndex, queries: Vectors, width: int, options: argparse
 
 
 def _replace(index: KeyedIndex, gone: NDArray[np.int64], fresh: Vectors, first: int) -> None:
-    """Each of `gone` by one of `fresh`, whose numbers begin at `first`."""
+    """Replace each of `gone` by one of `fresh`, whose numbers begin at `first`."""
     began = time.perf_counter()
     for place, (number, vector) in enumerate(zip(gone.tolist(), fresh, strict=True)):
         index.remove(KEY, number)
@@ -206,27 +213,18 @@ def _pieces(corpus: Corpus, vectors: int) -> Iterator[tuple[NDArray[np.int64], V
         yield np.arange(first, first + count), corpus.piece(count)
 
 
-def _rows(width: int, values: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    return [
-        (f"{width} wide: built in", f"{values['build_s']:.0f} s", ""),
-        ("  memory of the index; of the process", f"{values['index_mib']:.0f}, {values['memory_mib']:.0f} MiB", ""),
-        ("  search, alone: p50, p99", f"{values['alone_p50_ms']:.2f}, {values['alone_p99_ms']:.2f} ms", ""),
-        ("  recall at 1, alone", f"{values['alone_recall_at_1']:.4f}", f"at least {WANTED_RECALL:g}"),
-        ("  while replacing: entries a second", f"{values['replaced_per_s']:.0f}", ""),
-        ("  search: p50, longest", f"{values['p50_ms']:.2f}, {values['max_ms']:.1f} ms", ""),
-        ("  search: p99 (p99_ms)", f"{values['p99_ms']:.2f} ms", f"at most {WANTED_P99_MS:g} ms"),
-        ("  recall at 1, afterwards (recall_at_1)", f"{values['recall_at_1']:.4f}", f"at least {WANTED_RECALL:g}"),
-    ]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-index", description=__doc__)
-    parser.add_argument("--vectors", type=int, default=1_000_000, help="in the index (default: 1,000,000)")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of a vector (default: 768 1280)")
-    parser.add_argument("--searches", type=int, default=2000, help="whose recall is measured (default: 2000)")
-    parser.add_argument("--replaced", type=float, default=0.1, help="share of the entries (default: .1)")
-    return parser.parse_args()
+def _add_rows(sheet: Sheet, width: int, values: Mapping[str, float]) -> None:
+    sheet.row(f"{width} wide: built in", f"{values['build_s']:.0f} s")
+    sizes = f"{values['index_mib']:.0f}, {values['memory_mib']:.0f} MiB"
+    sheet.row("  memory of the index; of the process", sizes)
+    sheet.row("  search, alone: p50, p99", f"{values['alone_p50_ms']:.2f}, {values['alone_p99_ms']:.2f} ms")
+    recall = f"at least {WANTED_RECALL:g}"
+    sheet.row("  recall at 1, alone", f"{values['alone_recall_at_1']:.4f}", recall)
+    sheet.row("  while replacing: entries a second", f"{values['replaced_per_s']:.0f}")
+    sheet.row("  search: p50, longest", f"{values['p50_ms']:.2f}, {values['max_ms']:.1f} ms")
+    sheet.row("  search: p99 (p99_ms)", f"{values['p99_ms']:.2f} ms", f"at most {WANTED_P99_MS:g} ms")
+    sheet.row("  recall at 1, afterwards (recall_at_1)", f"{values['recall_at_1']:.4f}", recall)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

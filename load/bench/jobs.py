@@ -1,8 +1,11 @@
-"""How many jobs a second the gateway acknowledges, each of them durable, and what sharing the disk's waits gains.
+"""How many durable jobs a second does the gateway acknowledge, and what does sharing the disk's waits gain?
 
 A real gateway process with a worker that takes nothing, so that nothing but acceptance is measured. Many callers, each
 of which waits for its answer, take turns at two gateways: one that shares its commits, and one in which every job has a
 commit, and so an fsync, of its own. The same again with a disk that is made slower, to what many disks are.
+
+`python -m load.bench.jobs --config FILE` is such a gateway: its environment gives the number of jobs that share a
+commit and how much slower the disk is.
 """
 
 from __future__ import annotations
@@ -11,22 +14,22 @@ import argparse
 import asyncio
 import contextlib
 import os
+import sys
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from bottega import kinds
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.__main__ import main as gateway_main
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore, sqlite_writer
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
+from bottega.storage import SerialTask
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
-from load.bench.jobs_gateway import GROUP_VARIABLE, SLOWER_VARIABLE, change
-from load.bench.report import percentile, report
-from load.bench.scratch import scratch
+from load.bench.framework import Bench, Option, Sheet, by_turns, percentile
 from tests.support.services import Service, Services, gateway_config
 
 MODEL = image_pb2.Model(
@@ -44,130 +47,99 @@ MANY = 10_000_000
 FSYNCS = 200
 CHANNELS = 4
 SHARED, ALONE = 256, 1
+_GROUP, _SLOWER = "BENCH_MAX_GROUP", "BENCH_SLOWER_S"
+_TRANSACT = sqlite_writer.GroupCommit._transact
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--callers", 256, "at once", smallest=4),
+    Option("--seconds", 5.0, "of each round, for each side", smallest=0.2),
+    Option("--rounds", 3, "of all sides", smallest=1),
+    Option("--folder", None, "on the disk to measure; by default a temporary one", kind=Path),
+    Option("--slow-fsync-ms", 1.0, "what an fsync takes on the slower disk"),
+    inside="folder",
+)
 
 Stubs = Sequence["image_pb2_grpc.ImageServiceAsyncStub"]
 
 
-def main() -> None:
-    """Measures and reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--callers", type=int, default=256, help="callers at once")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each round, for each side")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary one")
-    parser.add_argument("--slow-fsync-ms", type=float, default=1.0, help="what one takes on the slower disk")
-    options = parser.parse_args()
-    with scratch(options.folder) as folder:
-        fsync_ms = _fsync_ms(folder)
-        slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
-        sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))
-        waits: dict[Side, list[list[float]]] = defaultdict(list)
-        for turn in range(options.rounds):
-            for side in sides:
-                (folder / f"{turn}-{side}").mkdir()
-                waits[side].append(_measure(side, folder / f"{turn}-{side}", options))
-        store_gain = _store_gain(folder, options)
-    _report(waits, slower_s, fsync_ms, store_gain, options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What is compared. max_group: jobs that share a commit. slower_s: of the disk, for each commit."""
+    """A gateway's way to commit."""
 
     max_group: int
+    """Jobs that share a commit."""
     slower_s: float
+    """Seconds that the disk takes longer for each commit."""
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """Its name among the sides."""
         return f"{self.max_group}-{self.slower_s:g}"
 
+    def apply(self) -> None:
+        """Change every job store of this process."""
 
-def _measure(side: Side, folder: Path, options: argparse.Namespace) -> list[float]:
-    """Seconds that each acknowledgement took, at a gateway of its own."""
-    os.environ[GROUP_VARIABLE], os.environ[SLOWER_VARIABLE] = str(side.max_group), str(side.slower_s)
+        def slowed(commit: sqlite_writer.GroupCommit, group: Sequence[SerialTask]) -> None:
+            _TRANSACT(commit, group)
+            time.sleep(self.slower_s)  # in WAL mode a commit waits for one fsync
+
+        sqlite_writer._MAX_GROUP = self.max_group
+        sqlite_writer.GroupCommit._transact = slowed if self.slower_s else _TRANSACT  # type: ignore[method-assign]
+
+
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Measure all sides by turns, and the store alone."""
+    fsync_ms = _fsync_ms(folder)
+    slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
+    sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))
+    waits = by_turns(
+        {
+            side.name: lambda turn, side=side: _acknowledged(side, folder / f"{turn}-{side.name}", options)
+            for side in sides
+        },
+        options.rounds,
+        warm_ups=0,
+    )
+
+    def rate(max_group: int, slower_s: float) -> float:
+        rounds = waits[Side(max_group=max_group, slower_s=slower_s).name]
+        return float(median(len(each) / options.seconds for each in rounds))
+
+    disks = [("", 0.0, fsync_ms, "hundreds", "3 where an fsync takes 1 ms")]
+    disks += [("slow_", slower_s, fsync_ms + slower_s * 1e3, "", "3")] if slower_s else []
+    for name, slower, takes_ms, wanted, gain in disks:
+        shared, alone = rate(SHARED, slower), rate(ALONE, slower)
+        sheet.figure("one fsync", takes_ms, "{:.2f} ms", key=f"{name}fsync_ms")
+        sheet.figure("  acknowledged", shared, "{:.0f} a second", key=f"{name}acks_per_s", bar=wanted)
+        sheet.figure("  with a commit for each", alone, "{:.0f} a second", key=f"{name}alone_acks_per_s")
+        sheet.figure("  gain", shared / alone, key=f"{name}sqlite_writer_gain", bar=gain)
+    stored = [_stored(Side(max_group=n, slower_s=0.0), folder, options) for n in (SHARED, ALONE)]
+    sheet.figure("gain of the store alone", stored[0] / stored[1], "{:.1f}", key="store_gain")
+    here = waits[Side(max_group=SHARED, slower_s=0.0).name]
+    p99_ms = median(percentile(each, 0.99) for each in here) * 1e3
+    sheet.figure("p99 of the waits", p99_ms, "{:.0f} ms", key="ack_p99_ms")
+    sheet.values["callers"] = options.callers
+
+
+def _acknowledged(side: Side, folder: Path, options: argparse.Namespace) -> list[float]:
+    """Return the seconds that each acknowledgement took, at a gateway of its own."""
+    folder.mkdir()
+    os.environ[_GROUP], os.environ[_SLOWER] = str(side.max_group), str(side.slower_s)
     config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)
     with Services(folder) as services:
-        return asyncio.run(_called(services.start("load.bench.jobs_gateway", config), options))
+        return asyncio.run(_called(services.start("load.bench.jobs", config), options))
 
 
 async def _called(gateway: Service, options: argparse.Namespace) -> list[float]:
     async with _stubs(gateway.address) as stubs, _idle_worker(gateway.fleet):
-        await _submit(stubs, callers=options.callers, seconds=1.0)
+        await _submit(stubs, callers=options.callers, seconds=min(1.0, options.seconds))
         return await _submit(stubs, callers=options.callers, seconds=options.seconds)
 
 
-def _store_gain(folder: Path, options: argparse.Namespace) -> float:
-    """The same of the job store without the gateway around it, whose work for every call is what is left."""
-    rates = []
-    for max_group in (SHARED, ALONE):
-        change(max_group, 0.0)
-        rates.append(asyncio.run(_stored(folder / f"store-{max_group}.sqlite", options)))
-    return rates[0] / rates[1]
-
-
-async def _stored(path: Path, options: argparse.Namespace) -> int:
-    """Jobs that as many callers have stored in the time of a round."""
-    store = SqliteJobStore(path)
-    await store.open()
-    stored = 0
-    until = time.perf_counter() + options.seconds
-
-    async def call(caller: int) -> None:
-        nonlocal stored
-        number = 0
-        while time.perf_counter() < until:
-            number += 1
-            job_id = f"{caller:012x}{number:012x}"
-            await store.add(JobRecord(job_id=job_id, fingerprint="", spec=bytes(200), created_wall=time.time()))
-            stored += 1
-
-    async with asyncio.TaskGroup() as group:
-        for caller in range(options.callers):
-            group.create_task(call(caller))
-    await store.close()
-    return stored
-
-
-def _report(
-    waits: dict[Side, list[list[float]]],
-    slower_s: float,
-    fsync_ms: float,
-    store_gain: float,
-    options: argparse.Namespace,
-) -> None:
-    def rate(max_group: int, slower_s: float) -> float:
-        rounds = waits[Side(max_group=max_group, slower_s=slower_s)]
-        return float(median(len(each) / options.seconds for each in rounds))
-
-    here = waits[Side(max_group=SHARED, slower_s=0.0)]
-    values = {
-        "acks_per_s": rate(SHARED, 0.0),
-        "ack_p99_ms": median(percentile(each, 0.99) for each in here) * 1e3,
-        "alone_acks_per_s": rate(ALONE, 0.0),
-        "group_commit_gain": rate(SHARED, 0.0) / rate(ALONE, 0.0),
-        "fsync_ms": fsync_ms,
-        "slow_acks_per_s": rate(SHARED, slower_s),
-        "slow_alone_acks_per_s": rate(ALONE, slower_s),
-        "slow_group_commit_gain": rate(SHARED, slower_s) / rate(ALONE, slower_s),
-        "slow_fsync_ms": fsync_ms + slower_s * 1e3,
-        "store_gain": store_gain,
-        "callers": options.callers,
-    }
-    rows = []
-    here_only = [("", "hundreds", "3 where an fsync takes 1 ms")]
-    for name, wanted, gain in here_only if not slower_s else [*here_only, ("slow_", "", "3")]:
-        rows += [
-            (f"one fsync ({name}fsync_ms)", f"{values[f'{name}fsync_ms']:.2f} ms", ""),
-            (f"  acknowledged ({name}acks_per_s)", f"{values[f'{name}acks_per_s']:.0f} a second", wanted),
-            ("  with a commit for each", f"{values[f'{name}alone_acks_per_s']:.0f} a second", ""),
-            (f"  gain ({name}group_commit_gain)", f"{values[f'{name}group_commit_gain']:.2f}", gain),
-        ]
-    rows.append(("gain of the store alone (store_gain)", f"{store_gain:.1f}", ""))
-    rows.append(("p99 of the waits (ack_p99_ms)", f"{values['ack_p99_ms']:.0f} ms", ""))
-    report("jobs", rows, values)
-
-
 async def _submit(stubs: Stubs, *, callers: int, seconds: float) -> list[float]:
-    """Seconds that each acknowledgement took, of callers that submit one job after the other."""
+    """Return the seconds that each acknowledgement took, of callers that submit one job after the other."""
     waits: list[float] = []
     until = time.perf_counter() + seconds
 
@@ -184,6 +156,34 @@ async def _submit(stubs: Stubs, *, callers: int, seconds: float) -> list[float]:
     return waits
 
 
+def _stored(side: Side, folder: Path, options: argparse.Namespace) -> int:
+    """Return the jobs that as many callers store in the time of a round, without the gateway around the job store."""
+
+    async def run() -> int:
+        store = SqliteJobStore(folder / f"store-{side.max_group}.sqlite")
+        await store.open()
+        stored = 0
+        until = time.perf_counter() + options.seconds
+
+        async def call(caller: int) -> None:
+            nonlocal stored
+            number = 0
+            while time.perf_counter() < until:
+                number += 1
+                job_id = f"{caller:012x}{number:012x}"
+                await store.add(JobRecord(job_id=job_id, fingerprint="", spec=bytes(200), created_wall=time.time()))
+                stored += 1
+
+        async with asyncio.TaskGroup() as group:
+            for caller in range(options.callers):
+                group.create_task(call(caller))
+        await store.close()
+        return stored
+
+    side.apply()
+    return asyncio.run(run())
+
+
 @contextlib.asynccontextmanager
 async def _stubs(address: str) -> AsyncIterator[Stubs]:
     async with contextlib.AsyncExitStack() as stack:
@@ -194,7 +194,7 @@ async def _stubs(address: str) -> AsyncIterator[Stubs]:
 
 @contextlib.asynccontextmanager
 async def _idle_worker(gateway: str) -> AsyncIterator[None]:
-    """A worker that says that it is stopping: its model is served, and it is given nothing."""
+    """Join as a worker that is stopping: its model is served, and it is given nothing."""
     registration = fleet_pb2.Registration(
         kind=kinds.WORKER, name="idle", address="127.0.0.1:9", version="bench", models=[MODEL]
     )
@@ -208,7 +208,7 @@ async def _idle_worker(gateway: str) -> AsyncIterator[None]:
 
 
 def _fsync_ms(folder: Path) -> float:
-    """Median milliseconds until 4 KiB more of a file are on the disk."""
+    """Return the median milliseconds until 4 KiB more of a file are on the disk."""
     waits = []
     descriptor = os.open(folder / "fsync", os.O_WRONLY | os.O_CREAT)
     try:
@@ -223,4 +223,7 @@ def _fsync_ms(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    if "--config" in sys.argv:
+        Side(max_group=int(os.environ[_GROUP]), slower_s=float(os.environ[_SLOWER])).apply()
+        sys.exit(gateway_main())
+    sys.exit(BENCH.command())

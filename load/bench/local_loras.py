@@ -1,4 +1,4 @@
-"""LoRAs from canonical files on this machine, for an engine without a store: each is mapped and hashed in a thread."""
+"""LoRAs from canonical files on this machine, for an engine without a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Handle:
-    """A LoraHandle, see there."""
+    """A LoraHandle of a file that is read in a thread."""
 
     load: Future[tuple[Mapping[str, Layers], float]]
     begun_s: float
@@ -46,14 +46,18 @@ class _Handle:
 
     @property
     def work(self) -> None:
-        """No store has brought it."""
+        """None, as no store has brought it."""
 
     def layers(self, component: str) -> Layers:
         return self.load.result()[0].get(component, {})
 
 
 class LocalLoras:
-    """A LoraSource, see there. files: by digest. Stop it (`with` does)."""
+    """A LoraSource that maps and hashes files in threads. Stop it, or use it in a `with` block.
+
+    Args:
+        files: By digest; more may be added.
+    """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -66,25 +70,25 @@ class LocalLoras:
         self.stop()
 
     def stop(self) -> None:
-        """Ends its threads."""
+        """End its threads."""
         self._threads.shutdown(cancel_futures=True)
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """It needs none."""
+        """Ignore stores."""
 
     def begin(self, ref: LoraRef) -> LoraHandle:
-        """See LoraSource."""
+        """Begin to read a file."""
         begun_s = monotonic()  # before its thread has any chance to end
         return _Handle(load=self._threads.submit(self._load, ref), begun_s=begun_s)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
-        """See LoraSource."""
+        """Wait until one of the handles has been read."""
         pending = {handle.load for handle in handles if isinstance(handle, _Handle) and not handle.load.done()}
         if pending:
             wait(pending, timeout_s, FIRST_COMPLETED)
 
     def close(self, handles: Sequence[LoraHandle]) -> None:
-        """See LoraSource; a mapping ends with the last tensor that views it."""
+        """Give handles back; a mapping ends with the last tensor that views it."""
         for handle in handles:
             assert isinstance(handle, _Handle), "every handle was made here"
             handle.load.cancel()
@@ -94,19 +98,19 @@ class LocalLoras:
         if path is None:
             raise LoraNotFound(f"no LoRA {ref.name} ({ref.digest})", metadata={"loras": ref.name})
         with path.open("rb") as file:
-            said = canonical.read(file)
+            lora = canonical.read(file)
             # Private and writable, as torch wants it; nobody writes.
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         if hashlib.sha256(content).hexdigest() != ref.digest:
             raise DataLoss(f"LoRA {ref.name} is not what its digest says", metadata={"loras": ref.name})
-        text = content[said.header_bytes : said.header_bytes + said.text_bytes]
-        return _read_layers(said, text, content[said.header_bytes + said.text_bytes :]), monotonic()
+        end = lora.header_bytes + lora.text_bytes
+        return _read_layers(lora, content[lora.header_bytes : end], content[end:]), monotonic()
 
 
-def _read_layers(said: CanonicalLora, text: memoryview, unet: memoryview) -> dict[str, dict[str, LoraLayer]]:
-    """The layers by component and module path. text, unet: the file's sections, in writable memory."""
+def _read_layers(lora: CanonicalLora, text: memoryview, unet: memoryview) -> dict[str, dict[str, LoraLayer]]:
+    """Return layers by component and module path, from the file's sections in writable memory."""
     layers: dict[str, dict[str, LoraLayer]] = {}
-    for module in said.modules:
+    for module in lora.modules:
         section = unet if module.component == UNET else text
         (scale,) = struct.unpack_from("<f", section, module.scale.begin)
         layers.setdefault(module.component, {})[module.path] = LoraLayer(

@@ -1,10 +1,10 @@
-"""Random LoRAs for benches, each as Diffusers saves it and in the suite's canonical form."""
+"""Random LoRAs for benches, each as Diffusers saves it and in the suite's canonical form, and services for them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData, write
 
+BASE = "bench"
+"""What LoRAs call the bench model."""
+
 # What Diffusers' own training scripts touch.
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 # What kohya's do: 722 modules of SDXL's UNet.
@@ -23,19 +26,24 @@ TRANSFORMERS = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFiles:
-    """One LoRA. theirs: as Diffusers saves it; ours: canonical; digest: of that. size_bytes: of its weights."""
+    """The files of one LoRA."""
 
     theirs: Path
+    """As Diffusers saves it."""
     ours: Path
+    """In the canonical form."""
     digest: str
+    """SHA-256 of the canonical form."""
     size_bytes: int
+    """Bytes of its weights."""
 
 
 def random_lora(model: Path, folder: Path, *, seed: int, rank: int, targets: Sequence[str] = ATTENTION) -> LoraFiles:
-    """Writes one into `folder`, of float16, for all of the UNet's modules whose path ends so."""
+    """Write a LoRA of float16 for all modules of a model's UNet whose path ends with one of the targets."""
     generator = torch.Generator().manual_seed(seed)
     theirs: dict[str, Tensor] = {}
     modules: list[ModuleWeights] = []
+    folder.mkdir(parents=True, exist_ok=True)
     for path, shape in _shapes(model / "unet", targets):
         out, *rest = shape
         down = (torch.randn(rank, *rest, generator=generator) / math.sqrt(math.prod(rest))).half()
@@ -52,6 +60,25 @@ def random_lora(model: Path, folder: Path, *, seed: int, rank: int, targets: Seq
         digest=hashlib.sha256(ours.read_bytes()).hexdigest(),
         size_bytes=sum(tensor.nbytes for tensor in theirs.values()),
     )
+
+
+def cold_services(
+    model: Path, threads: int, *, links: Mapping[str, object] | None = None, worker: bool = True
+) -> dict[str, dict[str, object]]:
+    """Return a LoRA store and a worker that keep nothing in memory: each request's LoRAs come from the store's disk.
+
+    Args:
+        threads: Of the engine.
+        links: Settings of the store's links.
+        worker: Whether there is one.
+    """
+    store: dict[str, object] = {"bases": {BASE: str(model)}, "links": links or {}, "budget_bytes": 1}
+    return {"loras": store, **({"worker": {"engine": cold_engine(model, threads)}} if worker else {})}
+
+
+def cold_engine(model: Path, threads: int) -> dict[str, object]:
+    """Return an engine that keeps no LoRA beyond the requests that use it."""
+    return {"model": str(model), "model_name": BASE, "threads": threads, "loras": {"budget_bytes": 1}}
 
 
 def _shapes(folder: Path, targets: Sequence[str]) -> list[tuple[str, list[int]]]:

@@ -1,92 +1,121 @@
-"""Eight requests with eight different LoRAs at once, in images per second: the engine against Diffusers, which swaps
-one by one, and against itself without LoRAs; on the embedded model and on a wide bench model.
+"""What do eight requests with eight different LoRAs at once cost, in images per second?
 
-Each side is a process of its own that takes turns with the others; medians. The engine gets LoRAs from files.
+The engine, which gets LoRAs from files, against Diffusers, which swaps one by one, and against itself without LoRAs; on
+the embedded model and on a wide bench model. Each side is a process of its own; they take turns, and medians are
+compared.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from time import perf_counter
 
 from bottega.miniature import WEIGHTS
 from load.bench.bench_model import BenchShape, write_bench_model
-from load.bench.lora_files import random_lora
-from load.bench.lora_sides import Side
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns, medians
+from load.bench.lora_files import LoraFiles, random_lora
+from load.bench.side_process import Answer, Side
+from load.bench.stock import stock
 
 WIDE = BenchShape(block_out_channels=(128, 256, 512), transformer_layers=(1, 2))
-REQUESTS = 8
-THREADS = 2
+REQUESTS, THREADS = 8, 2
 WANTED_MINIATURE, WANTED_BENCH = 0.7, 0.85
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--rounds", 5, "of all requests, on each side", smallest=1),
+    Option("--steps", 20, "of the embedded model's requests", smallest=2),
+    Option("--bench-steps", 4, "of the wide bench model's", smallest=2),
+    Option("--rank", 16, "of the LoRAs, in all attention layers"),
+)
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """Seconds for all requests, one for each round."""
-
-    swapping: list[float] = field(default_factory=list)
-    mixed: list[float] = field(default_factory=list)
-    none: list[float] = field(default_factory=list)
-
-    @property
-    def vs_none(self) -> float:
-        """The share of images per second that is left with LoRAs."""
-        return median(self.none) / median(self.mixed)
-
-    @property
-    def vs_swapping(self) -> float:
-        """How many times as many images per second as Diffusers."""
-        return median(self.swapping) / median(self.mixed)
-
-
-def measure(model: Path, folder: Path, *, steps: int, size: int, options: argparse.Namespace) -> Measured:
-    """Draws in turns, the first round not counted."""
-    measured = Measured()
-    folder.mkdir()
-    loras = [random_lora(model, folder, seed=seed, rank=options.rank) for seed in range(REQUESTS)]
-    with Side("diffusers", model, THREADS) as theirs, Side("suite", model, THREADS) as ours:
-        for number in range(options.rounds + 1):
-            swapping = theirs.draw(loras, steps=steps, size=size)
-            mixed = ours.draw(loras, steps=steps, size=size)
-            none = ours.draw([None] * REQUESTS, steps=steps, size=size)
-            if number:
-                measured.swapping.append(swapping)
-                measured.mixed.append(mixed)
-                measured.none.append(none)
-    return measured
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Compare on both models."""
+    shape = WIDE.for_run(smallest=options.smallest)
+    write_bench_model(folder / "model", shape)
+    models = (
+        ("miniature", "", WEIGHTS, options.steps, 64, WANTED_MINIATURE),
+        ("wide model", "_bench", folder / "model", options.bench_steps, shape.side, WANTED_BENCH),
+    )
+    for name, key, model, steps, size, wanted in models:
+        loras = [random_lora(model, folder / name, seed=seed, rank=options.rank) for seed in range(REQUESTS)]
+        found = _compare(model, loras, steps=steps, size=size, rounds=options.rounds)
+        over = found["swapping"] / found["mixed"]
+        sheet.figure(f"{name}: against Diffusers swapping", over, key=f"vs_swapping{key}")
+        left = found["none"] / found["mixed"]
+        sheet.figure(f"{name}: against no LoRAs", left, key=f"vs_none{key}", bar=f"at least {wanted:g}")
 
 
-def main() -> None:
-    """Prints the table and the line of JSON."""
-    parser = argparse.ArgumentParser(prog="make bench-lora-mix", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of all requests, on each side (default: 5)")
-    parser.add_argument("--steps", type=int, default=20, help="of the embedded model's requests (default: 20)")
-    parser.add_argument("--bench-steps", type=int, default=4, help="of the wide bench model's (default: 4)")
-    parser.add_argument("--rank", type=int, default=16, help="of the LoRAs, in all attention layers (default: 16)")
-    options = parser.parse_args()
-    with scratch() as folder:
-        write_bench_model(folder / "model", WIDE)
-        small = measure(WEIGHTS, folder / "small", steps=options.steps, size=64, options=options)
-        size = WIDE.sample_size * WIDE.latent_scale
-        wide = measure(folder / "model", folder / "wide", steps=options.bench_steps, size=size, options=options)
-    rows = [
-        ("miniature: against Diffusers swapping", f"{small.vs_swapping:.2f}", ""),
-        ("miniature: against no LoRAs", f"{small.vs_none:.2f}", f"at least {WANTED_MINIATURE:g}"),
-        ("wide model: against Diffusers swapping", f"{wide.vs_swapping:.2f}", ""),
-        ("wide model: against no LoRAs", f"{wide.vs_none:.2f}", f"at least {WANTED_BENCH:g}"),
-    ]
-    values = {
-        "vs_swapping": small.vs_swapping,
-        "vs_none": small.vs_none,
-        "vs_swapping_bench": wide.vs_swapping,
-        "vs_none_bench": wide.vs_none,
-    }
-    report("lora-mix", rows, values)
+def _compare(model: Path, loras: Sequence[LoraFiles], *, steps: int, size: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds for all requests, by side."""
+    loras_of_ours = [{"path": str(lora.ours), "digest": lora.digest} for lora in loras]
+    with Side(stock, threads=THREADS, model=model) as theirs, Side(engine, threads=THREADS, model=model) as ours:
+
+        def swapping(_: int) -> float:
+            return sum(
+                theirs.ask(
+                    prompts=[PROMPT], seeds=[seed], steps=steps, size=size, loras=[str(lora.theirs)], fuse=False
+                )["seconds"]
+                for seed, lora in enumerate(loras)
+            )
+
+        return medians(
+            by_turns(
+                {
+                    "swapping": swapping,
+                    "mixed": lambda _: ours.ask(loras=loras_of_ours, steps=steps, size=size)["seconds"],
+                    "none": lambda _: ours.ask(loras=[None] * len(loras), steps=steps, size=size)["seconds"],
+                },
+                rounds,
+            )
+        )
+
+
+def engine(*, model: str) -> Answer:
+    """Make the suite's engine: it draws a picture with each LoRA, or None, all at once."""
+    import torch
+
+    from bottega.diffusion.engine.job import EngineOrder
+    from bottega.diffusion.engine.limits import EngineLimits
+    from bottega.diffusion.model.model import load_model
+    from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+    from load.bench.engine_runs import run_orders
+    from load.bench.local_loras import LocalLoras
+    from tests.support.engines import make_engine
+
+    files: dict[str, Path] = {}
+    loaded = load_model(Path(model), name="bench", device=torch.device("cpu"), dtype=torch.float32)
+    running = make_engine(loaded, EngineLimits(), loras=LocalLoras(files))
+    running.warm_up()
+
+    def draw(*, loras: Sequence[dict[str, str] | None], steps: int, size: int) -> dict[str, float]:
+        files.update({lora["digest"]: Path(lora["path"]) for lora in loras if lora})
+        orders = [
+            EngineOrder(
+                key=seed,
+                spec=ResolvedSpec(
+                    prompt=PROMPT,
+                    num_inference_steps=steps,
+                    guidance_scale=GUIDANCE_SCALE,
+                    width=size,
+                    height=size,
+                    seed=seed,
+                    loras=(LoraSpec(name="bench", digest=lora["digest"]),) if lora else (),
+                ),
+            )
+            for seed, lora in enumerate(loras)
+        ]
+        began_s = perf_counter()
+        run_orders(running, orders)
+        return {"seconds": perf_counter() - began_s}
+
+    return draw
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,4 +1,4 @@
-"""What a LoRA's way from a store's memory into a worker of the same host takes: shared, against sent in bytes.
+"""What does a LoRA's way from a store's memory into a worker of the same host take: shared, against sent in bytes?
 
 A store and a worker in processes of their own; no gateway, no picture. The ways take turns, each has a new LoRA of 64
 MiB in every round, and medians are compared. Every way ends with the worker's own check of the LoRA's hash.
@@ -7,111 +7,93 @@ MiB in every round, and medians are compared. Every way ends with the worker's o
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from load.bench.report import report
-from load.bench.scratch import scratch
+from load.bench.framework import Bench, Option, Sheet, by_turns, seconds_of
 from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, Shelf, Taker, canonical_file, shelf, taker
 
-# What no link has: the store sends bytes to a worker that it has to keep to a pace, within its host, too.
+# No link is so fast: within its host, too, the store sends bytes to a worker whose pace it has to keep.
 _ANY_PACE = 1 << 50
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A store and its worker."""
-
-    store: Shelf
-    worker: Taker
+BENCH = Bench(__file__, __doc__, Option("--rounds", 9, "new LoRAs for every way", smallest=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """ready_s: until the worker had all of it, checked. cpu_s: of both processes. own_bytes: that the worker took."""
+    """A LoRA that a worker has fetched."""
 
     ready_s: float
+    """Seconds until the worker had all of it, checked."""
     cpu_s: float
+    """Processor seconds of both processes."""
     own_bytes: int
+    """Bytes that the worker took."""
 
 
-def measure(folder: Path, rounds: int) -> tuple[dict[str, list[Fetched]], list[float]]:
-    """What every way took, and the seconds that hashing a LoRA takes alone."""
-    hash_s = []
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Fetch a new LoRA by every way in every round."""
+    lora_of = functools.lru_cache(1)(lambda number: canonical_file(LARGE, seed=number))
     with ExitStack() as stack:
         ways = {
             "shared": stack.enter_context(_way(folder / "shared")),
             "slots": stack.enter_context(_way(folder / "slots", bytes_per_s=_ANY_PACE)),
             "tcp": stack.enter_context(_way(folder / "tcp", unix=False)),
         }
-        fetched: dict[str, list[Fetched]] = {name: [] for name in ways}
-        for number in range(rounds):
-            lora = canonical_file(LARGE, seed=number)
-            began_s = time.perf_counter()
-            hashlib.sha256(lora).digest()
-            hash_s.append(time.perf_counter() - began_s)
-            for name, way in ways.items():
-                fetched[name].append(_fetch(way, lora))
-    return fetched, hash_s
+        sides: dict[str, Callable[[int], Fetched]] = {
+            name: lambda number, fetch=fetch: fetch(lora_of(number)) for name, fetch in ways.items()
+        }
+        fetched = by_turns(sides, options.rounds, warm_ups=0)
+        hash_s = [seconds_of(lambda: hashlib.sha256(lora_of(0)).digest()) for _ in range(options.rounds)]
+    labels = {
+        "shared": "the store's own memory",
+        "slots": "bytes in slots of a link within the host",
+        "tcp": "bytes over TCP",
+    }
+    for name, of_way in fetched.items():
+        sheet.figure(labels[name], median(each.ready_s for each in of_way) * 1e3, "{:.0f} ms", key=f"{name}_ms")
+        cpu_ms, own_mib = (
+            median(each.cpu_s for each in of_way) * 1e3,
+            median(each.own_bytes for each in of_way) / _MIB,
+        )
+        sheet.figure("  processor time of both ends", cpu_ms, "{:.0f} ms", key=f"{name}_cpu_ms")
+        bar = "at most 1" if name == "shared" else ""
+        sheet.figure("  memory that the worker took", own_mib, "{:.1f} MiB", key=f"{name}_own_mib", bar=bar)
+    what = "hashing alone, which every way ends with"
+    sheet.figure(what, median(hash_s) * 1e3, "{:.0f} ms", key="hash_ms")
+    speedup = sheet.values["slots_ms"] / sheet.values["shared_ms"]
+    sheet.figure("slots over shared", speedup, key="speedup", bar="above 1")
+    sheet.values["rounds"] = options.rounds
 
 
 @contextmanager
-def _way(folder: Path, **options: Any) -> Iterator[Way]:
+def _way(folder: Path, **options: Any) -> Iterator[Callable[[bytes], Fetched]]:
     folder.mkdir()
     with shelf(folder, **options) as store, taker() as worker:
-        # Has the link opened, and threads and buffers made.
+        # Opens the link, and makes threads and buffers.
         worker.fetch(store.put(canonical_file(SMALL)), store.links.offer("w", "", caller=""))
-        yield Way(store=store, worker=worker)
+        yield functools.partial(_fetch, store, worker)
 
 
-def _fetch(way: Way, lora: bytes) -> Fetched:
-    """The store has it in memory, and the worker has never had it."""
-    digest = way.store.put(lora)
-    way.store.tiers.give_back(way.store.tiers.borrow(digest).result(PATIENCE_S))
+def _fetch(store: Shelf, worker: Taker, lora: bytes) -> Fetched:
+    """Fetch a LoRA that the store has in memory, and the worker has never had."""
+    digest = store.put(lora)
+    store.tiers.give_back(store.tiers.borrow(digest).result(PATIENCE_S))
     began_s = time.process_time()
-    got = way.worker.fetch(digest)
+    got = worker.fetch(digest)
     cpu_s = time.process_time() - began_s + got["cpu_s"]
-    way.store.tiers.forget(digest)
+    store.tiers.forget(digest)
     return Fetched(ready_s=got["ready_s"], cpu_s=cpu_s, own_bytes=got["own_bytes"])
 
 
-def _report(fetched: Mapping[str, list[Fetched]], hash_s: list[float]) -> None:
-    values = {"hash_ms": median(hash_s) * 1e3, "rounds": float(len(hash_s))}
-    for name, of_way in fetched.items():
-        values[f"{name}_ms"] = median(each.ready_s for each in of_way) * 1e3
-        values[f"{name}_cpu_ms"] = median(each.cpu_s for each in of_way) * 1e3
-        values[f"{name}_own_mib"] = median(each.own_bytes for each in of_way) / _MIB
-    values["speedup"] = values["slots_ms"] / values["shared_ms"]
-    rows = [
-        ("the store's own memory (shared_ms)", f"{values['shared_ms']:.0f} ms", ""),
-        ("  processor time of both ends (shared_cpu_ms)", f"{values['shared_cpu_ms']:.0f} ms", ""),
-        ("  memory that the worker took (shared_own_mib)", f"{values['shared_own_mib']:.1f} MiB", "at most 1"),
-        ("bytes in slots of a link within the host (slots_ms)", f"{values['slots_ms']:.0f} ms", ""),
-        ("  processor time of both ends (slots_cpu_ms)", f"{values['slots_cpu_ms']:.0f} ms", ""),
-        ("  memory that the worker took (slots_own_mib)", f"{values['slots_own_mib']:.1f} MiB", ""),
-        ("bytes over TCP (tcp_ms)", f"{values['tcp_ms']:.0f} ms", ""),
-        ("hashing alone, which every way ends with (hash_ms)", f"{values['hash_ms']:.0f} ms", ""),
-        ("slots over shared (speedup)", f"{values['speedup']:.2f}", "above 1"),
-    ]
-    report("lora-way", rows, values)
-
-
-def main() -> None:
-    """Measures and reports."""
-    parser = argparse.ArgumentParser(prog="make bench-lora-way", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="new LoRAs for every way (default: 9)")
-    options = parser.parse_args()
-    with scratch() as folder:
-        fetched, hash_s = measure(folder, options.rounds)
-    _report(fetched, hash_s)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,40 +1,46 @@
-"""How well the embedded model draws what it is told: held-out prompts through the suite, read back by the oracle.
+"""How well does the embedded model draw what it is told?
 
-Half of the prompts name one thing, half two with a relation. A picture counts when everything in it is read right.
+Held-out prompts through the suite, read back by the oracle. Half of the prompts name one thing, half two with a
+relation. A picture counts when everything in it is read right.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import PIL.Image
-import transformers
 
 from bottega.client import AsyncClient
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
 from bottega.quality import oracle
-from load.bench.report import report
-from load.bench.scratch import scratch
-from load.bench.suite import running
-from load.contact_sheet import compose
-from load.miniature.quality import load_miniature, measure
+from load.bench.framework import CORES, Bench, Option, Sheet
+from load.bench.suites import plain_suite
+from load.miniature.quality import load_miniature
+from load.miniature.quality import measure as measure_quality
+from load.sheets import compose
 
-PROMPTS = 200
 STEPS = 30
-GUIDANCE_SCALE = 4.0
+GUIDANCE = 4.0
 AT_ONCE = 16
 WANTED = {"one_object": 0.90, "two_objects": 0.75}
-# Of each kind, so many are shown on the sheet.
-SHOWN = 20
-COLUMNS = 8
-_GOOD, _BAD = "forestgreen", "crimson"
+# Pictures of each kind on the contact sheet, and of a row.
+SHOWN, COLUMNS = 20, 8
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--prompts", 200, "half of them with one thing", smallest=2),
+    Option("--model", WEIGHTS, "a trained folder", kind=Path),
+    Option("--threads", CORES, "of the engine"),
+    Option("--sheet", Path("out/miniature.png"), "contact sheet to write", kind=Path),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +52,87 @@ class Drawn:
 
     @property
     def marks(self) -> dict[str, bool]:
-        """For each part of the scene whether the oracle read it right."""
+        """Whether the oracle read each part of the scene right."""
         return oracle.marks(oracle.read(self.picture), self.scene)
 
     @property
     def right(self) -> bool:
-        """Whether all of it was."""
+        """Whether all of it was read right."""
         return all(self.marks.values())
 
+    @property
+    def colour(self) -> str:
+        """The colour of its caption on a contact sheet."""
+        return "forestgreen" if self.right else "crimson"
 
-async def draw(address: str, scenes: Sequence[Scene]) -> list[Drawn]:
-    """Draws scene i with seed i."""
+
+def draw_stock(pipeline: Any, prompts: Sequence[str], rows: int = 20, **options: Any) -> list[PIL.Image.Image]:
+    """Draw prompt i with seed i by a stock pipeline.
+
+    Args:
+        rows: Pictures of one call.
+        options: Of each call; a list has an entry for each prompt.
+    """
+    import torch
+
+    pictures: list[PIL.Image.Image] = []
+    for first in range(0, len(prompts), rows):
+        some = slice(first, first + rows)
+        count = len(prompts[some])
+        pictures += pipeline(
+            list(prompts[some]),
+            num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE,
+            generator=[torch.Generator().manual_seed(first + row) for row in range(count)],
+            **{name: value[some] if isinstance(value, list) else value for name, value in options.items()},
+        ).images
+    return pictures
+
+
+def shares(drawn: Sequence[Drawn]) -> dict[str, float]:
+    """Return the share of pictures in which each part was read right."""
+    marks = [picture.marks for picture in drawn]
+    return {part: mean(picture[part] for picture in marks) for part in marks[0]}
+
+
+def write_sheet(drawn: Sequence[Drawn], columns: int, file: Path) -> None:
+    """Write a contact sheet; the prompts of wrong pictures are red."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    captions, colours = [caption(one.scene) for one in drawn], [one.colour for one in drawn]
+    compose(captions, [one.picture for one in drawn], columns=columns, colours=colours).save(file)
+    print(f"contact sheet: {file}")
+
+
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Draw, read and report."""
+    each = max(options.prompts // 2, 1)
+    scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
+    model = "miniature" if options.model == WEIGHTS else str(options.model)
+    with plain_suite(model, options.threads, folder / "suite") as gateway:
+        drawn = asyncio.run(_draw(gateway.address, scenes))
+    groups: Mapping[str, Sequence[Drawn]] = {"one_object": drawn[:each], "two_objects": drawn[each:]}
+    write_sheet([one for group in groups.values() for one in group[:SHOWN]], COLUMNS, options.sheet)
+    for name, group in groups.items():
+        right = sheet.values[name] = mean(one.right for one in group)
+        sheet.row(f"{name}: read right, all of it", f"{right:.2f}", f">= {WANTED[name]:.2f}")
+        for part, share in shares(group).items():
+            sheet.row(f"    {part}", f"{share:.2f}")
+    quality = measure_quality(
+        load_miniature(options.model), [one.picture for one in drawn], [caption(one.scene) for one in drawn]
+    )
+    sheet.row("clip_score (the miniature's own towers)", f"{quality.clip_score:.1f}")
+    sheet.values["clip_score"] = quality.clip_score
+
+
+async def _draw(address: str, scenes: Sequence[Scene]) -> list[Drawn]:
+    """Draw scene i with seed i."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(client: AsyncClient, seed: int, scene: Scene) -> Drawn:
         async with gate:
             picture = await client.generate(
-                caption(scene), seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE
+                caption(scene), seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE
             )
         return Drawn(scene=scene, picture=picture.pil().convert("RGB"))
 
@@ -70,52 +140,5 @@ async def draw(address: str, scenes: Sequence[Scene]) -> list[Drawn]:
         return await asyncio.gather(*(one(client, seed, scene) for seed, scene in enumerate(scenes)))
 
 
-def shares(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """The share of pictures in which each part was read right."""
-    marks = [picture.marks for picture in drawn]
-    return {part: mean(picture[part] for picture in marks) for part in marks[0]}
-
-
-def show(groups: Iterable[Sequence[Drawn]], file: Path) -> None:
-    """Writes the contact sheet; the prompts of wrong pictures are red."""
-    shown = [picture for group in groups for picture in group[:SHOWN]]
-    captions = [caption(drawn.scene) for drawn in shown]
-    colours = [_GOOD if drawn.right else _BAD for drawn in shown]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    compose(captions, [drawn.picture for drawn in shown], columns=COLUMNS, colours=colours).save(file)
-
-
-def main() -> None:
-    """Draws, measures and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="half of them with one thing")
-    parser.add_argument("--model", type=Path, default=WEIGHTS, help="a trained folder")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the engine")
-    parser.add_argument("--sheet", type=Path, default=Path("out/miniature.png"), help="contact sheet to write")
-    options = parser.parse_args()
-
-    each = max(options.prompts // 2, 1)
-    scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
-    model = "miniature" if options.model == WEIGHTS else str(options.model)
-    with (
-        scratch() as folder,
-        running(model, options.threads, folder / "suite") as address,
-    ):
-        drawn = asyncio.run(draw(address, scenes))
-    groups = {"one_object": drawn[:each], "two_objects": drawn[each:]}
-    show(groups.values(), options.sheet)
-
-    transformers.logging.disable_progress_bar()
-    clip = load_miniature(options.model)
-    score = measure(clip, [one.picture for one in drawn], [caption(one.scene) for one in drawn]).clip_score
-    values = {name: mean(one.right for one in group) for name, group in groups.items()} | {"clip_score": score}
-    rows = []
-    for name, group in groups.items():
-        rows.append((f"{name}: read right, all of it", f"{values[name]:.2f}", f">= {WANTED[name]:.2f}"))
-        rows.extend((f"    {part}", f"{share:.2f}", "") for part, share in shares(group).items())
-    print(f"contact sheet: {options.sheet}")
-    report("miniature", [*rows, ("clip_score (the miniature's own towers)", f"{score:.1f}", "")], values)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,123 +1,99 @@
-"""What the suite costs one client: requests through gateway and worker against the bare Diffusers pipeline in process.
+"""What does the suite cost one client?
 
-Both are warm, have the same threads and wait policy, and take turns; medians are compared. With the bench
-model, steps are so long that compute dominates (ratio); with the embedded one, what is added shows (added_ms).
+Requests through gateway and worker against the bare Diffusers pipeline in a process of its own. Both are warm, have the
+same threads and wait policy, and take turns; medians are compared. With the bench model, steps are so long that compute
+dominates (ratio); with the embedded one, what is added shows (added_ms).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from bottega.client import Client, Picture
 from bottega.miniature import WEIGHTS
-from load.bench.bench_model import write_bench_model
-from load.bench.reference import Batch, Reference
-from load.bench.report import report
-from load.bench.scratch import scratch
-from load.bench.suite import running
+from load.bench.bench_model import DEFAULT, write_bench_model
+from load.bench.framework import CORES, GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns, timed
+from load.bench.side_process import Side
+from load.bench.stock import stock
+from load.bench.suites import plain_suite, stage_s
 
-PROMPT = "a big red star on the left on a blue background"
 STEPS = 20
-GUIDANCE_SCALE = 5.0
 WARM_UPS = 2
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--requests", 15, "on each side, for each model", smallest=1),
+    Option("--threads", CORES, "of torch, on each side"),
+    Option("--tls", False, "services and caller know each other by certificates"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Seconds of each request, drawn alternately by the reference and by the suite."""
+    """Median seconds of a request, and the suite's pictures."""
 
-    reference_s: Sequence[float]
-    suite_s: Sequence[float]
-    pictures: Sequence[Picture]
+    reference_s: float
+    suite_s: float
+    pictures: list[Picture]
 
     def stage_ms(self, stage: str) -> float:
-        """Median milliseconds that a stage of the suite took, by the provenance."""
-        return median(_stage_s(picture, stage) for picture in self.pictures) * 1e3
+        """Return the median milliseconds that a stage of the suite took, by the provenance."""
+        return median(stage_s(picture, stage) for picture in self.pictures) * 1e3
 
 
-def compare(model: Path, served_as: str, options: argparse.Namespace, folder: Path) -> Comparison:
-    """Draws `options.requests` pictures on each side, in turns.
-
-    served_as: what a worker's configuration calls the model.
-    """
-    reference_s, suite_s, pictures = [], [], []
-    with (
-        Reference(model, options.threads) as reference,
-        running(served_as, options.threads, folder, tls=options.tls) as address,
-        Client(address) as client,
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Compare with both models."""
+    model = folder / "bench-model"
+    write_bench_model(model, DEFAULT.for_run(smallest=options.smallest))
+    large = _compare(model, str(model), folder / "large", options)
+    small = _compare(WEIGHTS, "miniature", folder / "small", options)
+    step_ms, added_ms = large.reference_s / STEPS * 1e3, (small.suite_s - small.reference_s) * 1e3
+    what, bar = "a step of the bench model, in the reference", "100 to 150 ms"
+    sheet.figure(what, step_ms, "{:.0f} ms", key="reference_step_ms", bar=bar)
+    ratio, bar = large.suite_s / large.reference_s, "at most 1.05"
+    sheet.figure("a request: suite over reference", ratio, "{:.3f}", key="ratio", bar=bar)
+    what, key = "a request of the miniature, in the reference", "miniature_reference_ms"
+    sheet.figure(what, small.reference_s * 1e3, "{:.0f} ms", key=key)
+    sheet.figure("added by the suite", added_ms, "{:.1f} ms", key="added_ms", bar="at most 60 ms")
+    for what, key, value, bar in (
+        ("routing", "route_ms", small.stage_ms("route"), "at most 0.6 ms"),
+        ("batching, a step", "batch_ms_per_step", small.stage_ms("batch") / STEPS, "at most 1.2 ms"),
+        ("hand-off to encoding", "handoff_ms", small.stage_ms("handoff"), "at most 2.4 ms"),
     ):
-        for seed in range(WARM_UPS + options.requests):
-            plain = reference.draw(Batch(prompts=(PROMPT,), seeds=(seed,), steps=STEPS, guidance_scale=GUIDANCE_SCALE))
-            picture, seconds = _draw(client, seed)
-            if seed >= WARM_UPS:
-                reference_s.append(plain)
-                suite_s.append(seconds)
-                pictures.append(picture)
-    return Comparison(reference_s=reference_s, suite_s=suite_s, pictures=pictures)
+        sheet.figure(f"  of it {what}", value, "{:.2f} ms", key=key, bar=bar)
+    sheet.values |= {"reference_s": large.reference_s, "requests": options.requests, "threads": options.threads}
 
 
-def main() -> None:
-    """Runs both comparisons and reports."""
-    options = _options()
-    with scratch() as folder:
-        bench_model = folder / "bench-model"
-        write_bench_model(bench_model)
-        large = compare(bench_model, str(bench_model), options, folder / "large")
-        small = compare(WEIGHTS, "miniature", options, folder / "small")
-    _report(large, small, options)
+def _compare(model: Path, served_as: str, folder: Path, options: argparse.Namespace) -> Comparison:
+    """Draw on each side, in turns.
 
+    Args:
+        served_as: The model in a worker's configuration.
+    """
+    with (
+        Side(stock, threads=options.threads, model=model) as reference,
+        plain_suite(served_as, options.threads, folder, tls=options.tls) as gateway,
+        Client(gateway.address) as client,
+    ):
 
-def _report(large: Comparison, small: Comparison, options: argparse.Namespace) -> None:
-    ratio = median(large.suite_s) / median(large.reference_s)
-    added_ms = (median(small.suite_s) - median(small.reference_s)) * 1e3
-    values = {
-        "ratio": ratio,
-        "added_ms": added_ms,
-        "route_ms": small.stage_ms("route"),
-        "batch_ms_per_step": small.stage_ms("batch") / STEPS,
-        "handoff_ms": small.stage_ms("handoff"),
-        "reference_step_ms": median(large.reference_s) / STEPS * 1e3,
-        "reference_s": median(large.reference_s),
-        "miniature_reference_ms": median(small.reference_s) * 1e3,
-        "requests": options.requests,
-        "threads": options.threads,
-    }
-    rows = [
-        ("a step of the bench model, in the reference", f"{values['reference_step_ms']:.0f} ms", "100 to 150 ms"),
-        ("a request: suite over reference (ratio)", f"{ratio:.3f}", "at most 1.05"),
-        ("a request of the miniature, in the reference", f"{values['miniature_reference_ms']:.0f} ms", ""),
-        ("added by the suite (added_ms)", f"{added_ms:.1f} ms", "at most 60 ms"),
-        ("  of it routing (route_ms)", f"{values['route_ms']:.2f} ms", "at most 0.6 ms"),
-        ("  of it batching, a step (batch_ms_per_step)", f"{values['batch_ms_per_step']:.2f} ms", "at most 1.2 ms"),
-        ("  of it hand-off to encoding (handoff_ms)", f"{values['handoff_ms']:.2f} ms", "at most 2.4 ms"),
-    ]
-    report("overhead", rows, values)
+        def ours(seed: int) -> tuple[Picture, float]:
+            return timed(
+                lambda: client.generate(PROMPT, seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE)
+            )
 
-
-def _draw(client: Client, seed: int) -> tuple[Picture, float]:
-    began = time.perf_counter()
-    picture = client.generate(PROMPT, seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE)
-    return picture, time.perf_counter() - began
-
-
-def _stage_s(picture: Picture, stage: str) -> float:
-    times = {spent.stage: spent.seconds for spent in picture.provenance.times}
-    return times[stage]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=15, help="requests on each side, for each model")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch, on each side")
-    parser.add_argument("--tls", action="store_true", help="services and caller know each other by certificates")
-    return parser.parse_args()
+        theirs = {"theirs": lambda seed: reference.ask(prompts=[PROMPT], seeds=[seed], steps=STEPS)["seconds"]}
+        found = by_turns({**theirs, "ours": ours}, options.requests, warm_ups=WARM_UPS)
+    return Comparison(
+        reference_s=median(found["theirs"]),
+        suite_s=median(seconds for _, seconds in found["ours"]),
+        pictures=[picture for picture, _ in found["ours"]],
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,7 +1,7 @@
-"""Ten times more requests than the suite can draw, for a minute, from callers that wait for nothing and retry nothing.
+"""What is left at ten times more requests than the suite can draw, for a minute, from callers that retry nothing?
 
-What is drawn must stay near the peak, those who are refused must know at once, memory must stay bounded, and
-afterwards it must be as if nothing had been. Callers have deadlines, as callers do.
+What is drawn must stay near the peak, refusals must come at once, memory must stay bounded, and afterwards everything
+must be as before. Callers have deadlines, as real ones do.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import random
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import grpc
@@ -26,46 +27,51 @@ from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from load.bench.report import percentile, report
-from load.bench.scratch import scratch
-from load.bench.suite import running_gateway
+from load.bench.framework import CORES, PROMPT, Bench, Option, Sheet, percentile
+from load.bench.suites import plain_suite
 from load.replay.arrivals import poisson
 from load.replay.driver import replay
 from load.replay.results import Outcome, Result
 from tests.support.services import Service
 
-PROMPT = "a big red star on the left on a blue background"
 STEPS = 30
 TIMES = 10.0
 # Enough that the worker always has as wide a group as it wants.
 PEAK_CLIENTS = 16
 # As long as a person waits.
 DEADLINE_S = 20.0
-# Memory is compared from here on: until then queues and pools fill.
+# Memory is compared from then on: before that, queues and pools fill.
 SETTLED_S = 15.0
-# A caller that is alone again: within so many times of what it took before.
+# A caller that is alone again takes at most so many times as long as before.
 NORMAL = 2.0
 RECOVERY_S = 60.0
 ARRIVALS_SEED = 5
 MEMORY_INTERVAL_S = 1.0
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--seconds", 60.0, "of overload", smallest=2.0),
+    Option("--threads", max(1, CORES - 1), "of the engine; one core is for everything else"),
+)
 
-# Of a request that was taken: its deadline passed, or it was dropped because it would.
+# Statuses of an accepted request whose deadline passed, or that was dropped because it would.
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @dataclass(slots=True, kw_only=True)
 class Overload:
-    """What came of the requests. ends_s: when those that were drawn were, after the start.
-
-    rejected_s: how long each refusal at the door took. late: taken, and then not done in time. failed: anything else.
-    memory: resident bytes of the gateway and of the worker, by time.
-    """
+    """The requests of an overload."""
 
     ends_s: list[float] = field(default_factory=list)
+    """Times, from the start, at which requests were drawn."""
     rejected_s: list[float] = field(default_factory=list)
+    """Seconds that each refusal took."""
     late: int = 0
+    """Requests that were accepted and then not done in time."""
     failed: int = 0
+    """Requests that ended otherwise."""
     memory: list[tuple[float, int, int]] = field(default_factory=list)
+    """Time, and resident bytes of the gateway and of the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,7 @@ class Call:
 
 
 class Refused(Exception):
-    """At the door, after so many seconds."""
+    """A request was refused before it was accepted."""
 
     def __init__(self, after_s: float) -> None:
         super().__init__()
@@ -92,9 +98,9 @@ class Callers:
         self._seeds = itertools.count()
 
     async def draw(self, *, timeout_s: float = DEADLINE_S) -> float:
-        """One request; the seconds that it took. Raises Refused, and grpc.aio.AioRpcError.
+        """Draw one request; return its seconds. Raises Refused, and grpc.aio.AioRpcError.
 
-        Every second one comes as the SDK's do: its job is its own and would go on, so it says until when, and cancels.
+        Every second one comes as the SDK's do: its job would go on by itself, so it has a deadline, and is cancelled.
         """
         seed = next(self._seeds)
         request = GenerateRequest(spec=GenerationSpec(prompt=PROMPT, seed=seed, num_inference_steps=STEPS))
@@ -113,13 +119,13 @@ class Callers:
         return time.perf_counter() - began
 
     async def memory(self) -> tuple[int, int]:
-        """Resident bytes of the gateway and of the worker."""
+        """Return resident bytes of the gateway and of the worker."""
         members = (await self._fleet.ListMembers(ListMembersRequest(), timeout=DEADLINE_S)).members
         return members[0].load.memory_bytes, sum(member.load.memory_bytes for member in members[1:])
 
 
 async def peak_per_s(callers: Callers, *, seconds: float) -> float:
-    """Images per second while every client draws the next one as soon as it has the last."""
+    """Return images per second while every client draws the next one as soon as it has the last."""
     drawn = 0
     until = time.perf_counter() + seconds
 
@@ -134,7 +140,7 @@ async def peak_per_s(callers: Callers, *, seconds: float) -> float:
 
 
 async def overload(callers: Callers, *, rate_per_s: float, seconds: float) -> Overload:
-    """An open loop of so many requests a second. Raises RuntimeError where they did not go out so."""
+    """Send so many requests a second in an open loop. Raises RuntimeError where they did not go out at that rate."""
     seen = Overload()
     times = poisson(rate_per_s, int(rate_per_s * seconds), random.Random(ARRIVALS_SEED))
     plan = [Call(at_s=at_s) for at_s in times]
@@ -162,7 +168,7 @@ async def overload(callers: Callers, *, rate_per_s: float, seconds: float) -> Ov
 
 
 async def recovery_s(callers: Callers, *, alone_s: float, ended_at: float) -> float:
-    """Seconds from `ended_at` until a request takes about as long as it did alone."""
+    """Return the seconds from `ended_at` until a request takes about as long as it did alone."""
     while time.perf_counter() - ended_at < RECOVERY_S:
         with contextlib.suppress(grpc.aio.AioRpcError, Refused):
             if await callers.draw() <= NORMAL * alone_s:
@@ -173,7 +179,7 @@ async def recovery_s(callers: Callers, *, alone_s: float, ended_at: float) -> fl
 
 @contextlib.asynccontextmanager
 async def _watched(callers: Callers, seen: Overload, began: float) -> AsyncIterator[None]:
-    """Samples memory beside the block."""
+    """Sample memory while the block runs."""
 
     async def sample() -> None:
         while True:
@@ -188,71 +194,50 @@ async def _watched(callers: Callers, seen: Overload, began: float) -> AsyncItera
         await asyncio.gather(sampling, return_exceptions=True)
 
 
-async def measure(gateway: Service, options: argparse.Namespace) -> dict[str, float]:
-    """Alone, at the peak, in overload, and afterwards."""
-    async with open_channel(gateway.address) as channel, open_channel(gateway.fleet) as fleet:
-        callers = Callers(channel, fleet)
-        await peak_per_s(callers, seconds=options.seconds / 10)  # warms everything up
-        alone_s = median([await callers.draw() for _ in range(5)])
-        peak = await peak_per_s(callers, seconds=options.seconds / 2)
-        began = time.perf_counter()
-        seen = await overload(callers, rate_per_s=TIMES * peak, seconds=options.seconds)
-        recovered_s = await recovery_s(callers, alone_s=alone_s, ended_at=began + options.seconds)
-    return _values(seen, peak=peak, alone_s=alone_s, recovered_s=recovered_s, seconds=options.seconds)
-
-
-def _values(seen: Overload, *, peak: float, alone_s: float, recovered_s: float, seconds: float) -> dict[str, float]:
-    drawn = sum(end <= seconds for end in seen.ends_s)
-    settled = [sample for sample in seen.memory if SETTLED_S <= sample[0] <= seconds]
-    return {
-        "goodput": drawn / seconds / peak,
-        "reject_p99_ms": percentile(seen.rejected_s or [0.0], 0.99) * 1e3,
-        "reject_p50_ms": percentile(seen.rejected_s or [0.0], 0.5) * 1e3,
-        "recovered_s": recovered_s,
-        "gateway_growth_mib": _growth_mib([sample[1] for sample in settled]),
-        "worker_growth_mib": _growth_mib([sample[2] for sample in settled]),
-        "peak_per_s": peak,
-        "alone_s": alone_s,
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Start the suite, and measure."""
+    with plain_suite("miniature", options.threads, folder / "suite") as gateway:
+        seen = asyncio.run(_measure(gateway, options.seconds, sheet))
+    drawn = sum(end <= options.seconds for end in seen.ends_s)
+    settled = [sample for sample in seen.memory if SETTLED_S <= sample[0] <= options.seconds]
+    reject_ms = [1e3 * seconds for seconds in seen.rejected_s or [0.0]]
+    goodput = drawn / options.seconds / sheet.values["peak_per_s"]
+    sheet.figure("drawn at ten times the peak, of it", goodput, key="goodput", bar="at least 0.9")
+    p99, bar = percentile(reject_ms, 0.99), "at most 50 ms"
+    sheet.figure("refused within, p99", p99, "{:.1f} ms", key="reject_p99_ms", bar=bar)
+    sheet.figure("refused within, p50", percentile(reject_ms, 0.5), "{:.1f} ms", key="reject_p50_ms")
+    recovered, bar = sheet.values["recovered_s"], "at most 30 s"
+    sheet.figure("as before after", recovered, "{:.1f} s", key="recovered_s", bar=bar)
+    for place, name in enumerate(("gateway", "worker"), start=1):
+        sizes = [sample[place] for sample in settled]
+        growth, bar = (max(sizes) - sizes[0]) / 2**20 if sizes else 0.0, "at most 64 MiB"
+        sheet.figure(f"the {name} grew by", growth, "{:.1f} MiB", key=f"{name}_growth_mib", bar=bar)
+    sheet.row("drawn, refused", f"{len(seen.ends_s)}, {len(seen.rejected_s)}")
+    sheet.row("taken and then too late, other errors", f"{seen.late}, {seen.failed}", "few, 0")
+    counts = {
         "drawn": len(seen.ends_s),
         "rejected": len(seen.rejected_s),
         "late": seen.late,
         "other_errors": seen.failed,
     }
+    sheet.values |= {**counts, "threads": options.threads}
 
 
-def _growth_mib(sizes: list[int]) -> float:
-    return (max(sizes) - sizes[0]) / 2**20 if sizes else 0.0
-
-
-def main() -> None:
-    """Measures and reports."""
-    options = _options()
-    with (
-        scratch() as folder,
-        running_gateway("miniature", options.threads, folder / "suite") as gateway,
-    ):
-        values = asyncio.run(measure(gateway, options))
-    rows = [
-        ("peak, 16 clients", f"{values['peak_per_s']:.1f} images/s", ""),
-        ("drawn at ten times the peak, of it (goodput)", f"{values['goodput']:.2f}", "at least 0.9"),
-        ("refused within, p99 (reject_p99_ms)", f"{values['reject_p99_ms']:.1f} ms", "at most 50 ms"),
-        ("refused within, p50", f"{values['reject_p50_ms']:.1f} ms", ""),
-        ("as before after (recovered_s)", f"{values['recovered_s']:.1f} s", "at most 30 s"),
-        ("the gateway grew by", f"{values['gateway_growth_mib']:.1f} MiB", "at most 64 MiB"),
-        ("the worker grew by", f"{values['worker_growth_mib']:.1f} MiB", "at most 64 MiB"),
-        ("drawn, refused", f"{values['drawn']:.0f}, {values['rejected']:.0f}", ""),
-        ("taken and then too late, other errors", f"{values['late']:.0f}, {values['other_errors']:.0f}", "few, 0"),
-    ]
-    report("overload", rows, {**values, "threads": options.threads})
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
-    threads = max(1, (os.cpu_count() or 1) - 1)
-    parser.add_argument("--threads", type=int, default=threads, help="of the engine; one core is for all others")
-    return parser.parse_args()
+async def _measure(gateway: Service, seconds: float, sheet: Sheet) -> Overload:
+    """Measure alone, at the peak, in overload, and afterwards."""
+    async with open_channel(gateway.address) as channel, open_channel(gateway.fleet) as fleet:
+        callers = Callers(channel, fleet)
+        await peak_per_s(callers, seconds=seconds / 10)  # warms everything up
+        alone_s = median([await callers.draw() for _ in range(5)])
+        peak = await peak_per_s(callers, seconds=seconds / 2)
+        began = time.perf_counter()
+        seen = await overload(callers, rate_per_s=TIMES * peak, seconds=seconds)
+        recovered_s = await recovery_s(callers, alone_s=alone_s, ended_at=began + seconds)
+    sheet.figure("peak, 16 clients", peak, "{:.1f} images/s", key="peak_per_s")
+    sheet.values |= {"alone_s": alone_s, "recovered_s": recovered_s}
+    return seen
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

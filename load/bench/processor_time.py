@@ -1,118 +1,87 @@
-"""What one picture of the embedded model takes of the processor, by process, while eight clients draw.
+"""What does one picture of the embedded model take of the processor, by process, while eight clients draw?
 
-Whoever serves pictures on a busy machine feels this and not only the time on the clock: what gateway, fronts and codecs
-take is taken from the engine, or from somebody else. The engine's own part is the picture; the rest is what the suite
-costs.
+On a busy machine this counts, and not only the time on the clock: what gateway, fronts and codecs take is taken from
+the engine, or from other programs. The engine's own part is the picture; the rest is what the suite costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from pathlib import Path
 from statistics import median
 
 import psutil
 
-from bottega.client import AsyncClient, Client
-from load.bench.closed_loop import closed_loop
-from load.bench.report import report
-from load.bench.scratch import scratch
-from load.bench.suite import JOIN_TIMEOUT_S
-from tests.support.services import Service, Services, gateway_config, worker_config
-from tests.support.waiting import wait_until
+from bottega.client import AsyncClient
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, closed_loop, medians
+from load.bench.suites import Suite, processor_s, suite
 
-PROMPT = "a big red star on the left on a blue background"
-GUIDANCE_SCALE = 5.0
 STEPS = 20
 CLIENTS = 8
 # In the order of a request's way.
 NAMES = ("client", "gateway", "gateway's codecs", "worker's front", "worker's engine", "worker's codecs")
-
-Seconds = Mapping[str, float]
-
-
-def main() -> None:
-    """Measures and reports."""
-    options = _options()
-    with scratch() as folder, Services(folder) as services:
-        gateway = services.start("gateway", gateway_config())
-        engine = {"model": "miniature", "threads": options.threads}
-        worker = services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))
-        with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join", within_s=JOIN_TIMEOUT_S)
-        rounds, per_s = asyncio.run(_measure(gateway, worker, options))
-    _report(rounds, per_s, options)
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--pictures", 64, "of a round", smallest=2),
+    Option("--rounds", 5, "of pictures", smallest=1),
+    Option("--threads", 1, "of torch, in the engine"),
+    heads=("a picture", "share"),
+)
 
 
-async def _measure(gateway: Service, worker: Service, options: argparse.Namespace) -> tuple[list[Seconds], list[float]]:
-    """Processor seconds of a picture, by process, and pictures a second: one of each for each round."""
-    rounds: list[Seconds] = []
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Start the suite, and draw in rounds."""
+    services = {"worker": {"engine": {"model": "miniature", "threads": options.threads}}}
+    with suite(folder / "suite", services) as running:
+        taken_ms, per_s = asyncio.run(_draw(running, options))
+    whole = sum(taken_ms.values())
+    for name, ms in taken_ms.items():
+        sheet.row(name, f"{ms:.1f} ms", f"{ms / whole:.1%}")
+        sheet.values[f"{name.replace(chr(39) + 's ', '_').replace(' ', '_')}_ms"] = ms
+    sheet.row("all", f"{whole:.1f} ms")
+    beside, key = whole - taken_ms["worker's engine"], "beside_engine_ms"
+    sheet.figure("all but the engine", beside, "{:.1f} ms", key=key, bar=f"{beside / whole:.1%}")
+    sheet.figure("pictures a second", per_s, key="pictures_per_s")
+    sheet.values |= {"pictures": options.pictures, "rounds": options.rounds, "threads": options.threads}
+
+
+async def _draw(running: Suite, options: argparse.Namespace) -> tuple[dict[str, float], float]:
+    """Return processor milliseconds of a picture, by process, and pictures a second: medians of the rounds."""
+    rounds: dict[str, list[float]] = {name: [] for name in NAMES}
     per_s = []
-    async with AsyncClient(gateway.address) as client:
+    async with AsyncClient(running.address) as client:
 
         async def draw(seed: int) -> None:
             await client.generate(PROMPT, seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE)
 
-        await closed_loop(draw, requests=2 * CLIENTS, clients=CLIENTS)  # warms everybody up
+        await closed_loop(draw, requests=2 * CLIENTS, clients=CLIENTS)  # warms everything up
         for _ in range(options.rounds):
-            before = _spent(gateway, worker)
+            before = _spent(running)
             per_s.append(await closed_loop(draw, requests=options.pictures, clients=CLIENTS))
-            after = _spent(gateway, worker)
-            rounds.append({name: (after[name] - before[name]) / options.pictures for name in NAMES})
-    return rounds, per_s
+            after = _spent(running)
+            for name in NAMES:
+                rounds[name].append((after[name] - before[name]) / options.pictures * 1e3)
+    return medians(rounds), median(per_s)
 
 
-def _spent(gateway: Service, worker: Service) -> dict[str, float]:
-    """Processor seconds so far, of users and of the kernel for them, by process."""
+def _spent(running: Suite) -> dict[str, float]:
+    """Return processor seconds so far, of users and of the kernel for them, by process."""
     spent: dict[str, float] = defaultdict(float, {"client": time.process_time()})
-    for service, own, is_worker in ((gateway, "gateway", False), (worker, "worker's front", True)):
+    worker = running.members["worker"]
+    for service, own, owner in ((running.gateway, "gateway", "gateway's"), (worker, "worker's front", "worker's")):
         process = psutil.Process(service.process.pid)
-        spent[own] += _seconds(process)
+        spent[own] += processor_s(process.pid)
         for child in process.children(recursive=True):
             is_codec = "bottega.codec.process" in child.cmdline()
-            whose = "worker's" if is_worker else "gateway's"
-            spent[f"{whose} {'codecs' if is_codec else 'engine'}"] += _seconds(child)
+            spent[f"{owner} {'codecs' if is_codec else 'engine'}"] += processor_s(child.pid)
     return spent
 
 
-def _seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _report(rounds: list[Seconds], per_s: list[float], options: argparse.Namespace) -> None:
-    of = {name: median(seconds[name] for seconds in rounds) * 1e3 for name in NAMES}
-    whole = sum(of.values())
-    beside = whole - of["worker's engine"]
-    rows = [(name, f"{ms:.1f} ms", f"{ms / whole:.1%}") for name, ms in of.items()]
-    rows.append(("all", f"{whole:.1f} ms", ""))
-    rows.append(("all but the engine (beside_engine_ms)", f"{beside:.1f} ms", f"{beside / whole:.1%}"))
-    rows.append(("pictures a second", f"{median(per_s):.2f}", ""))
-    values = {f"{_key(name)}_ms": ms for name, ms in of.items()}
-    values |= {
-        "beside_engine_ms": beside,
-        "pictures_per_s": median(per_s),
-        "pictures": options.pictures,
-        "rounds": options.rounds,
-        "threads": options.threads,
-    }
-    report("processor-time", rows, values, heads=("a picture", "share"))
-
-
-def _key(name: str) -> str:
-    return name.replace("'s ", "_").replace(" ", "_")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=int, default=64, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in the engine")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCH.command())

@@ -1,10 +1,9 @@
-"""What a look of the gateway's real scheduler takes, with 64 workers that edit and 1,000 edits queued.
+"""What a decision of the gateway's real scheduler takes, with 64 workers that edit and 1,000 edits queued.
 
-It is its own processor time, from the queue to the calls of workers.
-
-The controller is the gateway's, with all its add-ons; its workers are calls that wait (tests.fakes.gateway_rules).
-All templates are in a store, so that a worker without an edit's template has to load it. Between two looks some workers
-make a step, report, or complete an edit, and another edit comes.
+Measured is its own processor time, from the queue to the calls of workers. The controller is the gateway's, with all
+its add-ons; its workers are calls that wait (tests.fakes.gateway_rules). All templates are in a store, so that a worker
+without an edit's template has to load it. Between two looks some workers make a step, report, or complete an edit, and
+another edit comes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from bottega.v1.activations_pb2 import (
 )
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
-from load.replay.mask_ratios import PUBLIC
-from load.replay.template_popularity import TEMPLATES, TemplatePopularity
+from load.replay.trace_shape import PUBLIC, TEMPLATES, TemplatePopularity
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import bounds
@@ -46,24 +44,24 @@ from tests.samples.controlnet_hosts import bounds
 WORKERS, QUEUED = 64, 1000
 _SHAPE = (16, 16)
 _STEPS = (20, 30, 50)
-# Of a worker's memory, and of the store's: the most popular ones. What the others have on its disk, and its speed.
+# Templates in a worker's memory, and in the store's: the most popular ones. The others are on its disk, at this speed.
 _TEMPLATES, _IN_MEMORY = 32, 100
 _TEMPLATE_BYTES, _DISK_BYTES_PER_S = 512 << 20, 1e9
-# Of an edit's tokens: one that computes more saves nothing that would be worth a load.
+# Share of tokens: an edit that computes more saves nothing that would be worth a load.
 _MOST_SHARE = 0.9
-# Looks that are not counted.
+# Looks that do not count.
 _WARM_UP = 100
-# Of the workers, those that make a step, those that report and those that complete an edit, between two looks.
+# Shares of the workers that make a step, that report and that complete an edit, between two looks.
 _STEPPING, _REPORTING, _COMPLETING = 0.08, 0.03, 0.01
 
 
 def decision_times_s(*, looks: int) -> list[float]:
-    """Seconds of processor time of each look, over the edits that it gave away, where those were several."""
+    """Return the processor seconds of each look, over the edits that it gave away where those were several."""
     return asyncio.run(_Desk().measure(looks))
 
 
 class _Desk:
-    """The controller, and what changes between its looks."""
+    """A controller, and the changes between its looks."""
 
     def __init__(self) -> None:
         self._chance = random.Random("decisions")
@@ -102,7 +100,7 @@ class _Desk:
         return taken[_WARM_UP:]
 
     async def _change(self, shop: Shop, member: Member) -> None:
-        """What happens at a worker from one look to the next."""
+        """Let a worker make a step, report, or complete an edit, by chance."""
         if self._chance.random() < _REPORTING:
             self._report(shop, member)
         running = shop.running(member) if self._chance.random() < _STEPPING else []
@@ -115,7 +113,7 @@ class _Desk:
             await self._complete(shop, ending[0])
 
     async def _complete(self, shop: Shop, job: Job) -> None:
-        """Without a look at the queue, which comes afterwards."""
+        """Complete a job without a look at the queue."""
         scheduler = shop.controller.scheduler
         scheduler.draining = True
         await shop.complete(job)
@@ -155,12 +153,12 @@ class _Desk:
 
 
 def _digest(template: int) -> str:
-    """template: its rank, from the most popular one on."""
+    """Return the digest of a template by its rank."""
     return f"{template:064x}"
 
 
 def _answer() -> PrefetchTemplatesResponse:
-    """A store has all templates, the most popular ones in its memory."""
+    """Return the answer of a store with all templates, the most popular ones in its memory."""
     near = [TemplateResidence(source=_digest(template), tier=TEMPLATE_TIER_MEMORY) for template in range(_IN_MEMORY)]
     far = [
         TemplateResidence(source=_digest(template), tier=TEMPLATE_TIER_DISK, disk_bytes=_TEMPLATE_BYTES)
@@ -170,7 +168,7 @@ def _answer() -> PrefetchTemplatesResponse:
 
 
 def _check_loads(shop: Shop) -> None:
-    """What is measured is the decision where templates have to be loaded: every edit that waits must cost that."""
+    """Assert that every edit that waits costs a load at workers without its template."""
     members = {member.name: member for member in shop.fleet.workers("m")}
     shares = RunningShares({}, (), TenantTerms().weight)
     line = [job for job in shop.queue.line("m") if job.request.computed_share < _MOST_SHARE]

@@ -1,7 +1,6 @@
-"""The baseline of batching: a plain static server. Those that wait and go together, at most eight, run to the end.
+"""A plain static server, the baseline of batching: requests that go together, at most eight, run to the end.
 
-A static batch cannot let a member go early: all of them are answered when it is done. Who draws it is told when the
-server is made; it is stock Diffusers, and knows nothing of the suite.
+A static batch cannot let a member go early: all of them are answered when it is done.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ class _Waiting(Generic[RequestT]):
 
 
 class StaticServer(Generic[RequestT]):
-    """Draws what is asked of it, batch by batch. `stop` it.
+    """Draws requests batch by batch. The one that waits longest is in the next batch. `stop` it.
 
-    draw: draws a batch, and is called in a thread; what it raises, all of the batch are told. together: requests for
-    which it is equal may be in one batch; without it all may. The one that waits longest is in the next batch.
+    Args:
+        draw: Draws a batch, and is called in a thread; what it raises, every request of the batch raises.
+        together: Requests for which it is equal may be in one batch; by default all may.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StaticServer(Generic[RequestT]):
         self._task = asyncio.create_task(self._serve())
 
     async def draw(self, request: RequestT) -> None:
-        """Draws one picture. Raises TimeoutError when none comes. One that is cancelled leaves the queue."""
+        """Draw one picture. Raises TimeoutError when none comes. A request that is cancelled leaves the queue."""
         waiting = _Waiting(request=request, done=asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._arrived.set()
@@ -52,7 +52,7 @@ class StaticServer(Generic[RequestT]):
             await waiting.done
 
     async def stop(self) -> None:
-        """Stops serving; what waits is dropped."""
+        """Stop serving, and drop what waits."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -65,7 +65,7 @@ class StaticServer(Generic[RequestT]):
                 self._arrived.clear()
 
     def _next_batch(self) -> list[_Waiting[RequestT]]:
-        """Out of the queue; none where nobody waits."""
+        """Take the next batch out of the queue; it may be empty."""
         waiting = [each for each in self._queue if not each.done.done()]
         key = self._together(waiting[0].request) if waiting else None
         members = [each for each in waiting if self._together(each.request) == key][:MAX_BATCH]
@@ -76,7 +76,7 @@ class StaticServer(Generic[RequestT]):
     async def _draw_batch(self, members: Sequence[_Waiting[RequestT]]) -> None:
         try:
             await asyncio.to_thread(self._draw, [member.request for member in members])
-        except Exception as error:  # noqa: BLE001 - whoever waits is told, and the next batch is drawn
+        except Exception as error:  # noqa: BLE001 - its requests raise it, and the next batch is drawn
             for member in members:
                 if not member.done.done():
                     member.done.set_exception(error)

@@ -1,4 +1,4 @@
-"""A worker's link to an activation store, for benches: one call at a time, and what each takes."""
+"""A worker's link to an activation store, for benches: one call at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bottega.v1.link_pb2_grpc import LinkServiceStub
 
 MODEL_HASH = "ab" * 32
 DTYPE = "float32"
-# Of the latent, 8 by 8; all of the template stands in what is recorded.
+# Of the latent, 8 by 8; all of the template is recorded.
 _SIDE = 8
 _WHOLE_MAP = b"\xff" * (_SIDE * _SIDE // 8)
 _CALL_S = 30.0
@@ -40,24 +40,26 @@ _CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
-    """What every template of a bench has. tensors: of a section, of so many float16 elements each."""
+    """The size of every template of a bench."""
 
     sections: int
     tensors: int
+    """Tensors of a section."""
     elements: int
+    """Elements of a tensor, of float16."""
 
     @property
     def layout(self) -> SectionLayout:
-        """Of each section."""
+        """The layout of each section."""
         return SectionLayout.of((f"blocks.{number}", (1, self.elements)) for number in range(self.tensors))
 
     @property
     def size_bytes(self) -> int:
-        """Of a template."""
+        """Bytes of a template."""
         return self.sections * self.layout.size_bytes
 
     def headers(self, key: str) -> list[SectionHeader]:
-        """Of its sections: halves of timesteps."""
+        """Return headers of its sections, each a half of a timestep."""
         return [
             SectionHeader(
                 recording=key[:32],
@@ -72,23 +74,23 @@ class TemplateShape:
         ]
 
     def tensors_of(self, seed: str) -> list[bytes]:
-        """Of one section: noise."""
+        """Return the tensors of one section: noise."""
         chance = random.Random(seed)
         return [chance.randbytes(2 * self.elements) for _ in range(self.tensors)]
 
 
 def key_of(number: int) -> str:
-    """64 hex digits that a template is found by."""
+    """Return 64 hex digits by which a template is found."""
     return hashlib.sha256(f"template {number}".encode()).hexdigest()
 
 
 def question_of(key: str) -> TemplateQuestion:
-    """Of an edit that would record."""
+    """Return the question of an edit that would record."""
     return TemplateQuestion(key=key, would_record=True, source=key, model_hash=MODEL_HASH, dtype=DTYPE)
 
 
 def recording_of(key: str) -> RecordingHeader:
-    """The end of a template's recording, whose edits draw for themselves."""
+    """Return the end of a template's recording, whose edits draw noise of their own."""
     return RecordingHeader(
         recording=key[:32],
         key=key,
@@ -105,11 +107,11 @@ def recording_of(key: str) -> RecordingHeader:
 
 
 class DamagedSection(Exception):
-    """Its bytes are not those of its digest."""
+    """A section's bytes are not those of its digest."""
 
 
 class TemplateClient:
-    """Use it in a `with` block. address: of the store."""
+    """A link to the store at an address; use it in a `with` block."""
 
     def __init__(self, address: str) -> None:
         with grpc.insecure_channel(address) as channel:
@@ -126,7 +128,7 @@ class TemplateClient:
         self._link.close()
 
     def ask(self, key: str) -> TemplateAnswer:
-        """What the store has of a template."""
+        """Return what the store has of a template."""
         self._number += 1
         self._send(messages.question_message(self._number, question_of(key)))
         with self._receive(ActivationMessageKind.ANSWER) as incoming:
@@ -134,7 +136,7 @@ class TemplateClient:
         return answer
 
     def record(self, key: str, shape: TemplateShape) -> None:
-        """All of a template."""
+        """Record all of a template."""
         layout = shape.layout
         for number, header in enumerate(shape.headers(key)):
             self._send(messages.section_message(number, header, layout))
@@ -144,9 +146,9 @@ class TemplateClient:
         self._send(messages.recording_message(recording_of(key), None))
 
     def fetch(self, section: SectionInfo, layout: SectionLayout, key: str) -> float:
-        """Seconds until all of a section can be read here. Raises DamagedSection, and RuntimeError where it is refused.
+        """Return the seconds until all of a section can be read here; then check its digest.
 
-        What came is checked against the section's digest, when the time has been taken.
+        Raises DamagedSection, and RuntimeError where it is refused.
         """
         self._number += 1
         request = SectionRequest(digest=section.digest)
@@ -176,7 +178,7 @@ class TemplateClient:
         self._link.send(message.layout, message.buffers, Deadline.after(_CALL_S))
 
     def _receive(self, *kinds: ActivationMessageKind) -> Incoming:
-        """The next message, whole; of one of these kinds."""
+        """Return the next message, whole; of one of these kinds."""
         incoming = self._link.recv(Deadline.after(_CALL_S))
         incoming.wait_all(Deadline.after(_CALL_S))
         if ActivationMessageKind(kind_of(incoming.layout)) not in kinds:
@@ -189,5 +191,5 @@ def _views(incoming: Incoming) -> Sequence[memoryview]:
 
 
 def layouts_of(answer: TemplateAnswer) -> Mapping[int, SectionLayout]:
-    """By their places in the answer."""
+    """Return layouts by their places in the answer."""
     return {place: SectionLayout.from_wire(layout) for place, layout in enumerate(answer.layouts)}

@@ -1,4 +1,4 @@
-"""A relay for TCP connections that lets only so many bytes a second through, each way: a slow network on a machine.
+"""A relay for TCP connections that passes a bounded number of bytes a second, each way: a slow network on one machine.
 
 A network takes nothing of the processors of those that it links, so the relay takes as little as it can: bytes go from
 socket to socket through a pipe, as the system's own pages, and are never copied here.
@@ -17,18 +17,20 @@ from types import TracebackType
 
 # Small enough that a message of a millisecond is not held up by one piece.
 _PIECE_BYTES = 16 << 10
-# What a larger piece may take of the wire's time: who waits for its last byte waits for so long.
+# Seconds of the wire that a larger piece may take: a reader of its last byte waits for so long.
 _PIECE_S = 0.005
-# Of the wire's time, that a relay which woke too late may catch up on: without it every late wake-up, of a tenth of a
-# millisecond on an idle machine and of many on a busy one, made the network slower than it is said to be.
+# Seconds that a relay which woke too late may catch up on: without it every late wake-up, of a tenth of a millisecond
+# on an idle machine and of many on a busy one, made the network slower than it should be.
 _BEHIND_S = 0.01
 
 
 class Throttle:
-    """Listens on `port` of loopback, any free one where it is 0, and passes on to `target` on loopback.
+    """A relay that listens on a free port of loopback, and passes on to the port `target` of loopback.
 
-    bytes_per_s: each way, of all connections together; may be changed at any time. piece_bytes: passed on at once,
-    where the wire carries them in a moment; the larger, the less the relay takes of the processors.
+    Args:
+        bytes_per_s: Each way, of all connections together; may be changed at any time.
+        piece_bytes: Bytes that are passed on at once where the wire carries them in a moment; the larger, the less the
+            relay takes of the processors.
     """
 
     def __init__(self, *, bytes_per_s: float = 1e9, piece_bytes: int = _PIECE_BYTES) -> None:
@@ -42,7 +44,7 @@ class Throttle:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     def __enter__(self) -> Throttle:
@@ -86,13 +88,15 @@ class Throttle:
 
     @property
     def _max_bytes(self) -> int:
-        """Of the next piece."""
+        """The bound of the next piece."""
         return min(self._piece_bytes, max(_PIECE_BYTES, int(self.bytes_per_s * _PIECE_S)))
 
     def _wait(self, size_bytes: int, way: int, *, waited_here: bool) -> None:
-        """Until the wire has carried these bytes. waited_here: whether they had come when those before were through.
+        """Wait until the wire has carried these bytes.
 
-        Else the wire has had a pause, which is nothing to catch up on.
+        Args:
+            waited_here: Whether they had come when those before were through. Otherwise the wire has had a pause,
+                which is nothing to catch up on.
         """
         with self._lock:
             begin = max(self._free_at[way], time.monotonic() - (_BEHIND_S if waited_here else 0.0))

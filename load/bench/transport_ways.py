@@ -1,6 +1,7 @@
 """The ways to move a message that the transport bench compares: each moves one, and returns when it is acknowledged.
 
-Each has a process of its own at the other end, except memcpy. It reports nothing.
+Each has a process of its own at the other end, except memcpy: `python -m load.bench.transport_ways WAY` takes messages
+by one way and acknowledges each, and speaks lines of JSON on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -20,20 +21,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bottega.errors import LinkError
 from bottega.transport import (
     Backend,
     Deadline,
     DType,
     Endpoints,
     Layout,
+    Limits,
     Link,
     LinkListener,
     TensorSpec,
+    connect,
+    offer_from_wire,
     offer_to_wire,
 )
-from bottega.transport.memory import address, private_slot
-from load.bench.transport_peer import ACK, GRPC_OPTIONS, LIMITS, SERVICE
+from bottega.transport.memory import address, copy, private_slot
+from bottega.v1.link_pb2 import LinkOffer
 
+LIMITS = Limits(slots=2, slot_bytes=128 << 20)
+SERVICE = "bench.Transport"
+GRPC_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+ACK = b"\1"
+_SERVE_S = 600.0
 CHUNK_BYTES = 2 << 20
 _TENSORS = 10
 _PATIENCE_S = 120.0
@@ -49,7 +59,7 @@ class Message:
 
     @classmethod
     def of(cls, size_bytes: int) -> Message:
-        """Ten tensors, or one of up to 4 KiB, every page touched."""
+        """Return ten tensors, or one of up to 4 KiB, every page touched."""
         count = _TENSORS if size_bytes > 4096 else 1
         part = size_bytes // count // 64 * 64
         sizes = [part] * (count - 1) + [size_bytes - part * (count - 1)]
@@ -62,17 +72,16 @@ class Message:
 
 
 class Way(Protocol):
-    """One way to move messages. by_reference: whether no byte of them is copied."""
+    """A way to move messages."""
 
     by_reference: bool
+    """Whether no byte of them is copied."""
 
     def prepare(self, message: Message, times: int) -> None:
-        """Readies the other end for that many moves of the message; not measured."""
-        ...
+        """Prepare the other end for that many moves of the message; not measured."""
 
     def move(self, message: Message) -> None:
-        """Moves it; returns when the other end has all of it and has said so."""
-        ...
+        """Move it; return when the other end has acknowledged all of it."""
 
 
 class Memcpy:
@@ -89,7 +98,11 @@ class Memcpy:
 
 
 class ByLink:
-    """A link; the credit that comes back is the acknowledgement. in_place: the bytes are in the slot already."""
+    """A link, whose returned credit is the acknowledgement.
+
+    Args:
+        in_place: The bytes are in the slot already.
+    """
 
     def __init__(self, link: Link, *, in_place: bool) -> None:
         self.by_reference = in_place
@@ -153,7 +166,7 @@ class ByGrpc:
         assert ack == ACK
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._runner.run(self._channel.close())
 
     async def _open(self, port: int) -> None:
@@ -176,7 +189,7 @@ class ByGrpc:
 
 
 def open_gloo(rank: int, port: int) -> None:
-    """Joins the pair; the other rank does the same."""
+    """Join the pair; the other rank does the same."""
     import torch.distributed as dist
 
     timeout = dt.timedelta(minutes=10)
@@ -185,7 +198,7 @@ def open_gloo(rank: int, port: int) -> None:
 
 @contextmanager
 def all_ways() -> Iterator[dict[str, Way]]:
-    """Every way by name, with its other end running."""
+    """Give every way by name, with its other end running."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-bench-")))
         doors = Endpoints(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
@@ -248,7 +261,7 @@ def _gloo_peer() -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def _peer(way: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "load.bench.transport_peer", way]
+    command = [sys.executable, "-m", __spec__.name, way]
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -272,3 +285,84 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, int]:
         raise RuntimeError(f"the other end of a way ended with {process.wait(5)}")
     values: dict[str, int] = json.loads(line)
     return values
+
+
+def _say(**values: object) -> None:
+    """Write a line for the other process."""
+    print(json.dumps(values), flush=True)
+
+
+def _serve_link(way: Backend) -> None:
+    offer = offer_from_wire(LinkOffer.FromString(base64.b64decode(sys.stdin.readline())))
+    with connect(offer, Deadline.after(30), limits=LIMITS, backends=(way,)) as link:
+        try:
+            while True:
+                with link.recv(Deadline.after(_SERVE_S)) as incoming:
+                    incoming.wait_all(Deadline.after(_SERVE_S))
+                    for index in range(len(incoming.layout.specs)):
+                        incoming.view(index)
+        except LinkError:
+            return  # the bench is over
+
+
+def _serve_gloo() -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    open_gloo(1, int(sys.stdin.readline()))
+    _say(ready=True)
+    slots: dict[int, list[torch.Tensor]] = {}
+    ack = torch.ones(1, dtype=torch.uint8)
+    for line in sys.stdin:
+        sizes, times = json.loads(line)
+        tensors = slots.setdefault(sum(sizes), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
+        for _ in range(times):
+            for work in [dist.irecv(tensor, 0) for tensor in tensors]:
+                assert work is not None
+                work.wait()
+            dist.send(ack, 0)
+
+
+async def _serve_grpc() -> None:
+    import grpc
+
+    slot = memoryview(private_slot(LIMITS.slot_bytes))
+
+    async def stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        end = 0
+        async for chunk in requests:
+            copy(slot[end:], memoryview(chunk))
+            end += len(chunk)
+        return ACK
+
+    async def unary(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        copy(slot, memoryview(request))
+        return ACK
+
+    server = grpc.aio.server(options=GRPC_OPTIONS)
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "Stream": grpc.stream_unary_rpc_method_handler(stream),
+        "Unary": grpc.unary_unary_rpc_method_handler(unary),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    _say(port=port)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+def main() -> None:
+    """Serve the way of the argument until stdin or the link ends."""
+    way = sys.argv[1]
+    if way == "gloo":
+        _serve_gloo()
+    elif way == "grpc":
+        asyncio.run(_serve_grpc())
+    else:
+        _serve_link(Backend(way))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,15 +6,19 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from load.bench.report import percentile
+from load.bench.framework import percentile
 from load.replay.arrivals import poisson
 
-# Of which typical_arrivals takes the one in the middle.
+# Runs of which typical_arrivals takes the one in the middle.
 _CANDIDATES = 101
 
 
 def one_by_one(at_s: Sequence[float], service_s: Iterator[float]) -> list[float]:
-    """Seconds from arrival to end where a server takes one at a time, first come first. service_s: what each takes."""
+    """Return the seconds from arrival to end where a server takes one request at a time, first come first.
+
+    Args:
+        service_s: Seconds that each request takes.
+    """
     took_s, free_s = [], 0.0
     for arrived_s in at_s:
         free_s = max(free_s, arrived_s) + next(service_s)
@@ -23,7 +27,7 @@ def one_by_one(at_s: Sequence[float], service_s: Iterator[float]) -> list[float]
 
 
 def typical_arrivals(rate_per_s: float, count: int, *, capacity_per_s: float, seed: str = "") -> list[float]:
-    """When so many requests come, at random.
+    """Return random times at which requests come.
 
     What a queue near its capacity does depends on the run more than on the server: at full load the p95 of a hundred
     requests is 3 service times or 15. So this is, of 101 runs of a Poisson process, the one in which the p95 of a

@@ -1,4 +1,4 @@
-"""What ghz writes of a run (`--format json`), as far as a gate asks for it. Knows no bounds.
+"""A report that ghz writes of a run (`--format json`), as far as a gate needs it.
 
 Source: ghz's documentation of its output and its type Report. Durations there are nanoseconds; a call's timestamp is
 that of its end; a percentage of the latency distribution that no good call reached has percentage 0.
@@ -22,29 +22,31 @@ _NS_OF_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A run of ghz: one method under one profile.
-
-    method: without its service. planned, count: calls that were to be made, and that ended, well or not.
-    rps: calls that began, for each second. wanted_rps: at which they were to; None where it changes or is left open.
-    ended: why it stopped; "normal" is after its last call. codes: how many calls ended with which status ("OK", ...).
-    latencies_ms: of good calls, by percentile.
-    errors: how many calls ended with which message.
-    """
+    """A run of ghz: one method under one profile."""
 
     method: str
+    """Without its service."""
     profile: str
     planned: int
+    """Calls that were to be made."""
     count: int
+    """Calls that ended, well or not."""
     rps: float
+    """Calls that began, a second."""
     wanted_rps: float | None
+    """Calls that were to begin, a second; None where that changes or is left open."""
     ended: str
+    """Why it stopped; "normal" is after its last call."""
     codes: Mapping[str, int]
+    """Calls by the status that they ended with, such as OK."""
     latencies_ms: Mapping[int, float]
+    """Latencies of good calls, by percentile."""
     errors: Mapping[str, int]
+    """Calls by the message that they ended with."""
 
 
 def read_report(path: Path) -> Report:
-    """The report that is in the file. Raises ConfigError where it cannot be read, or is none of ghz's."""
+    """Read a report. Raises ConfigError where a file cannot be read, or is none of ghz's."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -80,7 +82,7 @@ def _report(values: Any) -> Report:
 
 
 def _begun_rps(values: Any) -> float:
-    """Calls that began, for each second: ghz's own figure has those that ended, and a slow last answer lowers it."""
+    """Return calls that began, a second: ghz's figure is of those that ended, and a slow last answer lowers it."""
     began: list[float] = [
         datetime.fromisoformat(call["timestamp"]).timestamp() - call["latency"] / _NS_OF_S
         for call in values["details"] or ()

@@ -1,4 +1,4 @@
-"""`make gpu-report`: runs what has not been measured yet, then prints table and line of JSON, and draws the bars."""
+"""Measure what a GPU does (`make gpu-report`): what is not measured yet; then print the report and draw its bars."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from pathlib import Path
 
 from load.gpu_report.bars import draw_bars
 from load.gpu_report.environment import setting_of
-from load.gpu_report.part_process import run_part
 from load.gpu_report.parts import PARTS, Part
-from load.gpu_report.results import Results
-from load.gpu_report.rig import Rig
-from load.gpu_report.runner import LONGEST_S, PartProcesses, Run, run_parts
-from load.gpu_report.size import FULL, SMALL_SIZE, Size
-from load.gpu_report.table import all_figures, json_of, table_of
+from load.gpu_report.report import Results, all_figures, json_of, table_of
+from load.gpu_report.rig import FULL, SMALL_SIZE, Rig, Size
+from load.gpu_report.runner import LONGEST_S, PartProcesses, Run, run_part, run_parts
 
 BARS = "bars.png"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 where a part failed or was not run; figures that miss what was wanted are no failure: the report says it."""
+    """Return 1 where a part failed or was not run; a figure that misses its bar is a result, and no failure."""
     options = _options(arguments)
     size: Size = SMALL_SIZE if options.small else FULL
     device = options.device or ("cpu" if options.small else "cuda:0")
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(rig: Rig, results: Results, *, small: bool) -> Run:
-    """Small parts take less than a process of their own would to start."""
+    """Return how parts run: small ones here, as a process of their own takes longer to start."""
     if small:
         return lambda part: run_part(part, rig, results.setting)
     options = ("--size", rig.size.name, "--device", rig.device, "--folder", str(rig.folder))
@@ -55,7 +52,7 @@ def _run(rig: Rig, results: Results, *, small: bool) -> Run:
     }
 
     def command(part: Part) -> Sequence[str]:
-        return [sys.executable, "-m", "load.gpu_report.part_process", part.name, *options]
+        return [sys.executable, "-m", "load.gpu_report.runner", part.name, *options]
 
     return PartProcesses(results, command, environment=caches, longest_s=LONGEST_S)
 
@@ -68,9 +65,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="make gpu-report", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*names, []], metavar="PART", help=f"of {', '.join(names)}")
-    parser.add_argument(
-        "--small", action="store_true", help="on a CPU and at a size that says nothing but that it works"
-    )
+    parser.add_argument("--small", action="store_true", help="on a CPU, and as little as shows that it works")
     parser.add_argument("--device", default="", help="cuda:N, or cpu (default: cuda:0; with --small, cpu)")
     parser.add_argument(
         "--folder", type=Path, default=Path("out/gpu-report"), help="of what was found (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""Draws figures as bars: those of a group together, to one scale, with a mark at what was wanted."""
+"""Figures drawn as bars: those of a group together, to one scale, with a mark at the bar that they have to meet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
 
-from load.gpu_report.figures import Figure
+from load.gpu_report.report import Figure
 
 WIDTH = 1400
 _MARGIN, _LABEL, _VALUE = 40, 520, 220
@@ -18,12 +18,12 @@ _TITLE, _HEAD, _TEXT = 30, 22, 18
 _BAR, _GAP, _HEAD_GAP = 24, 8, 44
 _INK, _FAINT, _PAPER = "#1f2430", "#5d6675", "#ffffff"
 _PLAIN, _MET, _MISSED, _MARK = "#4a90d9", "#3a9d5d", "#c8503c", "#1f2430"
-# Of the longest bar, where the mark of what was wanted lies.
+# Of the longest bar, with its mark.
 _ROOM = 1.15
 
 
 def draw_bars(title: str, subtitle: str, figures: Sequence[Figure]) -> PIL.Image.Image:
-    """A picture of WIDTH, as high as it has to be. Figures without a group, and those that are none, are left out."""
+    """Draw a picture of WIDTH, as high as it has to be, without the figures that have no group or no value."""
     shown = [figure for figure in figures if figure.group and not math.isnan(figure.value)]
     groups = {name: list(each) for name, each in groupby(shown, key=lambda figure: figure.group)}
     height = 150 + sum(_HEAD_GAP + len(each) * (_BAR + _GAP) for each in groups.values())
@@ -53,7 +53,7 @@ def _draw(pen: PIL.ImageDraw.ImageDraw, figure: Figure, top: int, longest: float
         pen.rectangle((at - 1, top - 3, at + 1, top + _BAR + 3), fill=_MARK)
     pen.text((left - 12, top + 1), figure.label, fill=_INK, font=_font(_TEXT), anchor="ra")
     wanted = f"  ({figure.wanted.lower()})" if figure.wanted else ""
-    pen.text((left + room + 10, top + 1), figure.said + wanted, fill=_INK, font=_font(_TEXT))
+    pen.text((left + room + 10, top + 1), figure.shown + wanted, fill=_INK, font=_font(_TEXT))
 
 
 def _font(size: int) -> PIL.ImageFont.FreeTypeFont | PIL.ImageFont.ImageFont:

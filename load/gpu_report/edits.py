@@ -18,17 +18,17 @@ import PIL.Image
 import torch
 
 from bottega.addons.edits.config import EditsConfig
-from bottega.diffusion.engine.events import EditRecord, EngineRecord, JobFinished
+from bottega.diffusion.engine.events import EditRecord, EngineRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.spec import EditSpec
 from bottega.worker.engine.runtime import Runtime
-from load.gpu_report.figures import Figure
-from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig
-from load.gpu_report.sides import finish_all, our_runtime, spec_of, stock_pipeline
+from load.bench.framework import GUIDANCE_SCALE, PROMPT
+from load.bench.stock import STRENGTH
+from load.gpu_report.report import Figure
+from load.gpu_report.rig import Rig
+from load.gpu_report.sides import draw_one, our_runtime, spec_of, stock_pipeline
 from load.gpu_report.timing import finish, give_back
 
-# Diffusers' own default of inpainting.
-_STRENGTH = 0.9999
 # Of SDXL's transformers and convolutions, 20 steps and both halves take 17 GB.
 _ACTIVATIONS_MIB = 40 << 10
 _SMALL_ACTIVATIONS_MIB = 64
@@ -38,42 +38,33 @@ WANTED_SHARE, WANTED = 0.19, 2.2
 
 
 def measure(rig: Rig) -> Sequence[Figure]:
-    """Ours for every share, after the picture has been recorded; then Diffusers, for which masks are no matter."""
+    """Time ours for every share, after the picture has been recorded; then Diffusers, for which the mask is all one."""
     mib = _ACTIVATIONS_MIB if rig.size.wanted else _SMALL_ACTIVATIONS_MIB
     with our_runtime(rig, edits=EditsConfig(activations_mib=mib)) as runtime:
         ours = {share: _ours(rig, runtime, share) for share in sorted(rig.size.mask_shares)}
     their_s = _their_steps_s(rig)
-    figures = [Figure(name="inpaint_s", label="Diffusers' inpainting, steps", value=their_s, unit="s")]
+    figures = [Figure("inpaint_s", "Diffusers' inpainting, steps", their_s, "s")]
+    group = "Edits, times as fast as Diffusers' inpainting"
     for share, (seconds, record) in ours.items():
-        percent = f"{share * 100:02.0f}"
+        name, label = f"edit_{share * 100:02.0f}", f"steps of an edit, mask of {share:g}"
         edit = record.edit or EditRecord()
+        reused = edit.blocks_reused / edit.blocks_total if edit.blocks_total else 0.0
+        at_least = WANTED if share == WANTED_SHARE else None
         figures += [
-            rig.wanted(
-                Figure(
-                    name=f"edit_{percent}",
-                    label=f"steps of an edit, mask of {share:g}",
-                    value=their_s / seconds,
-                    unit="x",
-                    group="Edits, times as fast as Diffusers' inpainting",
-                    at_least=WANTED if share == WANTED_SHARE else None,
-                )
-            ),
-            Figure(
-                name=f"edit_{percent}_reused",
-                label="  of its transformer blocks, computed in part",
-                value=edit.blocks_reused / edit.blocks_total if edit.blocks_total else 0.0,
-            ),
-            Figure(
-                name=f"edit_{percent}_computed", label="  of its tokens, computed", value=edit.computed_share or 1.0
-            ),
+            rig.wanted(Figure(name, label, their_s / seconds, "x", group, at_least=at_least)),
+            Figure(f"{name}_reused", "  of its transformer blocks, computed in part", reused),
+            Figure(f"{name}_computed", "  of its tokens, computed", edit.computed_share or 1.0),
         ]
     return figures
 
 
 def square_mask(side: int, token: int, share: float) -> npt.NDArray[np.uint8]:
-    """[side, side], 1 where it is edited: a square in the middle that has this share of the tokens with its margin.
+    """Return [side, side], 1 in a square in the middle that has this share of the tokens with its margin.
 
-    side: of the picture; token: of one, in pixels.
+    Args:
+        side: Of the picture, in pixels.
+        token: Side of a token, in pixels.
+        share: In 0 to 1.
     """
     tokens = side // token
     across = max(round(tokens * math.sqrt(share)), 2 * _MARGIN + 1)
@@ -85,12 +76,12 @@ def square_mask(side: int, token: int, share: float) -> npt.NDArray[np.uint8]:
 
 
 def template(side: int) -> PIL.Image.Image:
-    """The picture that is edited: noise, as nobody looks at it."""
+    """Return the picture that is edited: noise."""
     return PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def _ours(rig: Rig, runtime: Runtime, share: float) -> tuple[float, EngineRecord]:
-    """Seconds of the steps, and what the last one says. The first of all records, and of each share completes that."""
+    """Return the seconds of the steps and the last record; the first edits record, and complete that for a share."""
     model, side = runtime.engine.model, rig.size.side
     pixels = torch.from_numpy(np.array(template(side)))
     mask = torch.from_numpy(square_mask(side, _TOKEN * model.latent_scale, share))
@@ -102,9 +93,8 @@ def _ours(rig: Rig, runtime: Runtime, share: float) -> tuple[float, EngineRecord
     )
     taken = []
     for number in range(rig.size.rounds + 2):
-        spec = spec_of(rig, seed=number, num_inference_steps=rig.size.edit_steps, strength=_STRENGTH, edit=edit)
-        runtime.engine.submit(EngineOrder(key=number, spec=spec, image=pixels, mask=mask))
-        (record,) = (event.record for event in finish_all(runtime.engine) if isinstance(event, JobFinished))
+        spec = spec_of(rig, seed=number, num_inference_steps=rig.size.edit_steps, strength=STRENGTH, edit=edit)
+        record = draw_one(runtime.engine, EngineOrder(key=number, spec=spec, image=pixels, mask=mask))
         taken.append(record.seconds["denoise"] + record.seconds["batch"])
     return median(taken[2:]), record
 
@@ -117,7 +107,7 @@ def _their_steps_s(rig: Rig) -> float:
     begun: list[float] = []
 
     def begin(*_: Any) -> None:
-        """The first call of the network is where the steps begin: before it prompt and picture are encoded."""
+        """Note the network's first call, where the steps begin: before it, prompt and picture are encoded."""
         if not begun:
             finish(rig.device)
             begun.append(perf_counter())
@@ -132,11 +122,9 @@ def _their_steps_s(rig: Rig) -> float:
             PROMPT,
             image=template(side),
             mask_image=mask,
-            strength=_STRENGTH,
-            num_inference_steps=rig.size.edit_steps,
+            strength=STRENGTH,
             guidance_scale=GUIDANCE_SCALE,
-            width=side,
-            height=side,
+            **{**rig.picture, "num_inference_steps": rig.size.edit_steps},
             generator=torch.Generator().manual_seed(number),
             output_type="latent",
         )

@@ -1,4 +1,4 @@
-"""On what the report runs: the machine, its GPU, the versions, and the code. It imports no torch."""
+"""The machine, its GPU, the versions and the code that the report is of. It imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from load.bench.report import machine
-from load.gpu_report.size import Size
+from load.bench.framework import machine
+from load.gpu_report.rig import Size
 
 _ROOT = Path(__file__).parents[2]
 # What a figure depends on.
@@ -22,7 +22,7 @@ _SMI_S = 30.0
 
 
 def setting_of(size: Size, device: str) -> Mapping[str, str]:
-    """All by which a figure is told from another one."""
+    """Return all that tells a figure from another one."""
     return {
         "size": size.name,
         "device": device,
@@ -35,15 +35,15 @@ def setting_of(size: Size, device: str) -> Mapping[str, str]:
 
 
 def gpu_name() -> str:
-    """Name, memory and driver, as nvidia-smi says them; of all GPUs."""
+    """Return nvidia-smi's name, memory and driver of all GPUs."""
     if shutil.which(_SMI[0]) is None:
         return "no nvidia-smi"
-    said = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_S, check=False)
-    return "; ".join(said.stdout.splitlines()) or said.stderr.strip()
+    answer = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_S, check=False)
+    return "; ".join(answer.stdout.splitlines()) or answer.stderr.strip()
 
 
 def version_of(package: str) -> str:
-    """Empty where it is not installed."""
+    """Return a package's version, "" where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ def version_of(package: str) -> str:
 
 
 def code_digest() -> str:
-    """Of the Python files that are measured and of those that measure: 12 hex digits."""
+    """Return 12 hex digits of the Python files that are measured and of those that measure."""
     total = hashlib.sha256()
     for path in sorted(path for name in _CODE for path in (_ROOT / name).rglob("*.py")):
         if "build" not in path.parts:

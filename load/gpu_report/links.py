@@ -13,9 +13,9 @@ from bottega.device_links import device_links
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.transport import Backend, Deadline
-from load.bench.scratch import scratch
+from load.bench.framework import scratch
 from load.gpu_report.controlnets import GROUP
-from load.gpu_report.figures import Figure
+from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.timing import timed
 from tests.support.gpu_peer import LIMITS, gpu_peer, receive, send
@@ -28,7 +28,7 @@ _LINKED = "linked to a ControlNet server"
 
 
 def carried_by(rig: Rig, events: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    """How many links to ControlNet servers each backend carries. events: that the worker has logged.
+    """Yield how many links to ControlNet servers each backend carries, by the events that the worker has logged.
 
     Raises RuntimeError where there is none, or, on a GPU, one that memory of the GPU does not carry.
     """
@@ -39,11 +39,11 @@ def carried_by(rig: Rig, events: Sequence[Mapping[str, Any]]) -> Iterator[Figure
     if rig.on_gpu and others:
         raise RuntimeError(f"the link to the ControlNet server is not {Backend.CUDA_IPC}: {', '.join(sorted(others))}")
     for backend, count in Counter(each["backend"] for each in linked).items():
-        yield Figure(name=f"controlnet_links_{backend}", label=f"links to the server by {backend}", value=count)
+        yield Figure(f"controlnet_links_{backend}", f"links to the server by {backend}", count)
 
 
 def transfer(rig: Rig) -> Figure:
-    """A step's residuals from one process to another, written and read: half of the way there and back."""
+    """Time a step's residuals from one process to another, written and read: half of the way there and back."""
     device, dtype = torch.device(rig.device), DTYPES[rig.size.dtype]
     base = read_base_layout(rig.model)
     side = rig.size.side // base.latent_scale
@@ -63,4 +63,4 @@ def transfer(rig: Rig) -> Figure:
 
             both = timed(there_and_back, rounds=rig.size.rounds, device=rig.device)
     label = f"  a step's residuals over a link by {backend}"
-    return Figure(name="controlnet_transfer_ms", label=label, value=both.seconds / 2 * 1e3, unit="ms", group=GROUP)
+    return Figure("controlnet_transfer_ms", label, both.seconds / 2 * 1e3, "ms", GROUP)

@@ -1,4 +1,4 @@
-"""One LoRA in and out again: Diffusers' load, fuse, unfuse and unload against ours fetched, patched and restored.
+"""A LoRA in and out again: Diffusers' load, fuse, unfuse and unload against ours fetched, patched and restored.
 
 Ours goes where a worker's engine would put it, with what its self-check has kept.
 """
@@ -11,9 +11,10 @@ from statistics import median
 from time import perf_counter
 
 from bottega.addons.loras.engine import LoraAtScale, LoraRef
+from load.bench.framework import seconds_of
 from load.bench.local_loras import LocalLoras
 from load.bench.lora_files import LoraFiles, random_lora
-from load.gpu_report.figures import Figure
+from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig, is_installed
 from load.gpu_report.sides import our_runtime, stock_pipeline
 from load.gpu_report.timing import finish, give_back
@@ -22,13 +23,13 @@ from tests.support.engines import lora_weights
 # Of one LoRA's file to be mapped and hashed.
 _FETCH_S = 60.0
 # Attention's LoRA of rank 128 has 354 MiB in SDXL.
-WANTED_PATCH_MS, WANTED_RESTORE_MS = 60.0, 10.0
+WANTED_MS = {"patch": 60.0, "restore": 10.0}
 
 Stages = Mapping[str, Callable[[], object]]
 
 
 def measure(rig: Rig) -> Sequence[Figure]:
-    """For each rank; Diffusers' side where PEFT is installed."""
+    """Time both sides for each rank; Diffusers' where PEFT is installed."""
     folder = rig.folder / f"loras-{rig.size.name}"
     folder.mkdir(exist_ok=True)
     files = {rank: random_lora(rig.model, folder, seed=rank, rank=rank) for rank in rig.size.lora_ranks}
@@ -38,22 +39,11 @@ def measure(rig: Rig) -> Sequence[Figure]:
     figures = []
     for rank, lora in files.items():
         about = f"rank {rank}, {lora.size_bytes / 2**20:.0f} MiB"
+        group = f"A LoRA of {about}: milliseconds"
         for name, seconds in {**ours[rank], **theirs.get(rank, {})}.items():
-            of_largest = rank == largest
-            figures.append(
-                rig.wanted(
-                    Figure(
-                        name=f"{name}_ms_{rank}",
-                        label=f"{name}, {about}",
-                        value=seconds * 1e3,
-                        unit="ms",
-                        group=f"A LoRA of {about}: milliseconds",
-                        at_most={"patch": WANTED_PATCH_MS, "restore": WANTED_RESTORE_MS}.get(name)
-                        if of_largest
-                        else None,
-                    )
-                )
-            )
+            at_most = WANTED_MS.get(name) if rank == largest else None
+            figure = Figure(f"{name}_ms_{rank}", f"{name}, {about}", seconds * 1e3, "ms", group, at_most=at_most)
+            figures.append(rig.wanted(figure))
     return figures
 
 
@@ -95,17 +85,17 @@ def _theirs(rig: Rig, files: Mapping[int, LoraFiles]) -> dict[int, dict[str, flo
             "diffusers_unfuse": pipeline.unfuse_lora,
             "diffusers_unload": pipeline.unload_lora_weights,
         }
-        rounds = []
-        for _ in range(rig.size.rounds + 1):
-            spent = {}
-            for name, run in stages.items():
-                began_s = perf_counter()
-                run()
-                finish(rig.device)
-                spent[name] = perf_counter() - began_s
-            rounds.append(spent)
+        rounds = [
+            {name: seconds_of(lambda run=run: _finished(rig, run)) for name, run in stages.items()}
+            for _ in range(rig.size.rounds + 1)
+        ]
         taken[rank] = _medians(rounds[1:])
     return taken
+
+
+def _finished(rig: Rig, run: Callable[[], object]) -> None:
+    run()
+    finish(rig.device)
 
 
 def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

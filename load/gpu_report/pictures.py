@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from bottega.diffusion.acceleration.acceleration import AccelerationResult
-from load.gpu_report.figures import Figure
-from load.gpu_report.flops import peak_flops, picture_flops
+from load.gpu_report.device import peak_flops, picture_flops
+from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.sides import DrawingSide, diffusers_side, drawing, our_runtime, our_side
 from load.gpu_report.timing import Timed, timed
@@ -26,8 +26,9 @@ _Open = Callable[[Rig], AbstractContextManager[DrawingSide]]
 
 
 def alone(rig: Rig) -> Sequence[Figure]:
-    """Eager before and after: where they differ, so did the machine meanwhile. Ours with what its self-check kept, and
-    without any of it.
+    """Draw with Diffusers eager before and after ours; where both differ, so did the machine meanwhile.
+
+    Ours is drawn with what its self-check kept, and without any of it.
     """
     eager, plain = _draw(rig, diffusers_side, 1), _draw(rig, _plain, 1)
     with our_runtime(rig) as runtime:
@@ -40,64 +41,51 @@ def alone(rig: Rig) -> Sequence[Figure]:
         *_of(rig, "plain", "ours, plain", plain),
         *_of(rig, "ours", "ours", ours),
         *_accelerations(rig, found),
-        rig.wanted(
-            Figure(
-                name="ratio_vs_eager",
-                label="Diffusers eager over ours",
-                value=eager_s / ours.seconds,
-                unit="x",
-                group="Times as fast, one picture",
-                at_least=WANTED_OVER_EAGER,
-            )
-        ),
-        Figure(name="eager_drift", label="Diffusers eager, after over before", value=again.seconds / eager.seconds),
+        _ratio(rig, "eager", eager_s / ours.seconds, WANTED_OVER_EAGER),
+        Figure("eager_drift", "Diffusers eager, after over before", again.seconds / eager.seconds),
     ]
 
 
 def alone_compiled(rig: Rig) -> Sequence[Figure]:
-    """Ours again, next to it."""
+    """Draw with Diffusers compiled, and again with ours next to it."""
     compiled, ours = _draw(rig, _compiled, 1), _draw(rig, our_side, 1)
     return [
         *_of(rig, "compiled", "Diffusers compiled", compiled),
-        rig.wanted(
-            Figure(
-                name="ratio_vs_compiled",
-                label="Diffusers compiled over ours",
-                value=compiled.seconds / ours.seconds,
-                unit="x",
-                group="Times as fast, one picture",
-                at_least=WANTED_OVER_COMPILED,
-            )
-        ),
+        _ratio(rig, "compiled", compiled.seconds / ours.seconds, WANTED_OVER_COMPILED),
     ]
 
 
 def together(rig: Rig) -> Sequence[Figure]:
-    """Eager and ours."""
+    """Draw several at once with Diffusers eager and with ours."""
     return [*_batches(rig, "eager", "Diffusers eager", diffusers_side), *_batches(rig, "ours", "ours", our_side)]
 
 
 def together_compiled(rig: Rig) -> Sequence[Figure]:
-    """Compiled for each of the numbers."""
+    """Draw several at once with Diffusers compiled for each number."""
     return _batches(rig, "compiled", "Diffusers compiled", _compiled)
 
 
+def _ratio(rig: Rig, side: str, value: float, at_least: float) -> Figure:
+    label, group = f"Diffusers {side} over ours", "Times as fast, one picture"
+    return rig.wanted(Figure(f"ratio_vs_{side}", label, value, "x", group, at_least=at_least))
+
+
 def _accelerations(rig: Rig, found: Sequence[AccelerationResult]) -> list[Figure]:
-    """What the worker's self-check has found on this device. Of what was refused, why is printed."""
+    """Return what the worker's self-check found on this device, and print the reasons of what it refused."""
     for each in found:
         print(f"{each.name}: {'kept' if each.kept else each.reason}")
     kept = [each for each in found if each.kept]
     kernels = sum(each.name.startswith("kernels.") for each in kept)
     return [
-        Figure(name="accelerations_kept", label=f"accelerations kept, of {len(found)}", value=len(kept)),
-        rig.wanted(Figure(name="kernels_kept", label="  of them kernels", value=kernels, at_least=WANTED_KERNELS)),
+        Figure("accelerations_kept", f"accelerations kept, of {len(found)}", len(kept)),
+        rig.wanted(Figure("kernels_kept", "  of them kernels", kernels, at_least=WANTED_KERNELS)),
         *(
             Figure(
-                name=f"acceleration_{each.name.replace('.', '_')}",
-                label=f"  {each.name}, {'kept' if each.kept else 'refused'}",
-                value=each.speedup,
-                unit="x",
-                group="What the self-check timed, times as fast as plain",
+                f"acceleration_{each.name.replace('.', '_')}",
+                f"  {each.name}, {'kept' if each.kept else 'refused'}",
+                each.speedup,
+                "x",
+                "What the self-check timed, times as fast as plain",
             )
             for each in found
             if each.speedup
@@ -120,14 +108,15 @@ def _draw(rig: Rig, open_side: _Open, batch: int) -> Timed:
 
 def _of(rig: Rig, name: str, label: str, taken: Timed) -> list[Figure]:
     flops, (peak, about) = picture_flops(rig), peak_flops(rig)
-    utilisation = flops / taken.seconds / peak
-    figures = [
-        Figure(name=f"{name}_s", label=label, value=taken.seconds, unit="s", group=_SECONDS),
-        Figure(name=f"{name}_mfu", label=f"  FLOPs of its network, {about}", value=utilisation),
+    return [
+        Figure(f"{name}_s", label, taken.seconds, "s", _SECONDS),
+        Figure(f"{name}_mfu", f"  FLOPs of its network, {about}", flops / taken.seconds / peak),
+        *_memory(rig, name, taken),
     ]
-    if rig.on_gpu:
-        figures.append(Figure(name=f"{name}_gib", label="  memory at the most", value=taken.peak_gib, unit="GiB"))
-    return figures
+
+
+def _memory(rig: Rig, name: str, taken: Timed) -> list[Figure]:
+    return [Figure(f"{name}_gib", "  memory at the most", taken.peak_gib, "GiB")] if rig.on_gpu else []
 
 
 def _batches(rig: Rig, name: str, label: str, open_side: _Open) -> list[Figure]:
@@ -135,10 +124,7 @@ def _batches(rig: Rig, name: str, label: str, open_side: _Open) -> list[Figure]:
     with open_side(rig) as side:
         for batch in rig.size.batches:
             taken = timed(partial(side, batch), rounds=rig.size.rounds, device=rig.device)
-            said = f"{label}, {batch} at once"
-            rate = batch / taken.seconds
-            figures.append(Figure(name=f"{name}_{batch}_per_s", label=said, value=rate, unit="/s", group=_RATES))
-            if rig.on_gpu:
-                peak = taken.peak_gib
-                figures.append(Figure(name=f"{name}_{batch}_gib", label="  memory at the most", value=peak, unit="GiB"))
+            what, rate = f"{label}, {batch} at once", batch / taken.seconds
+            figures.append(Figure(f"{name}_{batch}_per_s", what, rate, "/s", _RATES))
+            figures += _memory(rig, f"{name}_{batch}", taken)
     return figures

@@ -16,7 +16,7 @@ from torch import nn
 
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.miniature import WEIGHTS
-from load.gpu_report.figures import Figure
+from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.topology import Topology
 
@@ -25,44 +25,44 @@ _EMBEDDING_STD = 0.02
 
 
 def measure(rig: Rig) -> Sequence[Figure]:
-    """Writes both where they are not there yet, and says how large they are."""
-    if not rig.model.is_dir():
-        _whole(rig.model, lambda folder: write_model(folder, rig.size.topology, rig.device, DTYPES[rig.size.dtype]))
-    if not rig.controlnet.is_dir():
-        _whole(
-            rig.controlnet,
-            lambda folder: write_controlnet(folder, rig.size.topology, rig.device, DTYPES[rig.size.dtype]),
-        )
+    """Write both where they are not there yet, and measure their sizes."""
+    for target, write in ((rig.model, write_model), (rig.controlnet, write_controlnet)):
+        if not target.is_dir():
+            # All of it or nothing: a folder that is there is whole.
+            partial = target.with_name(f"{target.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            write(partial, rig.size.topology, rig.device, DTYPES[rig.size.dtype])
+            partial.rename(target)
     return [
-        Figure(name="model_gib", label="the model's files", value=_gib(rig.model), unit="GiB"),
-        Figure(name="controlnet_gib", label="a ControlNet's", value=_gib(rig.controlnet), unit="GiB"),
+        Figure("model_gib", "the model's files", _gib(rig.model), "GiB"),
+        Figure("controlnet_gib", "a ControlNet's", _gib(rig.controlnet), "GiB"),
     ]
 
 
 def write_model(folder: Path, topology: Topology, device: str, dtype: torch.dtype) -> None:
-    """Diffusers' layout. The same device and seed give the same weights."""
+    """Write a model in Diffusers' layout. The same device gives the same weights."""
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
     for tokenizer in tokenizers:
         tokenizer.model_max_length = topology.prompt_tokens
-    told = [
+    text_configs = [
         CLIPTextConfig(
-            **said,
+            **config,
             max_position_embeddings=topology.prompt_tokens,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        for said, tokenizer in zip((topology.text, topology.text_2), tokenizers, strict=True)
+        for config, tokenizer in zip((topology.text, topology.text_2), tokenizers, strict=True)
     ]
     with torch.device("meta"):
         parts: dict[str, nn.Module] = {
             "unet": UNet2DConditionModel(**topology.unet),
             "vae": AutoencoderKL(**topology.vae),
-            "text_encoder": CLIPTextModel(told[0]),
-            "text_encoder_2": CLIPTextModelWithProjection(told[1]),
+            "text_encoder": CLIPTextModel(text_configs[0]),
+            "text_encoder_2": CLIPTextModelWithProjection(text_configs[1]),
         }
     for seed, part in enumerate(parts.values()):
         _randomize(part, seed, device, dtype)
@@ -86,7 +86,7 @@ def write_model(folder: Path, topology: Topology, device: str, dtype: torch.dtyp
 
 
 def write_controlnet(folder: Path, topology: Topology, device: str, dtype: torch.dtype) -> None:
-    """Diffusers' layout, of the UNet's encoder half. No convolution of it is zero, so that its residuals matter."""
+    """Write a ControlNet of the UNet's encoder half; no convolution is zero, so that its residuals matter."""
     from diffusers import ControlNetModel, UNet2DConditionModel
 
     with torch.device("meta"):
@@ -99,7 +99,7 @@ def write_controlnet(folder: Path, topology: Topology, device: str, dtype: torch
 
 
 def _randomize(part: nn.Module, seed: int, device: str, dtype: torch.dtype) -> None:
-    """In place of what is on the meta device: matrices by their fan-in, norms as they begin, no biases."""
+    """Replace weights of the meta device: matrices by their fan-in, norms as they begin, no biases."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -111,14 +111,6 @@ def _randomize(part: nn.Module, seed: int, device: str, dtype: torch.dtype) -> N
 
     state: dict[str, Any] = {name: drawn(name, like) for name, like in part.state_dict().items()}
     part.load_state_dict(state, assign=True)
-
-
-def _whole(target: Path, write: Any) -> None:
-    """All of it or nothing: a folder that is there is whole."""
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
-    partial.rename(target)
 
 
 def _gib(folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""Who draws: stock Diffusers, eager or compiled, and an engine as a worker starts it; on one device, in one process."""
+"""The sides that draw: stock Diffusers, eager or compiled, and an engine as a worker starts it, in one process."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from typing import Any, Protocol
 import torch
 
 from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import Event, JobFailed
+from bottega.diffusion.engine.events import EngineRecord, JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
-from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, THREADS, Rig
+from load.bench import stock
+from load.bench.framework import GUIDANCE_SCALE, PROMPT
+from load.gpu_report.rig import THREADS, Rig
 from load.gpu_report.timing import give_back
 
 
 class DrawingSide(Protocol):
-    """Draws pictures, so many at once; returns when their pixels are on the host. number: of the round, as a seed."""
+    """Draws pictures at once; returns when their pixels are on the host.
+
+    Args:
+        batch: Pictures.
+        number: Of the round, as a seed.
+    """
 
     def __call__(self, batch: int, number: int) -> None: ...
 
 
 @contextmanager
 def diffusers_side(rig: Rig, *, compiled: bool = False) -> Iterator[DrawingSide]:
-    """The stock pipeline. compiled: its network by torch.compile and channels last, as Diffusers' guide has it."""
+    """Give the stock pipeline.
+
+    Args:
+        compiled: Its network by torch.compile, with channels last, as Diffusers' guide has it.
+    """
     give_back(rig.device)
     pipeline = stock_pipeline(rig)
     if compiled:
         pipeline.unet.to(memory_format=torch.channels_last)
-        # On a CPU the compiler would take longer than all else; that all of it can be traced is seen without.
+        # On a CPU the compiler would take longer than all else; that all of it can be traced shows without.
         backend = "inductor" if rig.on_gpu else "eager"
         pipeline.unet = torch.compile(pipeline.unet, fullgraph=True, dynamic=False, backend=backend)
 
     def draw(batch: int, number: int) -> None:
-        pipeline(
-            [PROMPT] * batch,
-            num_inference_steps=rig.size.steps,
-            guidance_scale=GUIDANCE_SCALE,
-            width=rig.size.side,
-            height=rig.size.side,
-            generator=[torch.Generator("cpu").manual_seed(number * batch + place) for place in range(batch)],
-        )
+        seeds = [number * batch + place for place in range(batch)]
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        pipeline([PROMPT] * batch, **rig.picture, guidance_scale=GUIDANCE_SCALE, generator=generators)
 
     yield draw
     if compiled:
@@ -53,25 +59,25 @@ def diffusers_side(rig: Rig, *, compiled: bool = False) -> Iterator[DrawingSide]
 
 @contextmanager
 def our_side(rig: Rig, **config: Any) -> Iterator[DrawingSide]:
-    """A worker's engine. config: further settings of it."""
+    """Give a worker's engine, with further settings."""
     with our_runtime(rig, **config) as runtime:
         yield drawing(rig, runtime)
 
 
 def drawing(rig: Rig, runtime: Runtime) -> DrawingSide:
-    """Requests of one picture each, all at once."""
+    """Return a side of an engine: requests of one picture each, all at once."""
 
     def draw(batch: int, number: int) -> None:
         for place in range(batch):
             runtime.engine.submit(EngineOrder(key=place, spec=spec_of(rig, seed=number * batch + place)))
-        finish_all(runtime.engine)
+        _finish_all(runtime.engine)
 
     return draw
 
 
 @contextmanager
 def our_runtime(rig: Rig, **config: Any) -> Iterator[Runtime]:
-    """What a worker's engine process has, warm; without services around it."""
+    """Give what a worker's engine process has, warm, without services around it."""
     give_back(rig.device)
     runtime = load_runtime(
         EngineConfig(**{**engine_config(rig), **config}),
@@ -85,44 +91,33 @@ def our_runtime(rig: Rig, **config: Any) -> Iterator[Runtime]:
 
 
 def engine_config(rig: Rig) -> dict[str, Any]:
-    """How a worker on the device is configured."""
+    """Return the settings of a worker on the device."""
     return {"model": str(rig.model), "device": rig.device, "dtype": rig.size.dtype, "threads": THREADS}
 
 
-def spec_of(rig: Rig, *, seed: int, **said: Any) -> ResolvedSpec:
-    """One picture. said: what else is told of it."""
-    plain: dict[str, Any] = {
-        "prompt": PROMPT,
-        "num_inference_steps": rig.size.steps,
-        "guidance_scale": GUIDANCE_SCALE,
-        "width": rig.size.side,
-        "height": rig.size.side,
-        "seed": seed,
-    }
-    return ResolvedSpec(**(plain | said))
+def spec_of(rig: Rig, *, seed: int, **others: Any) -> ResolvedSpec:
+    """Return the request of a picture, with other fields than the size's."""
+    return ResolvedSpec(**{"prompt": PROMPT, **rig.picture, "guidance_scale": GUIDANCE_SCALE, "seed": seed, **others})
 
 
-def finish_all(engine: Engine) -> list[Event]:
-    """Turns it until it has nothing to do; all that it said. Raises the error of a job that failed."""
-    said: list[Event] = []
+def draw_one(engine: Engine, order: EngineOrder) -> EngineRecord:
+    """Draw one request and return its record. Raises the error of a job that failed."""
+    engine.submit(order)
+    (record,) = _finish_all(engine)
+    return record
+
+
+def _finish_all(engine: Engine) -> list[EngineRecord]:
+    records: list[EngineRecord] = []
     while engine.busy:
         for event in engine.turn():
             if isinstance(event, JobFailed):
                 raise event.error
-            said.append(event)
-    return said
+            if isinstance(event, JobFinished):
+                records.append(event.record)
+    return records
 
 
 def stock_pipeline(rig: Rig, kind: Any = None, **parts: Any) -> Any:
-    """As Diffusers ships it, on the device, without progress bars. kind: its class; text to image without."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    pipeline = (kind or diffusers.StableDiffusionXLPipeline).from_pretrained(
-        rig.model, use_safetensors=True, dtype=DTYPES[rig.size.dtype], add_watermarker=False, **parts
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(rig.device)
+    """Return a pipeline of Diffusers on the device; see `load.bench.stock`."""
+    return stock.stock_pipeline(rig.model, kind, dtype=DTYPES[rig.size.dtype], **parts).to(rig.device)

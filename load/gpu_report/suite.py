@@ -1,5 +1,7 @@
-"""The whole suite as real processes on the device, against its engine alone: what it adds, ControlNets on a server of
-their own, which share the device by turns, and what a hit of the approximate cache saves.
+"""The whole suite as real processes on the device, against its engine alone.
+
+It measures what the suite adds, ControlNets on a server of their own, which share the device by turns, and what a hit
+of the approximate cache saves.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from typing import Any
 from bottega import kinds
 from bottega.addons.cache.wire.starts import FRACTIONS
 from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Picture, SkipProfile
-from load.bench.scratch import scratch
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, scratch
+from load.bench.suites import stage_s
 from load.gpu_report import sides
 from load.gpu_report.controlnets import GROUP, control_image
-from load.gpu_report.figures import Figure
 from load.gpu_report.links import carried_by, transfer
-from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, THREADS, Rig, need
+from load.gpu_report.report import Figure
+from load.gpu_report.rig import THREADS, Rig, need
 from load.gpu_report.timing import timed
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
@@ -39,7 +42,7 @@ _TRIES = 4
 
 
 def measure(rig: Rig) -> Sequence[Figure]:
-    """The engine alone first. Raises LeftOutError where the cache has no FAISS."""
+    """Measure the engine alone, then the suite. Raises LeftOutError without FAISS."""
     need("faiss", "FAISS")
     with sides.our_side(rig) as draw:
         alone = timed(lambda number: draw(1, number), rounds=rig.size.rounds, device=rig.device)
@@ -51,33 +54,26 @@ def measure(rig: Rig) -> Sequence[Figure]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is asked of a suite, and how long it takes."""
+    """A suite that is measured."""
 
     rig: Rig
     client: Client
 
     def added(self, alone_s: float) -> Sequence[Figure]:
-        """To the seconds of a picture by the engine alone; encoding and decoding its file apart."""
+        """Return what the suite adds to the seconds of a picture by the engine alone, encoding its file apart."""
         pictures: list[Picture] = []
         whole = timed(lambda number: pictures.append(self._draw(number)), rounds=self.rig.size.rounds, device="cpu")
-        coded_s = median(_stage_s(picture, "encode_image") for picture in pictures[1:])
+        coded_s = median(stage_s(picture, "encode_image") for picture in pictures[1:])
+        added_ms = (whole.seconds - alone_s - coded_s) * 1e3
         return [
-            Figure(name="suite_s", label="a picture by the suite", value=whole.seconds, unit="s"),
-            Figure(name="engine_s", label="  by its engine alone", value=alone_s, unit="s"),
-            Figure(name="encode_image_ms", label="  encoding its file", value=coded_s * 1e3, unit="ms"),
-            self.rig.wanted(
-                Figure(
-                    name="added_ms",
-                    label="  added beside that",
-                    value=(whole.seconds - alone_s - coded_s) * 1e3,
-                    unit="ms",
-                    at_most=WANTED_ADDED_MS,
-                )
-            ),
+            Figure("suite_s", "a picture by the suite", whole.seconds, "s"),
+            Figure("engine_s", "  by its engine alone", alone_s, "s"),
+            Figure("encode_image_ms", "  encoding its file", coded_s * 1e3, "ms"),
+            self.rig.wanted(Figure("added_ms", "  added beside that", added_ms, "ms", at_most=WANTED_ADDED_MS)),
         ]
 
     def controlnets(self) -> Iterator[Figure]:
-        """A step with each number of them."""
+        """Yield the time of a step with each number of ControlNets."""
         steps = self.rig.size.edit_steps
         for count in range(1, self.rig.size.controlnets + 1):
             nets = [ControlNet(f"net{place}", control_image(self.rig)) for place in range(1, count + 1)]
@@ -86,18 +82,12 @@ class Bench:
                 for number in range(self.rig.size.rounds + 1)
             ][1:]
             name, label = f"step_{count}_controlnets_server", f"{count} ControlNets, ours on a server"
-            yield Figure(
-                name=f"{name}_ms",
-                label=label,
-                value=median(map(_step_s, drawn)) * 1e3,
-                unit="ms",
-                group=GROUP,
-            )
+            yield Figure(f"{name}_ms", label, median(map(_step_s, drawn)) * 1e3, "ms", GROUP)
             waited_s = median(sum(net.waited_s for net in each.provenance.controlnets) / steps for each in drawn)
-            yield Figure(name=f"{name}_waited_ms", label="  waiting for them", value=waited_s * 1e3, unit="ms")
+            yield Figure(f"{name}_waited_ms", "  waiting for them", waited_s * 1e3, "ms")
 
     def cache(self) -> Iterator[Figure]:
-        """A hit for each number of steps that it may spare, against the same request from noise."""
+        """Yield the time of a hit for each number of steps that it may spare, and of the same request from noise."""
         prompt = f"{PROMPT}, again"
         for seed in (1_000, 1_001):  # what is asked for the first time is not recorded
             self._cached(seed, prompt, fidelity="exact")
@@ -108,9 +98,7 @@ class Bench:
             rounds=self.rig.size.rounds,
             device="cpu",
         )
-        yield Figure(
-            name="cache_off_s", label="a request without the cache", value=full.seconds, unit="s", group=_CACHE
-        )
+        yield Figure("cache_off_s", "a request without the cache", full.seconds, "s", _CACHE)
         fractions = FRACTIONS if self.rig.size.wanted else FRACTIONS[-1:]
         late = 0
         for fraction in fractions:
@@ -122,17 +110,16 @@ class Bench:
             seconds = self._hit_s(prompt)
             late += seconds is None
             if seconds is not None:
-                label = f"a hit after {step} steps"
-                yield Figure(name=f"cache_hit_{step}_s", label=label, value=seconds, unit="s", group=_CACHE)
-        yield Figure(name="cache_late", label="hits that came too late to be of use", value=late)
+                yield Figure(f"cache_hit_{step}_s", f"a hit after {step} steps", seconds, "s", _CACHE)
+        yield Figure("cache_late", "hits that came too late to be of use", late)
 
     @property
     def _cache_steps(self) -> int:
-        """Of a picture: a hit comes in time where the steps that it saves take longer than asking."""
+        """The steps of a picture: a hit comes in time where the steps that it saves take longer than asking."""
         return max(self.rig.size.steps, _LEAST_CACHE_STEPS)
 
     def _hit_s(self, prompt: str) -> float | None:
-        """Median seconds of those of some requests that started from a latent; None where none of them did."""
+        """Return the median seconds of the requests that started from a latent; None where none did."""
         taken = []
         for number in range(_TRIES * self.rig.size.rounds):
             began_s = time.perf_counter()
@@ -151,13 +138,7 @@ class Bench:
         return any(each.parameters.prompt == prompt for each in self.client.cache_entries())
 
     def _draw(self, seed: int, *, prompt: str = PROMPT, **options: Any) -> Picture:
-        plain: Mapping[str, Any] = {
-            "num_inference_steps": self.rig.size.steps,
-            "guidance_scale": GUIDANCE_SCALE,
-            "width": self.rig.size.side,
-            "height": self.rig.size.side,
-            "fidelity": "exact",
-        }
+        plain: Mapping[str, Any] = {**self.rig.picture, "guidance_scale": GUIDANCE_SCALE, "fidelity": "exact"}
         return self.client.generate(prompt, seed=seed, **{**plain, **options})
 
 
@@ -166,12 +147,12 @@ _CACHE = "A request and the approximate cache: seconds"
 
 @contextmanager
 def _running(rig: Rig) -> Iterator[tuple[Client, Service]]:
-    """A gateway, a worker, which is yielded, too, and a ControlNet server on the device, and a cache."""
+    """Run a gateway, a cache, and a worker and a ControlNet server on the device; give a client and the worker."""
     device = {"device": rig.device, "dtype": rig.size.dtype, "threads": THREADS}
     with scratch() as folder, Services(folder, start_s=_START_S) as services:
         gateway = services.start("gateway", gateway_config())
         named = {"gateway": gateway.fleet, "server": FREE_PORTS}
-        # Only so does every question have the answer that the profile of the moment says.
+        # Only so does every question have the answer of the profile of the moment.
         exact = {"exploration": 0.0, "row_pictures": 1, "predictor": False}
         services.start("cache", {"name": "cache", **named, "folder": str(folder / "cache"), **exact})
         nets = {f"net{place}": str(rig.controlnet) for place in range(1, rig.size.controlnets + 1)}
@@ -189,11 +170,7 @@ def _all_here(client: Client) -> bool:
     return {kinds.CACHE, kinds.CONTROLNET} <= here and bool(client.models()) and bool(client.controlnets())
 
 
-def _stage_s(picture: Picture, stage: str) -> float:
-    return sum(spent.seconds for spent in picture.provenance.times if spent.stage == stage)
-
-
 def _step_s(picture: Picture) -> float:
-    """All that the engine does in one."""
-    spent = sum(_stage_s(picture, stage) for stage in ("denoise", "batch", "controlnets"))
+    """Return the seconds of all that the engine does in a step."""
+    spent = sum(stage_s(picture, stage) for stage in ("denoise", "batch", "controlnets"))
     return spent / picture.provenance.parameters.num_inference_steps

@@ -1,4 +1,4 @@
-"""Seconds and memory of something that is drawn again and again."""
+"""Seconds and memory of work on the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """seconds: the median. peak_gib: most memory of the device that was in use, weights included; 0 on a CPU."""
+    """A measurement of work."""
 
     seconds: float
+    """The median."""
     peak_gib: float
+    """The most memory of the device in use, weights included; 0 on a CPU."""
 
 
 def timed(work: Callable[[int], object], *, rounds: int, device: str) -> Timed:
-    """work: is given the number of its round. The first one is not counted: it pays for what is made once."""
+    """Time work that is called with the number of its round; round 0 pays for what is made once and does not count."""
     work(0)
     finish(device)
     on_gpu = device.startswith("cuda")
@@ -37,13 +39,13 @@ def timed(work: Callable[[int], object], *, rounds: int, device: str) -> Timed:
 
 
 def finish(device: str) -> None:
-    """Waits until the device has done all that it was given."""
+    """Wait until the device has done all that it was given."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def give_back(device: str) -> None:
-    """Memory of what was measured before, so that the next one's peak is its own."""
+    """Free memory of what was measured before, so that the next one's peak is its own."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

@@ -14,17 +14,17 @@ Config = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """unet, vae: of Diffusers. text, text_2: of CLIP's text towers. prompt_tokens: that both read.
-
-    controlnet_channels: of what embeds a control image.
-    """
+    """The configurations of a model's networks."""
 
     unet: Config
     vae: Config
     text: Config
+    """Of CLIP's first text tower."""
     text_2: Config
     prompt_tokens: int
+    """Tokens that both towers read."""
     controlnet_channels: tuple[int, ...]
+    """Channels of a ControlNet's embedding of its image."""
 
 
 SDXL = Topology(

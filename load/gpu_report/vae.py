@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from bottega.diffusion.model.decode import decode_image
-from load.gpu_report.figures import Figure
+from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.sides import our_runtime
 from load.gpu_report.timing import timed
@@ -23,7 +23,7 @@ _GROUP = "Decoding a picture: milliseconds"
 
 
 def measure(rig: Rig) -> Sequence[Figure]:
-    """Random latents of about unit variance, as the network leaves them."""
+    """Decode random latents of about unit variance, as the network leaves them."""
     with our_runtime(rig) as runtime, torch.inference_mode():
         model = runtime.engine.model
         side = rig.size.side // model.latent_scale
@@ -37,31 +37,19 @@ def measure(rig: Rig) -> Sequence[Figure]:
         theirs = timed(lambda _: decode_image(exact, latent).pixels, rounds=rig.size.rounds, device=rig.device)
         off_db = psnr(pixels, decode_image(exact, latent).pixels)
     figures = [
-        Figure(
-            name="decode_ms",
-            label=f"ours, in {_name(model.decoder.dtype)}",
-            value=ours.seconds * 1e3,
-            unit="ms",
-            group=_GROUP,
-        ),
-        Figure(name="decode_float32_ms", label="in float32", value=theirs.seconds * 1e3, unit="ms", group=_GROUP),
-        rig.wanted(
-            Figure(name="decode_psnr_db", label="ours against float32", value=off_db, unit="dB", at_least=WANTED_DB)
-        ),
+        Figure("decode_ms", f"ours, in {model.decoder.dtype}".replace("torch.", ""), ours.seconds * 1e3, "ms", _GROUP),
+        Figure("decode_float32_ms", "in float32", theirs.seconds * 1e3, "ms", _GROUP),
+        rig.wanted(Figure("decode_psnr_db", "ours against float32", off_db, "dB", at_least=WANTED_DB)),
     ]
     if rig.on_gpu:
         figures += [
-            Figure(name="decode_gib", label="memory at the most, ours", value=ours.peak_gib, unit="GiB"),
-            Figure(name="decode_float32_gib", label="memory at the most, float32", value=theirs.peak_gib, unit="GiB"),
+            Figure("decode_gib", "memory at the most, ours", ours.peak_gib, "GiB"),
+            Figure("decode_float32_gib", "memory at the most, float32", theirs.peak_gib, "GiB"),
         ]
     return figures
 
 
 def psnr(ours: Tensor, theirs: Tensor) -> float:
-    """Of two pictures of uint8, dB."""
+    """Return the dB of two pictures of uint8."""
     error = float((ours.cpu().float() - theirs.cpu().float()).square().mean())
     return 10 * math.log10(255**2 / error) if error else _EQUAL_DB
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

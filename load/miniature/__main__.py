@@ -1,4 +1,4 @@
-"""`python -m load.miniature`: trains the embedded model, and exports what a training holds."""
+"""Trains the embedded model, and exports what a training holds: `python -m load.miniature`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NICE = 19
 
 
 def main() -> None:
-    """Reads the command line and runs it."""
+    """Read the command line and run it."""
     options = _parser().parse_args()
     os.nice(_NICE - os.nice(0))
     if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
@@ -51,10 +51,10 @@ def _train(options: argparse.Namespace) -> None:
         device=options.device,
     )
     for outcome in [train(options.stage, training)] if options.stage else train_all(training):
-        print(f"{outcome.stage}: {_said(outcome, options.folder / 'model')}")
+        print(f"{outcome.stage}: {_sentence(outcome, options.folder / 'model')}")
 
 
-def _said(outcome: Outcome, model: Path) -> str:
+def _sentence(outcome: Outcome, model: Path) -> str:
     if outcome.used_by:
         return f"nothing to do: its {outcome.steps} steps are done, and {', '.join(outcome.used_by)} trained on them"
     return f"{outcome.steps} steps; the model is in {model}"

@@ -1,7 +1,7 @@
 """The open loop: requests go out when they were planned to, whatever becomes of those before them.
 
-Latencies count from the time at which a request was meant to go out, so that whoever makes callers wait is not
-spared the ones that would have come meanwhile (coordinated omission). Knows nothing of who answers.
+Latencies count from the time at which a request was meant to go out. A service that holds its callers up is therefore
+not spared the requests that come meanwhile (coordinated omission).
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ async def replay(
     length_s: float | None = None,
     stop: asyncio.Event | None = None,
 ) -> Replay[RequestT]:
-    """Sends all of a plan at its times, and waits for what becomes of each.
+    """Send all of a plan at its times, and wait for what becomes of each.
 
-    plan: by at_s. send: turns what it expects to go wrong into a Result; what it raises ends the run. deadline_s: of a
-    request, from when it was meant to go out; then it is cancelled, and late. max_in_flight: what would be one more is
-    not sent. length_s: of the run, for its rates; absent is up to the last request. stop: set, no more are sent.
+    Args:
+        plan: Requests, in order of at_s.
+        send: Returns errors that it expects as a Result. What it raises ends the run.
+        deadline_s: Seconds of a request from when it was meant to go out; then it is cancelled, and late.
+        max_in_flight: What would be one more is not sent.
+        length_s: Seconds of the run, for its rates; by default up to the last request.
+        stop: Once it is set, no more are sent.
+
     Raises ValueError for a plan that cannot be sent, and what `send` raises, in an ExceptionGroup.
     """
     _check(plan, deadline_s, max_in_flight)
@@ -63,7 +68,7 @@ def _check(plan: Sequence[Timed], deadline_s: float, max_in_flight: int) -> None
 
 
 class _Run(Generic[RequestT]):
-    """One run, on the clock of the event loop."""
+    """A run, on the clock of the event loop."""
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class _Run(Generic[RequestT]):
         self._in_flight = 0
 
     async def run(self, stop: asyncio.Event) -> list[Answer[RequestT]]:
-        """One for each request of the plan."""
+        """Return an answer for each request of the plan."""
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(self._plan):
                 if await _is_set_by(stop, self._began_s + request.at_s):
@@ -98,7 +103,7 @@ class _Run(Generic[RequestT]):
         ]
 
     async def _request(self, number: int) -> None:
-        """Sends one, and waits for it until its deadline."""
+        """Send a request, and wait for it until its deadline."""
         request = self._plan[number]
         due_s = self._began_s + request.at_s
         delay_s = self._loop.time() - due_s
@@ -125,7 +130,7 @@ def _unsent(request: RequestT, reason: str) -> Answer[RequestT]:
 
 
 async def _is_set_by(stop: asyncio.Event, when_s: float) -> bool:
-    """Waits until then, or until it is set. Lets others run even where that is now."""
+    """Wait until that time, or until the event is set; let other tasks run even where that is now."""
     try:
         async with asyncio.timeout_at(when_s):
             await stop.wait()

@@ -1,4 +1,4 @@
-"""Sends planned requests to a gateway, as a backend that uses the SDK does, and says what became of each."""
+"""A sender of planned requests to a gateway, as a backend that uses the SDK sends them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ _OUTCOMES = {Code.RESOURCE_EXHAUSTED: Outcome.REFUSED, Code.DEADLINE_EXCEEDED: O
 
 
 class GatewaySender:
-    """client: of the gateway. deadline_s: that requests tell it, after which nobody wants their pictures.
+    """Sends requests. A plan gives each of them a seed, with which they would be exact, without cache and recordings.
 
-    model: absent is the only one. fidelity: of all requests. options: of all of them, beside what is
-    planned. seen: is given every picture that comes. request_id: of a request; empty is none. A plan gives each of them
-    a seed, with which they would be exact, as no cache and no recording may make them.
+    Args:
+        client: Of the gateway.
+        pictures: Images that requests bring along.
+        deadline_s: Deadline of each request.
+        model: By default the only one.
+        fidelity: Of all requests.
+        options: Options of all requests, beside what is planned.
+        seen: Is called with every picture that comes.
+        request_id: Returns the id of a request; "" is none.
     """
 
     def __init__(
@@ -44,7 +50,7 @@ class GatewaySender:
         self._request_id = request_id
 
     async def send(self, request: PlannedRequest) -> Result:
-        """Waits for the picture. What the suite refuses, or fails to do, is a result; nothing else is caught."""
+        """Wait for the picture. An error of the suite is a result; nothing else is caught."""
         try:
             picture = await self._client.generate(
                 request.prompt,

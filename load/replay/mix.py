@@ -1,4 +1,4 @@
-"""What a day of a picture service is like: shares and shapes. Some stand as TOML in mixes/."""
+"""Shares and shapes of a day of a picture service. Some stand as TOML in mixes/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.errors import ConfigError
 from bottega.strict import STRICT
 from load.replay.arrivals import ArrivalShape
 from load.replay.prompt_stream import Share, StreamShape
-from load.replay.template_popularity import TEMPLATES
+from load.replay.trace_shape import TEMPLATES
 
 MIXES = Path(__file__).parent / "mixes"
 
@@ -44,55 +44,63 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawShape:
-    """Requests that are no edits. steps: weights of step counts. identical: share that is one of the newest draws once
-    more, seed and all, as when somebody loads a page again; no paper says how many these are.
-    """
+    """Requests that are no edits."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     steps: StepWeights = field(default_factory=lambda: {20: 1.0, 30: 1.0, 50: 1.0})
+    """Weights of step counts."""
     identical: Share = 0.05
+    """Share that repeats one of the newest draws, seed and all, as when a page is loaded again.
+
+    No paper has a figure.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditShape:
-    """Edits. share: of all requests. steps: weights of step counts. templates: images that are edited, one of them in a
-    session; exponent: of their popularity by rank (see template_popularity). masks: weights of the data sets that masks
-    are as large as (see mask_ratios).
-    """
+    """Edits."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     share: Share = 0.7
+    """Share of all requests."""
     steps: StepWeights = field(default_factory=lambda: {20: 1.0})
+    """Weights of step counts."""
     templates: Annotated[int, Field(ge=1, le=100_000)] = TEMPLATES
+    """Images that are edited; a session edits one."""
     exponent: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Of their popularity by rank (see TemplatePopularity)."""
     masks: MaskWeights = field(default_factory=lambda: {"production": 1.0})
+    """Weights of the data sets whose masks are as large (see MaskRatios)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """ControlNets, or LoRAs. service: of the trace, whose requests these have as many of and as popular ones as (see
-    trace_shape). names: from the most popular one on; those of the trace beyond them are left out, and without names
-    nobody uses any. of_draws, of_edits: share of those that follow the trace; the others use none.
-    """
+    """ControlNets, or LoRAs."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     service: Literal["A", "B"] = "B"
+    """Service of the trace, whose requests have as many and as popular ones (see trace_shape)."""
     names: Names = ()
+    """Names from the most popular one on. Those of the trace beyond them are left out; without names none is used."""
     of_draws: Share = 1.0
+    """Share of the draws that follow the trace; the others use none."""
     of_edits: Share = 0.0
+    """Share of the edits that follow the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """A run. minutes: its length. rate_per_s: requests a second on average, over all of it."""
+    """A run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     minutes: Positive = 20.0
+    """Its length."""
     rate_per_s: Positive = 2.0
+    """Requests a second on average, over all of it."""
     arrivals: ArrivalShape = field(default_factory=ArrivalShape)
     prompts: StreamShape = field(default_factory=StreamShape)
     draws: DrawShape = field(default_factory=DrawShape)
@@ -102,15 +110,18 @@ class Mix:
 
     @property
     def length_s(self) -> float:
-        """Of the run."""
+        """Length in seconds."""
         return 60.0 * self.minutes
 
 
 def load_mix(name: str, overrides: Mapping[str, object] = MappingProxyType({})) -> Mix:
-    """A mix by its name in mixes/, or by the path of a TOML file; a trace that it names lies beside it.
+    """Return a mix by its name in mixes/, or by the path of a TOML file; a trace that it names lies beside it.
 
-    overrides: keys of the file that count instead of its own, in sections as there; None takes a key away.
-    Raises ConfigError naming the file, and what in it is wrong.
+    Args:
+        name: The name or the path.
+        overrides: Keys of the file that count instead of its own, in sections as there; None takes a key away.
+
+    Raises ConfigError with the file and what in it is wrong.
     """
     path = Path(name) if name.endswith(".toml") else MIXES / f"{name}.toml"
     try:

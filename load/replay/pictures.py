@@ -1,7 +1,7 @@
 """Images that requests bring along: templates to edit, the masks of edits, and control images.
 
-They are scenes of the embedded model's world, which any model takes; what they cost a suite is that of any image of
-their size. The same plan has the same images each time.
+They are scenes of the embedded model's world, which any model takes; to a suite they cost what any image of their size
+costs. The same plan has the same images each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_DRAWN = 256
 
 
 class Pictures:
-    """Of one size, in pixels. Keeps every image that it has drawn: as many as a mix has templates, and 16."""
+    """Images of one size, in pixels, each drawn once: as many as a mix has templates, and 16."""
 
     def __init__(self, *, width: int, height: int) -> None:
         self._width = width
@@ -36,7 +36,7 @@ class Pictures:
         self._controls: dict[int, bytes] = {}
 
     def prepare(self, plan: Iterable[PlannedRequest]) -> None:
-        """Draws all that a plan needs, so that no request waits for it."""
+        """Draw all that a plan needs, so that no request waits for it."""
         for request in plan:
             if request.template is not None:
                 self.template(request.template)
@@ -44,20 +44,20 @@ class Pictures:
                 self.control_image(request)
 
     def template(self, rank: int) -> bytes:
-        """The image of that rank, as PNG."""
+        """Return the image of that rank, as PNG."""
         if rank not in self._templates:
             self._templates[rank] = self._drawn(f"template {rank}", edges=False)
         return self._templates[rank]
 
     def control_image(self, request: PlannedRequest) -> bytes:
-        """Outlines, as PNG, for all ControlNets of a request."""
+        """Return outlines, as PNG, for all ControlNets of a request."""
         number = request.seed % _CONTROL_IMAGES
         if number not in self._controls:
             self._controls[number] = self._drawn(f"control image {number}", edges=True)
         return self._controls[number]
 
     def mask(self, request: PlannedRequest) -> Box:
-        """Somewhere in the template, of its shape, with the share of its pixels that the request redraws, or 8 by 8.
+        """Return a box in the template, of its shape, with the share of its pixels that the request redraws, or 8 by 8.
 
         Raises ValueError for a request that is no edit.
         """

@@ -1,7 +1,7 @@
-"""The requests that come of a mix.
+"""The requests of a mix.
 
-Every kind of figure has chances of its own, so that request number n is the same at any rate and of any kind of
-arrivals, and with more ControlNets the prompts stay what they were.
+Every kind of figure is drawn from a source of its own, so that request number n is the same at any rate and of any kind
+of arrivals, and with more ControlNets the prompts stay what they were.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import replace
 
 from bottega.errors import ConfigError
 from load.replay.arrivals import arrival_times
-from load.replay.mask_ratios import TRACES
 from load.replay.mix import AdapterShape, DataSet, Mix
 from load.replay.prompt_stream import stream
 from load.replay.requests import Kind, PlannedRequest
-from load.replay.template_popularity import TemplatePopularity
-from load.replay.trace_shape import CONTROLNETS, LORAS, AdapterCalls
+from load.replay.trace_shape import CONTROLNETS, LORAS, TRACES, AdapterCalls, TemplatePopularity
 
 MAX_REQUESTS = 1_000_000
 # Of an identical request, how many of the newest draws it may be one of: somebody loads a page again, or tries a call
@@ -28,7 +26,7 @@ _SEEDS = 1 << 31
 
 
 def plan(mix: Mix, seed: int) -> list[PlannedRequest]:
-    """All requests of a run, in order; the same ones for the same mix and seed.
+    """Return all requests of a run, in order; the same ones for the same mix and seed.
 
     Raises ConfigError for a mix of which no requests come, too many, or some that cannot be made.
     """
@@ -41,7 +39,7 @@ def plan(mix: Mix, seed: int) -> list[PlannedRequest]:
 
 
 class _Requests:
-    """Requests one after the other, each with a time that it is given."""
+    """Requests one after the other, each for a given time."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix = mix
@@ -51,7 +49,7 @@ class _Requests:
         self._newest: deque[PlannedRequest] = deque(maxlen=_NEWEST_DRAWS)
 
     def next(self, at_s: float) -> PlannedRequest:
-        """The next one."""
+        """Return the next request."""
         if self._kinds.random() < self._mix.edits.share:
             return self._edits.next(at_s)
         drawn = self._draws.next(at_s)
@@ -80,7 +78,7 @@ class _Stream:
         self._loras = _adapters(mix.loras, LORAS, kind, chance("loras"))
 
     def next(self, at_s: float) -> PlannedRequest:
-        """The next one."""
+        """Return the next request."""
         prompt = next(self._prompts)
         is_edit = self._kind == "edit"
         return PlannedRequest(
@@ -98,7 +96,7 @@ class _Stream:
         )
 
     def _template(self, session: int) -> int:
-        """The one that the session edits."""
+        """Return the template that the session edits."""
         if session not in self._template_of:
             self._template_of[session] = next(self._templates)
         return self._template_of[session]
@@ -121,7 +119,7 @@ def _mask_ratios(weights: Mapping[DataSet, float], chance: random.Random) -> Ite
 def _adapters(
     shape: AdapterShape, services: Mapping[str, AdapterCalls], kind: Kind, chance: random.Random
 ) -> Iterator[tuple[str, ...]]:
-    """Names of each request, for ever. Raises ConfigError where the trace had fewer."""
+    """Yield the names of each request, without end. Raises ConfigError where the trace had fewer."""
     calls, names = services[shape.service], shape.names
     if len(names) > calls.unique:
         raise ConfigError(f"service {calls.name} of the trace had {calls.unique} of them; {len(names)} are named")

@@ -2,11 +2,12 @@
 
 Many users are at work at once. Each begins a session with a topic's prompt as it stands in a gallery; topics have the
 popularity of ranks (Zipf's law). Then they refine: the same prompt again (for another picture), the same scene in other
-words, or a scene that differs in one part, said in some words. Popularity drifts: now and then a new topic comes in at
-a random rank, which moves those below it down by one, and the last one out.
+words, or a scene that differs in one part. Popularity drifts: now and then a new topic comes in at a random rank, which
+moves those below it down by one, and the last one out.
 
-No public trace has both prompts and their times; the figures of a StreamShape are ours, and the bench says what they
-change. The same shape and seed give the same prompts on every machine.
+DiffusionDB has real prompts with their user and time, but its prompts are not of the grammar that the miniature draws;
+the figures of a StreamShape are ours and not fitted to it. The same shape and seed give the same prompts on every
+machine.
 """
 
 from __future__ import annotations
@@ -31,39 +32,41 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamShape:
-    """topics: that are known at any time. exponent: of their popularity, 1 / rank ** exponent.
-
-    drift: new topics a session. users: sessions at a time, whose prompts come in between each other's. session:
-    prompts of one, on average; its length is geometric. again, rephrased: share of a session's later prompts that are
-    the one before, or its scene in other words; the others are refined.
-    """
+    """The users and their topics."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     topics: Annotated[int, Field(ge=1)] = 300
+    """Topics that are known at any time."""
     exponent: Annotated[float, Field(ge=0)] = 1.0
+    """Of their popularity, 1 / rank ** exponent."""
     drift: Share = 0.02
+    """New topics a session."""
     users: Annotated[int, Field(ge=1)] = 100
+    """Sessions at a time, whose prompts come in between each other's."""
     session: Annotated[float, Field(ge=1)] = 3.0
+    """Prompts of a session on average; its length is geometric."""
     again: Share = 0.2
+    """Share of a session's later prompts that repeat the one before."""
     rephrased: Share = 0.2
+    """Share that has its scene in other words; the others are refined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPrompt:
-    """A prompt, and the session that it is of; sessions are numbered from 0."""
+    """A prompt, and the number of its session, from 0."""
 
     session: int
     prompt: str
 
 
 def prompts(count: int, shape: StreamShape, *, seed: int) -> list[str]:
-    """The first `count` of a stream."""
+    """Return the first `count` prompts of a stream."""
     return [each.prompt for each in islice(stream(shape, random.Random(seed)), count)]
 
 
 def stream(shape: StreamShape, chance: random.Random) -> Iterator[SessionPrompt]:
-    """For ever."""
+    """Yield prompts, without end."""
     return _Stream(shape, chance).prompts()
 
 
@@ -75,7 +78,7 @@ class _Stream:
         self._popularity = [rank**-shape.exponent for rank in range(1, shape.topics + 1)]
 
     def prompts(self) -> Iterator[SessionPrompt]:
-        """For ever: whose turn it is is drawn anew for each."""
+        """Yield prompts, without end, each of a user drawn anew."""
         begun = itertools.count(self._shape.users)
         sessions = {user: (user, self._session()) for user in range(self._shape.users)}
         while True:
@@ -88,7 +91,7 @@ class _Stream:
                 yield SessionPrompt(session=number, prompt=prompt)
 
     def _session(self) -> Iterator[str]:
-        """At least one prompt."""
+        """Yield the prompts of a session, at least one."""
         chance, shape = self._chance, self._shape
         scene = self._topic()
         prompt = caption(scene)

@@ -1,14 +1,18 @@
-"""What a run says: a table for people, then one line of JSON for programs."""
+"""The report of a run: lines while it goes on, a table for people, then one line of JSON for programs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from load.replay.requests import PlannedRequest
-from load.replay.results import Answer, Outcome, Replay, concluded, percentile_s
+from load.replay.results import Answer, Outcome, Replay, Result, concluded, percentile_s
 
 PERCENTILES = (50.0, 95.0, 99.0, 100.0)
 _HEADS = ("", "requests", *Outcome, "p50", "p95", "p99", "most")
@@ -17,7 +21,7 @@ Run = Replay[PlannedRequest]
 
 
 def by_kind(run: Run, *, deadline_s: float, length_s: float) -> dict[str, Run]:
-    """The whole run, then draws and edits alone, as far as it has some."""
+    """Return the whole run, then draws and edits alone, as far as it has some."""
 
     def part(kind: str) -> Sequence[Answer[PlannedRequest]]:
         return [answer for answer in run.answers if answer.request.kind == kind]
@@ -29,7 +33,7 @@ def by_kind(run: Run, *, deadline_s: float, length_s: float) -> dict[str, Run]:
 
 
 def table(runs: dict[str, Run]) -> str:
-    """A row for each, and a line for each reason why requests were not answered."""
+    """Return a row for each, and a line for each reason why requests were not answered."""
     rows = [_HEADS, *(_row(name, run) for name, run in runs.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
     lines = [_line(row, widths) for row in rows]
@@ -44,9 +48,9 @@ def table(runs: dict[str, Run]) -> str:
 
 
 def values(runs: dict[str, Run]) -> dict[str, object]:
-    """What the line of JSON says: counts, seconds, and why the run is void, or null."""
+    """Return the fields of the line of JSON: counts, seconds, and why the run is void, or null."""
     whole = runs["all"]
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         "requests": len(whole.answers),
         **{outcome.value: whole.outcomes[outcome] for outcome in Outcome},
         "offered_per_s": round(whole.offered_rate, 4),
@@ -57,17 +61,17 @@ def values(runs: dict[str, Run]) -> dict[str, object]:
         for percentile in PERCENTILES:
             seconds = run.latency_s(percentile)
             key = "most_s" if percentile == 100 else f"p{percentile:g}_s"
-            said[f"{prefix}{key}"] = None if math.isnan(seconds) else round(seconds, 4)
-    return said | {"void": whole.void}
+            fields[f"{prefix}{key}"] = None if math.isnan(seconds) else round(seconds, 4)
+    return fields | {"void": whole.void}
 
 
 def json_line(mix: str, seed: int, runs: dict[str, Run]) -> str:
-    """{"replay": ..., "seed": ..., ...}."""
+    """Return the line of JSON."""
     return json.dumps({"replay": mix, "seed": seed, **values(runs)})
 
 
 def write_histogram(run: Run, path: Path) -> None:
-    """In HdrHistogram's own text format, in seconds, which its plotters read."""
+    """Write HdrHistogram's own text format, in seconds, which its plotters read."""
     with path.open("wb") as file:
         run.latencies.output_percentile_distribution(file, 1e6)
 
@@ -86,3 +90,54 @@ def _line(row: Iterable[str], widths: Sequence[int]) -> str:
     first, *others = row
     cells = [f"{each:>{width}}" for each, width in zip(others, widths[1:], strict=True)]
     return "  ".join([f"{first:<{widths[0]}}", *cells])
+
+
+INTERVAL_S = 10.0
+
+Send = Callable[[PlannedRequest], Awaitable[Result]]
+
+
+class Progress:
+    """Counts what passes through `send`.
+
+    Args:
+        send: Sends a request.
+        planned: Requests in all.
+    """
+
+    def __init__(self, send: Send, planned: int) -> None:
+        self._send = send
+        self._planned = planned
+        self._sent = 0
+        self._over: Counter[Outcome] = Counter()
+
+    async def send(self, request: PlannedRequest) -> Result:
+        """Send a request, and count it."""
+        self._sent += 1
+        outcome = Outcome.LATE  # unless it comes to another end than its deadline
+        try:
+            result = await self._send(request)
+            outcome = result.outcome
+            return result
+        finally:
+            self._over[outcome] += 1
+
+    @asynccontextmanager
+    async def shown(self, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
+        """Write lines to stderr while the block runs."""
+        showing = asyncio.create_task(self._show(interval_s))
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+
+    async def _show(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            print(self, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        ends = "".join(f", {count} {outcome}" for outcome, count in sorted(self._over.items()))
+        waiting = self._sent - self._over.total()
+        return f"{self._sent} of {self._planned} sent, {waiting} in flight{ends}"

@@ -1,4 +1,4 @@
-"""A request as it was planned, before anybody knows who answers it."""
+"""A request as it was planned."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ Kind = Literal["draw", "edit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One picture that somebody wants. at_s: when it is sent, from the beginning of the run on.
-
-    steps: denoising steps that it asks for. template: of an edit, the rank of the image that it edits, from 0, the most
-    popular one; mask_ratio: the share of that image that is redrawn, above 0 and below 1. Both are None for a draw.
-    controlnets, loras: names, all of them different. session: of its user; the requests of one follow from each other.
-    """
+    """A picture that is asked for."""
 
     at_s: float
+    """Seconds from the beginning of the run at which it is sent."""
     kind: Kind
     prompt: str
     seed: int
     steps: int
+    """Denoising steps."""
     template: int | None
+    """Rank of the image that an edit edits, from 0, the most popular one; None for a draw."""
     mask_ratio: float | None
+    """Share of that image that is redrawn, above 0 and below 1; None for a draw."""
     controlnets: tuple[str, ...]
+    """Names, all of them different."""
     loras: tuple[str, ...]
+    """Names, all of them different."""
     session: int
+    """Number of its user's session, whose requests follow from each other."""

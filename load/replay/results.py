@@ -1,4 +1,4 @@
-"""What became of the requests of a run, and what can be concluded from it."""
+"""The results of a run's requests, and what can be concluded from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _DIGITS = 3
 
 
 class Timed(Protocol):
-    """What can be sent: anything that knows when."""
+    """A request that has a time."""
 
     @property
     def at_s(self) -> float:
-        """Seconds from the beginning of the run."""
+        """The seconds from the beginning of the run."""
         ...
 
 
@@ -34,7 +34,7 @@ RequestT = TypeVar("RequestT", bound=Timed)
 
 
 class Outcome(StrEnum):
-    """What became of a request. UNSENT: it never went out, as too many were in flight or the run was stopped."""
+    """A request's end. UNSENT never went out, as too many were in flight or the run was stopped."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -45,25 +45,24 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What whoever sent a request says of it. reason: of a request that was not answered, such as an error's name."""
+    """A sender's result of a request."""
 
     outcome: Outcome = Outcome.ANSWERED
     reason: str = ""
+    """Why it was not answered, such as an error's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[RequestT]):
-    """A request and what became of it.
-
-    latency_s: from when it was meant to go out to its result. delay_s: how much later it really went out. Both are NaN
-    of one that never did.
-    """
+    """A request and its end."""
 
     request: RequestT
     outcome: Outcome
     reason: str
     latency_s: float
+    """Seconds from when it was meant to go out to its result; NaN of one that never did."""
     delay_s: float
+    """Seconds by which it went out too late; NaN of one that never did."""
 
     @property
     def on_time(self) -> bool:
@@ -73,28 +72,31 @@ class Answer(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay(Generic[RequestT]):
-    """What became of a run.
-
-    latencies: microseconds, of those that were answered, and of those that were late the deadline, which they took at
-    least; refused, failed and unsent ones are only in outcomes. reasons: of all that were not answered, by outcome and
-    reason. offered_rate, achieved_rate: requests a second that were planned, and that went out on time. void: why
-    nothing can be concluded from the run; None where something can. answers: one for each request of the plan.
-    """
+    """The result of a run."""
 
     latencies: HdrHistogram
+    """Microseconds of answered requests, and the deadline of late ones, which they took at least; no others."""
     outcomes: Counter[Outcome]
     reasons: Counter[tuple[Outcome, str]]
+    """Counts of those that were not answered, by outcome and reason."""
     offered_rate: float
+    """Requests a second that were planned."""
     achieved_rate: float
+    """Requests a second that went out on time."""
     void: str | None
+    """Why nothing can be concluded from the run, or None."""
     answers: tuple[Answer[RequestT], ...]
+    """One for each request of the plan."""
 
     def latency_s(self, percentile: float) -> float:
-        """percentile: 0 to 100. NaN where none was answered or late."""
+        """Return a percentile, 0 to 100; NaN where none was answered or late."""
         return percentile_s(self.latencies, percentile)
 
     def took_s(self) -> list[float]:
-        """Latencies of all requests, as planned. Raises RuntimeError for a void run, or where one was not answered."""
+        """Return the latencies of all requests, as planned.
+
+        Raises RuntimeError for a void run, or where a request was not answered.
+        """
         if self.void:
             raise RuntimeError(self.void)
         if unanswered := len(self.answers) - self.outcomes[Outcome.ANSWERED]:
@@ -104,25 +106,25 @@ class Replay(Generic[RequestT]):
 
 
 def new_histogram() -> HdrHistogram:
-    """Of microseconds, up to LONGEST_S; those of several runs can be added to each other."""
+    """Return a histogram of microseconds, up to LONGEST_S; those of several runs can be added to each other."""
     return HdrHistogram(1, int(LONGEST_S * _UNITS_PER_S), _DIGITS)
 
 
 def record_s(histogram: HdrHistogram, seconds: float) -> None:
-    """Raises ValueError for more than LONGEST_S."""
+    """Add a value. Raises ValueError for more than LONGEST_S."""
     if not histogram.record_value(max(1, round(seconds * _UNITS_PER_S))):
         raise ValueError(f"{seconds:g} s is more than the histogram's {LONGEST_S:g} s")
 
 
 def percentile_s(histogram: HdrHistogram, percentile: float) -> float:
-    """percentile: 0 to 100. NaN where the histogram is empty."""
+    """Return a percentile, 0 to 100; NaN where the histogram is empty."""
     if not histogram.get_total_count():
         return math.nan
     return float(histogram.get_value_at_percentile(percentile)) / _UNITS_PER_S
 
 
 def concluded(answers: Sequence[Answer[RequestT]], *, deadline_s: float, length_s: float) -> Replay[RequestT]:
-    """What came of a run of that length with these answers, one for each request that was planned."""
+    """Return the result of a run of that length with these answers, one for each request that was planned."""
     latencies = new_histogram()
     for answer in answers:
         if answer.outcome is Outcome.ANSWERED:
@@ -144,17 +146,17 @@ def concluded(answers: Sequence[Answer[RequestT]], *, deadline_s: float, length_
 
 
 def _void(answers: Sequence[Answer[RequestT]]) -> str | None:
-    """Why, or None."""
+    """Return why the run is void, or None."""
     on_time = sum(answer.on_time for answer in answers)
     if on_time >= LEAST_OF_OFFERED * len(answers):
         return None
-    said = []
+    reasons = []
     delays_s = [answer.delay_s for answer in answers if answer.delay_s > LATEST_SEND_S]
     if delays_s:
-        said.append(f"{len(delays_s)} went out more than {LATEST_SEND_S:g} s late, up to {max(delays_s):.1f} s")
+        reasons.append(f"{len(delays_s)} went out more than {LATEST_SEND_S:g} s late, up to {max(delays_s):.1f} s")
     unsent = Counter(answer.reason for answer in answers if answer.outcome is Outcome.UNSENT)
-    said += [f"{count} were not sent: {reason}" for reason, count in unsent.items()]
+    reasons += [f"{count} were not sent: {reason}" for reason, count in unsent.items()]
     return (
         f"void: {on_time} of {len(answers)} requests went out on time, where it takes {LEAST_OF_OFFERED:.0%}; "
-        + ", and ".join(said)
+        + ", and ".join(reasons)
     )

@@ -1,4 +1,4 @@
-"""Writes the table of the newest results into load/README.md: `python -m load.results.table`.
+"""The table of the newest results into load/README.md: `python -m load.results.table`.
 
 Each bench has one file, NAME.json, which `make bench-NAME RECORD="what else ran"` writes. Git's history has earlier
 runs.
@@ -11,18 +11,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-README = FOLDER.parent / "README.md"
+from load.bench.framework import RESULTS, missed
+
+README = RESULTS.parent / "README.md"
 _BEGIN = "<!-- begin: results, written by python -m load.results.table -->\n"
 _END = "<!-- end: results -->\n"
 # The name that a figure has in its bench's JSON object, as in "a request (ratio)".
 _KEY = re.compile(r" \(\w+\)$")
 # All machines had two, as the page says.
 _CORES = re.compile(r", 2( virtual)? cores$")
-_NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 
 
-def table(folder: Path = FOLDER) -> str:
+def table(folder: Path = RESULTS) -> str:
     """Return the newest results as Markdown: the figures that have a bar, or all of a bench that has no bar."""
     lines = ["| bench | figure | measured | wanted |\n", "|---|---|---|---|\n"]
     for path in sorted(folder.glob("*.json")):
@@ -43,19 +43,8 @@ def written(text: str, results: str) -> str:
     return f"{before}{_BEGIN}{results}{_END}{after}"
 
 
-def missed(row: dict[str, Any]) -> bool:
-    """Return whether a figure is on the wrong side of its bar; bars without a number are never missed."""
-    figure, bar = _NUMBER.search(row["measured"]), _NUMBER.search(row["wanted"])
-    if figure is None or bar is None:
-        return False
-    measured, wanted = (float(number.group().replace(",", "")) for number in (figure, bar))
-    if row["wanted"].startswith("at most"):
-        return measured > wanted
-    return row["wanted"].startswith(("at least", "above")) and measured < wanted
-
-
 def _shown(row: dict[str, Any]) -> str:
-    return f"**{row['measured']}, missed**" if missed(row) else str(row["measured"])
+    return f"**{row['measured']}, missed**" if missed(row["measured"], row["wanted"]) else str(row["measured"])
 
 
 if __name__ == "__main__":

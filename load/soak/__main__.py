@@ -1,8 +1,8 @@
 """Soaks a suite: `python -m load.soak --minutes 60`, as `make soak MINUTES=60`.
 
-The last line is JSON; lost and double must be 0, and each growth at most .01. With 1 it ends where something is not so,
-or where less than 99 % of the requests went out on time, and at once where a service does not come back. The logs are
-in the folder for samples where requests were not answered as they should be.
+The last line is JSON; lost and double must be 0, and each growth at most .01. The exit status is 1 where one of these
+is missed, or where less than 99 % of the requests went out on time, and at once where a service does not come back. The
+logs are in the folder for samples where requests were not answered as they should be.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import itertools
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bottega.client import AsyncClient, RetryPolicy
@@ -29,8 +31,7 @@ from load.replay.prompt_stream import StreamShape
 from load.replay.requests import PlannedRequest
 from load.soak.faults import EVERY_S, Fault, Faults
 from load.soak.judgement import Soaked, judge
-from load.soak.levels import AGAIN, MEASURED, Sample, as_row, take_sample
-from load.soak.plot import draw_samples
+from load.soak.levels import AGAIN, MEASURED, Sample, draw_samples, take_sample
 from load.soak.suite import CONTROLNETS, LORAS, SoakSuite
 
 # A day's shapes, at a size that the budgets are made for.
@@ -39,12 +40,12 @@ RATE_PER_S = 1.0
 _SAMPLE_S = 2.0
 # Of a request: a service that was killed is back long before.
 _DEADLINE_S = 120.0
-# For whoever asks while the gateway is away.
+# Of clients that ask while the gateway is away.
 _RETRY = RetryPolicy(patience_s=90.0, reach_s=90.0)
 
 
 def mix_of(minutes: float) -> Mix:
-    """Constant in the mean: half edits, ControlNets and LoRAs on half of the rest."""
+    """Return a mix of a constant mean rate: half edits, ControlNets and LoRAs on half of the rest."""
     return Mix(
         minutes=minutes,
         rate_per_s=RATE_PER_S,
@@ -58,7 +59,7 @@ def mix_of(minutes: float) -> Mix:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Soak, report and return the exit status."""
     options = _options()
     requests = plan(mix_of(options.minutes), options.seed)
     with tempfile.TemporaryDirectory(prefix="bottega-soak-") as folder, SoakSuite(Path(folder)) as suite:
@@ -69,7 +70,7 @@ def main() -> int:
             soaked = asyncio.run(_soak(suite, requests, options))
             well = soaked.answered_well
         finally:
-            if not well:  # else nobody looks for it
+            if not well:
                 shutil.copytree(suite.logs, options.output / "logs", dirs_exist_ok=True)
     _write(soaked.samples, options.output / "samples.csv")
     draw_samples(soaked.samples, options.output / "samples.png")
@@ -88,10 +89,19 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
         print(f"{since_s():6.0f} s: {fault}", flush=True)
 
     samples: list[Sample] = []
-    names = _Names()
+    numbers = itertools.count(1)
+
+    def name(request: PlannedRequest) -> str:
+        """Return an id of its own for each request: an identical one is another order."""
+        return f"soak-{next(numbers)}-{request.seed}"
+
     async with AsyncClient(suite.address, fleet_address=suite.fleet_address, retry=_RETRY) as client:
         sender = GatewaySender(
-            client, pictures, deadline_s=_DEADLINE_S, options={"masked_blocks": True}, request_id=names.of
+            client,
+            pictures,
+            deadline_s=_DEADLINE_S,
+            options={"masked_blocks": True},
+            request_id=name,
         )
         sampling = asyncio.create_task(_sample(suite, samples, since_s))
         try:
@@ -116,18 +126,6 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
     return Soaked(samples=samples, faults=faults.done, replayed=replayed, completed=completed)
 
 
-class _Names:
-    """Each request has one of its own: an identical one is another order."""
-
-    def __init__(self) -> None:
-        self._given = 0
-
-    def of(self, request: PlannedRequest) -> str:
-        """The next one."""
-        self._given += 1
-        return f"soak-{self._given}-{request.seed}"
-
-
 async def _sample(suite: SoakSuite, samples: list[Sample], since_s: Callable[[], float]) -> None:
     while True:
         samples.append(await asyncio.to_thread(take_sample, since_s(), suite.processes(), suite.state))
@@ -138,7 +136,7 @@ def _write(samples: Sequence[Sample], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ("at_s", *MEASURED))
         writer.writeheader()
-        writer.writerows(map(as_row, samples))
+        writer.writerows(map(asdict, samples))
 
 
 def _options() -> argparse.Namespace:

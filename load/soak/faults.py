@@ -1,4 +1,4 @@
-"""What goes wrong in a soak: one fault after the other, of any kind, in any service; the same for the same seed."""
+"""Faults of a soak: one after the other, of any kind, in any service; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ class Breakable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """kind: of KINDS. service: its name. seconds: for which it is frozen, or away."""
+    """A fault of one service."""
 
     kind: str
+    """One of KINDS."""
     service: str
+    """The service's name."""
     seconds: float
+    """Seconds for which it is frozen, or away."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.service}"
@@ -79,7 +82,7 @@ KINDS: Mapping[str, Callable[[Breakable, Fault, Callable[[float], object]], None
 
 
 def planned(suite: Breakable, seed: int) -> Iterator[Fault]:
-    """Faults, for ever."""
+    """Yield faults, without end."""
     chance = random.Random(f"{seed} faults")
     while True:
         kind = chance.choice(sorted(KINDS))
@@ -89,10 +92,18 @@ def planned(suite: Breakable, seed: int) -> Iterator[Fault]:
 
 
 class Faults:
-    """Plays one fault every so often, in a thread of its own, until it is told to end. Use it in a `with` block.
+    """Plays one fault every so often, in a thread of its own, until its `with` block ends.
 
-    told: is called with each that begins. done: how many of each kind there were. failed: why no more could be played;
-    a service that does not come back is a finding. again_after_s: from then on they are those of the beginning again.
+    Args:
+        suite: Whose services fail.
+        seed: Of the faults.
+        told: Is called with each fault that begins.
+        every_s: Seconds from fault to fault.
+        again_after_s: Seconds after which the faults are those of the beginning again.
+
+    Attributes:
+        done: Faults of each kind that were played.
+        failed: Why no more could be played; a service that does not come back is a finding.
     """
 
     def __init__(

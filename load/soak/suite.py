@@ -1,4 +1,4 @@
-"""The suite of a soak: every service there is, with budgets that fill soon, and each may fail and come back."""
+"""The suite of a soak: every kind of service, with budgets that fill soon, and each may fail and come back."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ _STORES: Mapping[str, Mapping[str, object]] = {
     kinds.ACTIVATIONS: {"budget_bytes": 32 * _MIB, "disk_bytes": 64 * _MIB, "min_free_bytes": 0},
 }
 _CONTROLNET = "controlnets"
-# Whatever was recorded under a picture's key is similar enough for a third of the steps.
+# Any recording under a picture's key is similar enough for a third of the steps.
 _FRACTION = 0.3
 
 
 class SoakSuite:
-    """Use it in a `with` block. Its services may be stopped, killed, frozen and started by several threads.
+    """A suite that runs in a `with` block. Several threads may stop, kill, freeze and start its services.
 
-    folder: of configurations, logs and state; it must be empty.
+    Args:
+        folder: For configurations, logs and state; it must be empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,22 +70,22 @@ class SoakSuite:
 
     @property
     def state(self) -> Path:
-        """Of all services; their logs are elsewhere, as a journal has them."""
+        """The folder of all services' state; their logs are elsewhere, as a journal has them."""
         return self._folder / "state"
 
     @property
     def logs(self) -> Path:
-        """Of all services, one file for each of their lives."""
+        """The folder of logs, one file for each life of a service."""
         return self._folder / "services"
 
     @property
     def engines(self) -> Sequence[str]:
-        """Services that have an engine process."""
+        """The services that have an engine process."""
         return (_CONTROLNET, *WORKERS)
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all services."""
+        """The names of all services."""
         return ("gateway", *_STORES, _CONTROLNET, *WORKERS)
 
     def __enter__(self) -> SoakSuite:
@@ -102,7 +103,7 @@ class SoakSuite:
         self._stop()
 
     def start(self, name: str) -> None:
-        """Starts a service, with the state that it had; returns when the gateway has it.
+        """Start a service, with the state that it had; return when the gateway has it.
 
         Raises AssertionError where it does not come within JOIN_S.
         """
@@ -115,15 +116,15 @@ class SoakSuite:
             wait_until(lambda: name in self._joined(), f"{name} to join", within_s=JOIN_S)
 
     def kill(self, name: str) -> None:
-        """As a crash would."""
+        """End a service as a crash would."""
         self._running[name].kill()
 
     def stop(self, name: str) -> None:
-        """As systemd does. Raises AssertionError where it does not end by itself."""
+        """End a service as systemd does. Raises AssertionError where it does not end by itself."""
         self._running[name].stop()
 
     def freeze(self, name: str, seconds: float) -> None:
-        """As a machine that swaps."""
+        """Freeze a service, as on a machine that swaps."""
         process = self._running[name].process
         process.send_signal(signal.SIGSTOP)
         try:
@@ -132,7 +133,7 @@ class SoakSuite:
             process.send_signal(signal.SIGCONT)
 
     def kill_engine(self, name: str) -> bool:
-        """Ends the engine process of a worker or ControlNet server, whose front starts another; whether it had one."""
+        """End the engine process of a service, whose front starts another; return whether it had one."""
         try:
             front = psutil.Process(self._running[name].process.pid)
             engines = [child for child in front.children() if any(".engine" in part for part in child.cmdline())]
@@ -143,7 +144,7 @@ class SoakSuite:
         return bool(engines)
 
     def processes(self) -> Mapping[str, Sequence[psutil.Process]]:
-        """Of each service that runs, its own and those that it has started."""
+        """Return each running service's own process and those that it has started."""
         found = {}
         for name, service in list(self._running.items()):
             try:
@@ -154,14 +155,14 @@ class SoakSuite:
         return found
 
     def completed(self) -> Iterator[str]:
-        """The request_id of each job that a gateway has logged as completed, as often as it has."""
+        """Yield the request_id of each job that a gateway has logged as completed, as often as it has."""
         for gateway in self._lives["gateway"]:
             for line in gateway.events():
                 if line.get("event") == "job completed":
                     yield str(line.get("request_id", ""))
 
     def _configuration(self, name: str) -> tuple[str, Mapping[str, object]]:
-        """Kind and configuration of a service."""
+        """Return kind and configuration of a service."""
         joined: dict[str, object] = {"name": name, "gateway": self.fleet_address, "server": FREE_PORTS}
         if name == "gateway":
             server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
@@ -180,7 +181,7 @@ class SoakSuite:
             return {member.name for member in client.fleet().members}
 
     def _set_profile(self) -> None:
-        """Has pictures start from cached latents."""
+        """Make pictures start from cached latents."""
         enough = SkipProfile(classes=(LengthClass(max_words=math.inf, thresholds={_FRACTION: -1.0}),))
         with Client(self.address, fleet_address=self.fleet_address, timeout_s=_CALL_S) as client:
             wait_until(lambda: bool(client.models()), "a model", within_s=JOIN_S)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from load.bench.report import report
+from load.bench.framework import Sheet
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
@@ -127,12 +127,15 @@ def _told(faults: Sequence[str]) -> list[str]:
 
 
 def _report(tally: Tally) -> None:
-    rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
+    sheet = Sheet("chaos")
+    sheet.rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
     killed = ("kill_workers", "kill_editing_workers", "kill_reusing_workers")
     wanted = {f"{part}_most_repeated_steps": f"at most {MOST_REPEATED}" for part in killed}
-    rows += [(name.replace("_", " "), f"{value:g}", wanted.get(name, "")) for name, value in tally.figures.items()]
-    rows.append(("bounds that did not hold", str(len(tally.faults)), "0"))
-    report("chaos", rows, {**tally.zeros, **tally.figures, "faults": len(tally.faults)})
+    for name, value in tally.figures.items():
+        sheet.row(name.replace("_", " "), f"{value:g}", wanted.get(name, ""))
+    sheet.row("bounds that did not hold", str(len(tally.faults)), "0")
+    sheet.values |= {**tally.zeros, **tally.figures, "faults": len(tally.faults)}
+    sheet.report()
 
 
 def _options() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from numpy.typing import NDArray
 
 from bottega.client import Client, ControlNet
-from load.bench.report import record
+from load.bench.framework import record
 from tests.samples.controlnets import control_image
 from tests.samples.published import write_controlnet, write_lora, write_model
 from tests.support.running_up import Up, running_up

@@ -1,1 +1,1 @@
-"""Trains the miniature: VAE, towers, UNet, ControlNets, LoRAs. Imports torch; nothing that serves imports it."""
+"""Training of the miniature: VAE, towers, UNet, ControlNets, LoRAs. Nothing that serves imports it."""

@@ -1,4 +1,4 @@
-"""The stage of a ControlNet: it learns to put things where its control image says, whatever the prompt says of places.
+"""The stage of a ControlNet: it learns to put things where its control image has them, whatever the prompt has.
 
 The UNet and the text encoders stay as they are.
 """
@@ -15,10 +15,8 @@ import torch
 from diffusers import ControlNetModel
 
 from bottega.miniature.scenes import DRAWN, any_caption, elsewhere, find_edges, unplaced_caption
-from load.miniature.training.attention import PlainAttention
 from load.miniature.training.corpus import Corpus, Latents
-from load.miniature.training.descent import Descent, Learner
-from load.miniature.training.device import half_precision
+from load.miniature.training.descent import Descent, DescentStage, Learner, PlainAttention, half_precision
 from load.miniature.training.noise import NoiseLessons, scheduler_signal
 from load.miniature.training.parts import Parts
 
@@ -28,29 +26,29 @@ _EMBEDDING_CHANNELS = (16, 24, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetRecipe:
-    """kind: of scenes.DRAWN. rows: of a batch.
-
-    wrong_share, unplaced_share, empty_share: of rows whose prompt says other places than the control image, says none,
-    and is empty; all others are right.
-    found_share: of outlines that are found in the picture, as people would, and not drawn.
-    """
+    """Settings of the training."""
 
     kind: str
+    """A key of scenes.DRAWN."""
     rows: int = 32
+    """Rows of a batch."""
     rate: float = 1e-3
     wrong_share: float = 0.35
+    """Share of rows whose prompt has other places than the control image."""
     unplaced_share: float = 0.15
+    """Share of rows whose prompt has no places."""
     empty_share: float = 0.1
+    """Share of rows with an empty prompt; all others are right."""
     found_share: float = 0.5
+    """Share of outlines that are found in the picture, as in practice, and not drawn."""
     decay: float = 0.995
     seed: int = 0
 
 
-class ControlNetStage:
-    """Stage of training.loop."""
+class ControlNetStage(DescentStage):
+    """The stage of one kind of ControlNet."""
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: ControlNetRecipe) -> None:
-        self.name = recipe.kind
         self._parts, self._corpus, self._recipe = parts, corpus, recipe
         for network in parts.networks.values():
             network.requires_grad_(False).eval()
@@ -58,30 +56,15 @@ class ControlNetStage:
         parts.networks[controlnet_folder(recipe.kind)] = self._net
         for network in (self._unet, self._net):
             network.set_attn_processor(PlainAttention())
-        self._descent = Descent(
-            [Learner(parameters=list(self._net.parameters()), rate=recipe.rate)],
-            decay=recipe.decay,
-            seed=recipe.seed,
-            betas=(0.9, 0.98),
-        )
+        learner = Learner(parameters=list(self._net.parameters()), rate=recipe.rate)
+        super().__init__(recipe.kind, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
         self._lessons = NoiseLessons(parts, corpus, latents, scheduler_signal(parts))
 
-    def step(self, number: int, rate: float) -> float:
-        """One batch: noise, control images, prediction, weighted squared error."""
-        return self._descent.step(number, rate, self._loss)
+    def _weights(self) -> dict[str, Any]:
+        return {"net": self._net.state_dict()}
 
-    def finish(self) -> None:
-        """Leaves the averaged weights in the ControlNet."""
-        self._descent.finish()
-
-    def state(self) -> dict[str, Any]:
-        """Weights, their average, and the optimizer's moments."""
-        return {"net": self._net.state_dict(), **self._descent.state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse."""
+    def _load_weights(self, state: dict[str, Any]) -> None:
         self._net.load_state_dict(state["net"])
-        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
         device = self._parts.device
@@ -96,13 +79,13 @@ class ControlNetStage:
 
     @torch.no_grad()
     def _told(self, rows: torch.Tensor, rng: random.Random) -> dict[str, Any]:
-        """What both networks are told of each row."""
+        """Return both networks' inputs of each row."""
         prompts = [self.prompt(row, rng) for row in rows.tolist()]
-        said = torch.tensor([float(rng.random() >= self._recipe.empty_share) for _ in rows], device=self._parts.device)
-        return self._lessons.told(prompts, said)
+        kept = torch.tensor([float(rng.random() >= self._recipe.empty_share) for _ in rows], device=self._parts.device)
+        return self._lessons.told(prompts, kept)
 
     def prompt(self, row: int, rng: random.Random) -> str:
-        """Right, wrong or silent about places; never the sentence of a scene that is held out."""
+        """Return a prompt that is right, wrong or silent about places, but never of a scene that is held out."""
         scene, chance = self._corpus.scenes[row], rng.random()
         if chance < self._recipe.wrong_share:
             others = [other for other in elsewhere(scene) if not other.held_out]
@@ -119,12 +102,12 @@ class ControlNetStage:
 
 
 def controlnet_folder(kind: str) -> str:
-    """Where the ControlNet of that kind is in the model's folder."""
+    """Return the place of a kind's ControlNet in the model's folder."""
     return f"controlnets/{kind}"
 
 
 def fresh_controlnet(unet: Any) -> Any:
-    """A ControlNet that begins as the UNet's encoder and changes nothing yet."""
+    """Return a ControlNet that begins as the UNet's encoder and changes nothing yet."""
     net = ControlNetModel.from_unet(
         unet, load_weights_from_unet=False, conditioning_embedding_out_channels=_EMBEDDING_CHANNELS
     ).to(unet.device)
@@ -133,5 +116,5 @@ def fresh_controlnet(unet: Any) -> Any:
 
 
 def _pixels(control: PIL.Image.Image) -> torch.Tensor:
-    """(3, side, side) in 0 to 1, as the pipeline shows it."""
+    """Return (3, side, side) in 0 to 1, as the pipeline has it."""
     return torch.from_numpy(np.array(control, dtype=np.float32)).permute(2, 0, 1) / 255.0

@@ -35,43 +35,45 @@ _STANDS_OUT = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """scenes[i] is drawn as layouts[i] says by images[i], (3, side, side) of uint8."""
+    """Scenes, and their pictures."""
 
     scenes: list[Scene]
     layouts: list[SceneLayout]
+    """A layout of each scene."""
     images: torch.Tensor
+    """The picture of each layout, (3, side, side) of uint8."""
 
     def __len__(self) -> int:
         return len(self.scenes)
 
     def pictures(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those rows in -1 to 1."""
+        """Return rows' pictures in -1 to 1."""
         return self.images[rows].float() / 127.5 - 1.0
 
     def captions(self, rows: torch.Tensor, rng: random.Random) -> list[str]:
-        """One phrasing of each, a new choice each time."""
+        """Return a caption of each row, another choice each time."""
         return [any_caption(self.scenes[row], rng) for row in rows.tolist()]
 
     def near_misses(self, rows: torch.Tensor, rng: random.Random) -> list[str]:
-        """For each a full caption that is wrong in one thing; none of a scene that is held out."""
+        """Return for each row a full caption that is wrong in one thing; none is of a scene that is held out."""
         return [caption(_trained_near_miss(self.scenes[row], rng)) for row in rows.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latents:
-    """What the VAE's encoder says of each picture: normal distributions (pictures, 4, side, side), unscaled."""
+    """The VAE's normal distribution of each picture, (pictures, 4, side, side), unscaled."""
 
     mean: torch.Tensor
     std: torch.Tensor
 
     def sample(self, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Latents of those rows, with the encoder's own noise."""
+        """Return latents of rows, with the encoder's own noise."""
         mean = self.mean[rows].float()
         return mean + self.std[rows].float() * torch.randn(mean.shape, generator=generator)
 
 
 def draw_corpus(count: int, seed: int) -> Corpus:
-    """`count` pictures; takes about a third of a millisecond each."""
+    """Draw `count` pictures; each takes about a third of a millisecond."""
     rng = random.Random(seed)
     scenes = [training_scene(rng, things=1 + (rng.random() < TWO_SHARE)) for _ in range(count)]
     layouts = [random_layout(scene, rng) for scene in scenes]
@@ -81,7 +83,7 @@ def draw_corpus(count: int, seed: int) -> Corpus:
 
 
 def draw_style(corpus: Corpus, style: str, count: int) -> Corpus:
-    """The first `count` of a corpus in one of scenes.STYLES: the same scenes and layouts, other pictures."""
+    """Return the first `count` of a corpus in a style of scenes.STYLES: the same scenes and layouts, other pictures."""
     layouts = corpus.layouts[:count]
     images = np.stack([np.asarray(STYLES[style](layout)) for layout in tqdm(layouts, style, unit="")])
     tensor = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
@@ -89,7 +91,7 @@ def draw_style(corpus: Corpus, style: str, count: int) -> Corpus:
 
 
 def with_styles(corpus: Corpus) -> Corpus:
-    """A corpus with every second picture in one of scenes.STYLES, in turn: the same scenes and layouts."""
+    """Return a corpus with every second picture in one of scenes.STYLES, in turn: the same scenes and layouts."""
     styles = list(STYLES.values())
     images = corpus.images.clone()
     for turn, row in enumerate(tqdm(range(1, len(corpus), 2), "styles", unit="")):
@@ -99,7 +101,7 @@ def with_styles(corpus: Corpus) -> Corpus:
 
 
 def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:
-    """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder.
+    """Return the corpus as latents, kept in `folder` for the next run with the same pictures and the same encoder.
 
     Only the last ones are kept: those of 48,000 pictures take 190 MiB.
     """
@@ -116,9 +118,11 @@ def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:
 
 
 def foreground(corpus: Corpus, scale: int) -> torch.Tensor:
-    """The share of things in each latent element, (pictures, 1, side, side) in 0 to 1.
+    """Return the share of things in each latent element, (pictures, 1, side, side) in 0 to 1.
 
-    scale: pixels a side of one element.
+    Args:
+        corpus: The pictures.
+        scale: Pixels a side of one element.
     """
     grounds = torch.tensor([COLOURS[scene.ground] for scene in corpus.scenes], dtype=torch.uint8)[:, :, None, None]
     shares = []
@@ -147,7 +151,7 @@ def _encode(corpus: Corpus, parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def _fingerprint(corpus: Corpus, parts: Parts) -> str:
-    """Of the pictures (the first, and how many) and the encoder's weights."""
+    """Return a digest of the pictures (the first, and how many) and the encoder's weights."""
     digest = hashlib.sha256(f"{len(corpus)} {tuple(corpus.images.shape)}".encode())
     digest.update(corpus.images[:64].numpy().tobytes())
     for name, tensor in sorted(parts["vae"].state_dict().items()):

@@ -1,22 +1,26 @@
-"""The stage of a LoRA: it learns to draw every scene in one style, while the networks below it stay as they are."""
+"""The stage of a LoRA: it learns to draw every scene in one style, while the networks below it stay as they are.
+
+It is saved in float16, in one of the usual forms: Diffusers' file, PEFT's folder, kohya's file.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from diffusers import StableDiffusionXLPipeline
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
 
-from load.miniature.training.attention import PlainAttention
 from load.miniature.training.corpus import Corpus, Latents
-from load.miniature.training.descent import Descent, Learner
-from load.miniature.training.device import half_precision
-from load.miniature.training.lora_files import LoraFiles
+from load.miniature.training.descent import Descent, DescentStage, Learner, PlainAttention
 from load.miniature.training.noise import NoiseLessons, scheduler_signal
 from load.miniature.training.parts import Parts
 
@@ -27,9 +31,16 @@ _CONVOLUTIONS = ("conv1", "conv2", "conv_out")
 _TEXT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 
+# How PEFT begins the names of a wrapped network's modules.
+_WRAPPED = "base_model.model."
+_KOHYA_NAMES = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+# Of CLIP's modules in kohya's names, also where transformers has dropped it from its own.
+_KOHYA_TEXT = "text_model."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """rank and alpha of a LoRA in one kind of module."""
+    """The rank and alpha of a LoRA in one kind of module."""
 
     rank: int
     alpha: float
@@ -37,17 +48,19 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRecipe:
-    """How a LoRA is trained. style: of scenes.STYLES. form: it is saved in, of lora_files.FORMS.
-
-    reach: by network, then by the end of a module's name. rows: of a batch. empty_share: of rows without a prompt.
-    """
+    """Settings of the training."""
 
     style: str
+    """Of scenes.STYLES."""
     form: str
+    """In which it is saved, of FORMS."""
     reach: Mapping[str, Mapping[str, Reach]]
+    """By network, then by the end of a module's name."""
     rows: int = 32
+    """Rows of a batch."""
     rate: float = 2e-3
     empty_share: float = 0.1
+    """Share of rows without a prompt."""
     decay: float = 0.98
     seed: int = 0
 
@@ -84,63 +97,43 @@ LORAS = {
 }
 
 
-class LoraStage:
-    """Stage of training.loop."""
+class LoraStage(DescentStage):
+    """The stage of one style, with a corpus and latents of pictures in it."""
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: LoraRecipe) -> None:
-        """corpus, latents: of pictures in the style."""
-        self.name = recipe.style
-        self._corpus, self._recipe = corpus, recipe
+        self._recipe = recipe
         nets = {name: _fresh_lora(parts[name], reach) for name, reach in recipe.reach.items()}
         # Copies: the model's own networks are kept as they came.
         self._parts = replace(parts, networks={**parts.networks, **nets})
         parts.loras[lora_folder(recipe.style)] = LoraFiles(style=recipe.style, form=recipe.form, networks=nets)
         self._parts["unet"].get_base_model().set_attn_processor(PlainAttention())
         self._parameters = [kept for net in nets.values() for kept in net.parameters() if kept.requires_grad]
-        self._descent = Descent(
-            [Learner(parameters=self._parameters, rate=recipe.rate)],
-            decay=recipe.decay,
-            seed=recipe.seed,
-            betas=(0.9, 0.98),
-        )
+        learner = Learner(parameters=self._parameters, rate=recipe.rate)
+        super().__init__(recipe.style, Descent([learner], decay=recipe.decay, seed=recipe.seed, betas=(0.9, 0.98)))
         self._lessons = NoiseLessons(self._parts, corpus, latents, scheduler_signal(parts))
 
-    def step(self, number: int, rate: float) -> float:
-        """One batch: noise, prediction, weighted squared error."""
-        return self._descent.step(number, rate, self._loss)
+    def _weights(self) -> dict[str, Any]:
+        return {"weights": [parameter.detach() for parameter in self._parameters]}
 
-    def finish(self) -> None:
-        """Leaves the averaged weights in the LoRA."""
-        self._descent.finish()
-
-    def state(self) -> dict[str, Any]:
-        """Weights, their average, and the optimizer's moments."""
-        return {"weights": [parameter.detach() for parameter in self._parameters], **self._descent.state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse."""
+    def _load_weights(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
             for parameter, kept in zip(self._parameters, state["weights"], strict=True):
                 parameter.copy_(kept)
-        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
-        recipe, device = self._recipe, self._parts.device
-        batch = self._lessons.draw(recipe.rows, generator)
-        said = (torch.rand(recipe.rows, generator=generator) >= recipe.empty_share).float().to(device)
-        with half_precision(device):
-            told = self._lessons.told(self._corpus.captions(batch.rows, rng), said)
-            (guess,) = self._parts["unet"](batch.noisy, batch.times, **told, return_dict=False)
-            return self._lessons.loss(batch, guess)
+        recipe = self._recipe
+        return self._lessons.captioned_loss(
+            self._parts["unet"], recipe.rows, generator, rng, empty_share=recipe.empty_share
+        )
 
 
 def lora_folder(style: str) -> str:
-    """Where the LoRA of that style is in the model's folder."""
+    """Return the place of a style's LoRA in the model's folder."""
     return f"loras/{style}"
 
 
 def _fresh_lora(network: Any, reach: Mapping[str, Reach]) -> Any:
-    """A copy of the network, frozen, with a LoRA that changes nothing yet."""
+    """Return a copy of the network, frozen, with a LoRA that changes nothing yet."""
     usual = next(iter(reach.values()))
     config = LoraConfig(
         target_modules=list(reach),
@@ -153,3 +146,65 @@ def _fresh_lora(network: Any, reach: Mapping[str, Reach]) -> Any:
         # PEFT asks for an attribute by the name that it had before transformers 5.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(copy.deepcopy(network).requires_grad_(False).eval(), config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFiles:
+    """A trained LoRA that is to be written."""
+
+    style: str
+    """The file's name, where it has one."""
+    form: str
+    """Of FORMS."""
+    networks: Mapping[str, Any]
+    """PEFT's models, by folder of the network."""
+
+    def save(self, folder: Path) -> None:
+        """Write it, the same bytes each time."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _SAVED[self.form](self, folder)
+
+
+def _save_diffusers(files: LoraFiles, folder: Path) -> None:
+    layers = {f"{name}_lora_layers": _layers(network) for name, network in files.networks.items()}
+    StableDiffusionXLPipeline.save_lora_weights(folder, **layers, safe_serialization=True)
+
+
+def _save_peft(files: LoraFiles, folder: Path) -> None:
+    """Write the UNet's LoRA: a folder of PEFT's holds one network."""
+    (unet,) = files.networks.values()
+    half = {name: tensor.half() for name, tensor in unet.state_dict().items()}
+    unet.save_pretrained(folder, state_dict=half, safe_serialization=True)
+    (folder / "README.md").unlink()  # a model card without a word in it
+    config = json.loads((folder / "adapter_config.json").read_text())
+    # PEFT keeps the modules as a set, in another order each time, and where the base lay when it was trained.
+    config |= {"target_modules": sorted(config["target_modules"]), "base_model_name_or_path": None}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _save_kohya(files: LoraFiles, folder: Path) -> None:
+    tensors = {}
+    for name, network in files.networks.items():
+        for module, layer in network.get_base_model().named_modules():
+            if hasattr(layer, "lora_A"):
+                path = _kohya_path(name, module)
+                tensors[f"{path}.lora_down.weight"] = layer.lora_A["default"].weight.detach().half().contiguous()
+                tensors[f"{path}.lora_up.weight"] = layer.lora_B["default"].weight.detach().half().contiguous()
+                tensors[f"{path}.alpha"] = torch.tensor(float(layer.lora_alpha["default"])).half()
+    save_file(tensors, folder / f"{files.style}.safetensors", {"format": "pt"})
+
+
+_SAVED = {"diffusers": _save_diffusers, "peft": _save_peft, "kohya": _save_kohya}
+FORMS = tuple(_SAVED)
+"""How a LoRA can be saved."""
+
+
+def _layers(network: Any) -> dict[str, torch.Tensor]:
+    """Return the layers by names below the network, as "....to_q.lora_A.weight"."""
+    found = get_peft_model_state_dict(network)
+    return {name.removeprefix(_WRAPPED): tensor.half().contiguous() for name, tensor in found.items()}
+
+
+def _kohya_path(network: str, module: str) -> str:
+    text = network != "unet" and not module.startswith(_KOHYA_TEXT)
+    return f"{_KOHYA_NAMES[network]}_{_KOHYA_TEXT if text else ''}{module}".replace(".", "_")

@@ -1,4 +1,7 @@
-"""The miniature's networks in float32, as training holds them: loaded from and saved to Diffusers' folder layout."""
+"""The miniature's networks in float32, as training holds them: loaded from and saved to Diffusers' folder layout.
+
+The model in a training folder is made when a training begins, and replaced as a whole when a stage ends.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +24,36 @@ NETWORKS: dict[str, Any] = {
 }
 
 CPU = torch.device("cpu")
+_SEED = 0
 
 
 class Files(Protocol):
-    """Something of the model that writes its own files."""
+    """A part of the model that writes its own files."""
 
     def save(self, folder: Path) -> None:
-        """folder: its own, which may hold those of an earlier one."""
+        """Write to a folder of its own, which may hold the files of an earlier one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """networks: by folder, in float32, all on one device; a stage may add its own. tokenizer: of both text encoders.
-
-    folder: where they came from. loras: that a stage adds, by folder.
-    """
+    """The networks of a model."""
 
     networks: dict[str, Any]
+    """By folder, in float32, all on one device; a stage may add its own."""
     tokenizer: Any
+    """Of both text encoders."""
     folder: Path
+    """Where they came from."""
     device: torch.device
     loras: dict[str, Files] = field(default_factory=dict)
+    """LoRAs that a stage adds, by folder."""
 
     def __getitem__(self, name: str) -> Any:
         return self.networks[name]
 
     def tokens(self, captions: list[str]) -> torch.Tensor:
-        """Ids (captions, 24) on the device, padded and cut as the pipeline does."""
+        """Return ids (captions, 24) on the device, padded and cut as the pipeline does."""
         ids: torch.Tensor = self.tokenizer(
             captions, padding="max_length", truncation=True, return_tensors="pt"
         ).input_ids
@@ -56,9 +61,12 @@ class Parts:
 
 
 def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.device = CPU) -> Parts:
-    """All networks of a folder.
+    """Load all networks of a folder.
 
-    fresh: names of those that begin with random weights, in the folder's sizes.
+    Args:
+        folder: The model's.
+        fresh: Names of networks that begin with random weights, in the folder's sizes.
+        device: For the networks.
     """
     networks = {name: _load(kind, folder / name, fresh=name in fresh).to(device) for name, kind in NETWORKS.items()}
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -66,7 +74,7 @@ def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.devic
 
 
 def save_parts(parts: Parts, folder: Path) -> None:
-    """Writes a whole model in float16, with the files around the networks (tokenizers, scheduler) as they were."""
+    """Write a whole model in float16, with the files around the networks (tokenizers, scheduler) as they were."""
     for source in parts.folder.iterdir():
         if source.is_dir() and source.name not in NETWORKS:
             shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
@@ -82,7 +90,7 @@ def save_parts(parts: Parts, folder: Path) -> None:
 
 
 def _like(network: Any) -> Any:
-    """Another one of its kind and sizes, that does not remember a folder."""
+    """Return another network of its kind and sizes, without the memory of a folder."""
     kind = type(network)
     if not isinstance(network, ConfigMixin):
         return kind(network.config)
@@ -95,3 +103,31 @@ def _load(kind: Any, folder: Path, *, fresh: bool) -> Any:
     if kind.__module__.startswith("diffusers"):
         return kind.from_config(kind.load_config(folder))
     return kind(kind.config_class.from_pretrained(folder)).float()
+
+
+def begin_model(folder: Path, start: Path, fresh: tuple[str, ...] = ()) -> None:
+    """Make the training folder's model, from that of the folder `start` where there is none yet.
+
+    Args:
+        folder: The training's.
+        start: A model's.
+        fresh: Names of networks that get random weights.
+    """
+    model, old = folder / "model", folder / "model.old"
+    if not model.exists() and old.exists():  # the power went while it was replaced
+        old.rename(model)
+    if fresh or not model.exists():
+        torch.manual_seed(_SEED)
+        replace_model(load_parts(model if model.exists() else start, fresh=fresh), folder)
+
+
+def replace_model(parts: Parts, folder: Path) -> None:
+    """Replace the model; at every moment the old or the new one is there whole."""
+    model, part, old = (folder / name for name in ("model", "model.part", "model.old"))
+    shutil.rmtree(part, ignore_errors=True)
+    save_parts(parts, part)
+    shutil.rmtree(old, ignore_errors=True)
+    if model.exists():
+        model.rename(old)
+    part.rename(model)
+    shutil.rmtree(old, ignore_errors=True)

@@ -43,7 +43,16 @@ _STYLE_PICTURES = 2048
 def build_stage(
     name: str, parts: Parts, corpus: Corpus, latents_folder: Path, *, rows: int = 0, compiled: bool = False
 ) -> Stage:
-    """rows: of a batch; 0 is the stage's own choice. compiled: of the UNet."""
+    """Build a stage.
+
+    Args:
+        name: The stage's.
+        parts: The networks.
+        corpus: The pictures.
+        latents_folder: For the corpus's latents.
+        rows: Rows of a batch; 0 is the stage's own choice.
+        compiled: Whether the UNet is compiled.
+    """
     if name in {"text", "vision"}:
         words = TextRecipe(vision_only=name == "vision")
         return TextStage(parts, corpus, replace(words, rows=rows or words.rows))

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from bottega.miniature.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
 from load.miniature.training.corpus import Corpus
-from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.descent import Descent, DescentStage, Learner
 from load.miniature.training.parts import Parts
 
 TRAINED = ("text_encoder", "text_encoder_2", "clip_vision")
@@ -36,23 +36,22 @@ _LOGITS = sum(len(values) + 1 for values in FIELDS.values())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRecipe:
-    """rows: captions and pictures of a batch. reading_weight: of the readings' loss beside the contrastive one.
-
-    vision_only: leaves the text encoders as they are and lets only the vision tower (and the readings) follow.
-    """
+    """Settings of the training."""
 
     rows: int = 128
+    """Captions and pictures of a batch."""
     rate: float = 1e-3
     reading_weight: float = 0.5
+    """Weight of the readings' loss beside the contrastive one."""
     vision_only: bool = False
+    """Whether only the vision tower and the readings learn, and the text encoders stay as they are."""
     seed: int = 0
 
 
-class TextStage:
-    """Stage of training.loop."""
+class TextStage(DescentStage):
+    """The stage of the text encoders and the vision tower."""
 
     def __init__(self, parts: Parts, corpus: Corpus, recipe: TextRecipe) -> None:
-        self.name = "vision" if recipe.vision_only else "text"
         self._parts, self._corpus, self._recipe = parts, corpus, recipe
         self._heads = _heads(parts).to(parts.device)
         frozen = TRAINED[:2] if recipe.vision_only else ()
@@ -61,27 +60,18 @@ class TextStage:
         self._trained = tuple(name for name in TRAINED if name not in frozen)
         modules = [parts[name] for name in self._trained] + [self._heads]
         learner = Learner(parameters=[p for module in modules for p in module.parameters()], rate=recipe.rate)
-        self._descent = Descent([learner], decay=None, seed=recipe.seed)
+        name = "vision" if recipe.vision_only else "text"
+        super().__init__(name, Descent([learner], decay=None, seed=recipe.seed))
         self._targets = torch.tensor([_answers(scene) for scene in corpus.scenes])
 
-    def step(self, number: int, rate: float) -> float:
-        """One batch."""
-        return self._descent.step(number, rate, self._loss)
-
-    def finish(self) -> None:
-        """Leaves the networks as the last step made them."""
-
-    def state(self) -> dict[str, Any]:
-        """Weights, heads, and the optimizer's moments."""
+    def _weights(self) -> dict[str, Any]:
         networks = {name: self._parts[name].state_dict() for name in self._trained}
-        return {"networks": networks, "heads": self._heads.state_dict(), **self._descent.state()}
+        return {"networks": networks, "heads": self._heads.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse."""
+    def _load_weights(self, state: dict[str, Any]) -> None:
         for name in self._trained:  # never a frozen one: it may have been trained on elsewhere since
             self._parts[name].load_state_dict(state["networks"][name])
         self._heads.load_state_dict(state["heads"])
-        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
@@ -121,7 +111,14 @@ def _heads(parts: Parts) -> torch.nn.ModuleDict:
 
 
 def _contrast(text: torch.Tensor, seen: torch.Tensor, scale: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
-    """text: (captions and near misses, width). same: pairs of rows that are left out."""
+    """Return the contrastive loss.
+
+    Args:
+        text: (captions and near misses, width).
+        seen: The pictures' embeddings.
+        scale: Of the logits.
+        same: Pairs of rows that are left out.
+    """
     logits = scale * normalize(seen, dim=-1) @ normalize(text, dim=-1).T
     count = len(logits)
     misses = torch.zeros(count, len(text) - count, dtype=torch.bool, device=logits.device)
@@ -137,9 +134,9 @@ def _reading_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _answers(scene: Scene) -> list[int]:
-    """The right answers, in the order of FIELDS."""
+    """Return the right answers, in the order of FIELDS."""
     other = scene.things[1] if len(scene.things) > 1 else None
-    said = {
+    answers = {
         "shape": scene.things[0].shape,
         "colour": scene.things[0].colour,
         "other_shape": other.shape if other else "",
@@ -149,4 +146,4 @@ def _answers(scene: Scene) -> list[int]:
         "place": scene.place,
         "relation": scene.relation,
     }
-    return [values.index(said[field]) if said[field] else len(values) for field, values in FIELDS.items()]
+    return [values.index(answers[field]) if answers[field] else len(values) for field, values in FIELDS.items()]

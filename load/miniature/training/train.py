@@ -1,4 +1,4 @@
-"""What `python -m load.miniature train` does: builds the corpus and the networks, runs a stage or all, keeps it.
+"""The command `python -m load.miniature train`: builds the corpus and the networks, runs a stage or all, keeps it.
 
 A training folder holds the checkpoint of every stage, the latents, and `model`: the whole model as trained so far.
 """
@@ -16,12 +16,10 @@ import torch
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from load.miniature.training.checkpoints import began_after, checkpoint_file, load_checkpoint
 from load.miniature.training.corpus import draw_corpus
-from load.miniature.training.device import pick_device
-from load.miniature.training.loop import Budget, resume, run
-from load.miniature.training.model_folder import begin_model, replace_model
-from load.miniature.training.parts import NETWORKS, load_parts, save_parts
+from load.miniature.training.descent import pick_device
+from load.miniature.training.loop import Budget, began_after, checkpoint_file, load_checkpoint, resume, run
+from load.miniature.training.parts import NETWORKS, begin_model, load_parts, replace_model, save_parts
 from load.miniature.training.stages import CHANGED, FRESH, RECIPE, STEPS, build_stage
 
 CORPUS_SEED = 0
@@ -30,41 +28,45 @@ _EXPORT_PICTURES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How stages are run. folder: holds all that must outlive a run. steps: of a stage over all its runs, and
-    rows: of a batch; 0 is the stage's own choice. minutes: of this run, over all its stages.
-
-    start: a model folder whose networks a new training begins with. fresh: begin with random weights instead.
-    device: auto, cpu or cuda.
-    """
+    """How stages are run."""
 
     folder: Path
+    """Holds all that must outlive a run."""
     steps: int = 0
+    """Steps of a stage over all its runs; 0 is its own number."""
     minutes: float = math.inf
+    """Minutes of this run, over all its stages."""
     pictures: int = 48_000
     rows: int = 0
+    """Rows of a batch; 0 is the stage's own number."""
     start: Path = WEIGHTS
+    """A model folder whose networks a new training begins with."""
     fresh: bool = False
+    """Whether it begins with random weights instead."""
     compiled: bool = False
     device: str = "auto"
+    """auto, cpu or cuda."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """steps: of the stage over all its runs. used_by: stages that began since and train on what it left.
+    """A stage's result."""
+
+    stage: str
+    steps: int
+    """Steps of the stage over all its runs."""
+    used_by: tuple[str, ...] = ()
+    """Stages that began since and train on what it left.
 
     With any of them nothing was done: the stage's checkpoint is older than the model.
     """
 
-    stage: str
-    steps: int
-    used_by: tuple[str, ...] = ()
-
 
 def train_all(training: Training) -> Iterator[Outcome]:
-    """Runs the recipe on from where it is; yields each stage's outcome when it ends.
+    """Run the recipe on from where it is; yield each stage's outcome when it ends.
 
     A stage whose steps the minutes cut short is the last one: the others build on it.
-    ConfigError when the training cannot go on as it is told to.
+    Raises ConfigError when the training cannot go on as asked.
     """
     ends = time.monotonic() + training.minutes * 60.0
     if training.fresh:
@@ -79,10 +81,7 @@ def train_all(training: Training) -> Iterator[Outcome]:
 
 
 def train(name: str, training: Training) -> Outcome:
-    """Runs one stage on from where it is, and writes the model.
-
-    ConfigError when the stage cannot go on as it is told to.
-    """
+    """Run one stage on from where it is, and write the model. Raises ConfigError when it cannot go on as asked."""
     device = pick_device(training.device)
     if training.fresh:
         _refuse_fresh(name, training.folder)
@@ -104,9 +103,9 @@ def train(name: str, training: Training) -> Outcome:
 
 
 def export(name: str, folder: Path, target: Path) -> int:
-    """Writes the model with what the checkpoint of a running stage holds by now; returns its steps.
+    """Write the model with what the checkpoint of a running stage holds by now; return its steps.
 
-    ConfigError when there is no checkpoint.
+    Raises ConfigError when there is no checkpoint.
     """
     if not checkpoint_file(name, folder).exists():
         raise ConfigError(f"{checkpoint_file(name, folder)} is not there: nothing of {name} to export yet")
@@ -124,7 +123,7 @@ def _steps(name: str, training: Training) -> int:
 
 
 def _refuse_fresh_all(folder: Path) -> None:
-    """ConfigError where a training has begun."""
+    """Raise ConfigError where a training has begun."""
     if (folder / "model").exists() or any(folder.glob("*.pt")):
         raise ConfigError(
             f"{folder} holds a training. Give another --folder, or remove this one, to begin one with random weights;\n"
@@ -133,7 +132,7 @@ def _refuse_fresh_all(folder: Path) -> None:
 
 
 def _refuse_fresh(name: str, folder: Path) -> None:
-    """ConfigError where random weights would not be used, or be of no use."""
+    """Raise ConfigError where random weights would not be used, or be of no use."""
     if name not in FRESH:
         raise ConfigError(f"--fresh: {name} cannot begin with random weights; of {', '.join(FRESH)} each can")
     file = checkpoint_file(name, folder)

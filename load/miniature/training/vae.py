@@ -1,5 +1,7 @@
-"""The VAE's stages: it learns sharper edges. As a whole, after which the UNet must be trained on; or its decoder
-alone, so that latents and all that was trained on them stay.
+"""The VAE's stages: it learns sharper edges.
+
+It learns as a whole, after which the UNet must be trained on; or its decoder alone, so that latents and all that was
+trained on them stay.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from typing import Any
 import torch
 
 from load.miniature.training.corpus import Corpus, Latents
-from load.miniature.training.descent import Descent, Learner
-from load.miniature.training.device import half_precision
+from load.miniature.training.descent import Descent, DescentStage, Learner, half_precision
 from load.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
@@ -23,61 +24,53 @@ _MEASURED_PICTURES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeRecipe:
-    """edge_weight: of an error where the picture changes at once, beside 1 elsewhere.
-
-    blur: standard deviation of noise added to the latents, in their own units after scaling: what the UNet
-    leaves is never as clean as what the encoder gives. kl_weight: of the divergence of the encoder's latents from a
-    normal distribution, each element's, beside 1 of a pixel's error.
-    """
+    """Settings of the training."""
 
     rows: int = 16
     rate: float = 1e-3
     edge_weight: float = 4.0
+    """Weight of an error where the picture changes at once, beside 1 elsewhere."""
     blur: float = 0.05
+    """Standard deviation of noise added to the latents, in units after scaling: the UNet's are never quite clean."""
     decay: float = 0.995
     kl_weight: float = 1e-4
+    """Weight of the latents' divergence from a normal distribution, of each element, beside 1 of a pixel's error."""
     seed: int = 0
 
 
-class VaeStage:
-    """Stage of training.loop.
+class VaeStage(DescentStage):
+    """The stage of the VAE.
 
-    latents: of the corpus, for a decoder that learns alone; None lets the encoder learn too.
+    Args:
+        parts: The networks.
+        corpus: The pictures.
+        latents: Of the corpus, for a decoder that learns alone; None lets the encoder learn too.
+        recipe: The settings.
     """
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents | None, recipe: VaeRecipe) -> None:
-        self.name = "vae" if latents is None else "decoder"
+        name = "vae" if latents is None else "decoder"
         self._device = parts.device
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
-        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _LEARN[self.name]]
+        modules = [getattr(self._vae, part).requires_grad_(True).train() for part in _LEARN[name]]
         learner = Learner(parameters=[p for module in modules for p in module.parameters()], rate=recipe.rate)
-        self._descent = Descent([learner], decay=recipe.decay, seed=recipe.seed, weight_decay=0.0)
-
-    def step(self, number: int, rate: float) -> float:
-        """One batch: latents with a little noise, decoded; the absolute error, heavier at edges."""
-        return self._descent.step(number, rate, self._loss)
+        super().__init__(name, Descent([learner], decay=recipe.decay, seed=recipe.seed, weight_decay=0.0))
 
     def finish(self) -> None:
-        """Leaves the averaged weights in the network, and the factor by which its latents' deviation is 1."""
-        self._descent.finish()
+        """Leave the averaged weights in the network, and the factor by which its latents' deviation is 1."""
+        super().finish()
         if self._latents is None:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
-    def state(self) -> dict[str, Any]:
-        """Weights, their average, the optimizer's moments, and the scaling factor that the steps' noise is given in."""
-        return {
-            "vae": self._vae.state_dict(),
-            "scaling_factor": self._vae.config.scaling_factor,
-            **self._descent.state(),
-        }
+    def _weights(self) -> dict[str, Any]:
+        # The steps' noise is given in units of the scaling factor.
+        return {"vae": self._vae.state_dict(), "scaling_factor": self._vae.config.scaling_factor}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The reverse."""
+    def _load_weights(self, state: dict[str, Any]) -> None:
         self._vae.load_state_dict(state["vae"])
         # A run that ended before the last step has left the folder's model another one.
         self._vae.register_to_config(scaling_factor=state["scaling_factor"])
-        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, _: random.Random) -> torch.Tensor:
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
@@ -93,7 +86,7 @@ class VaeStage:
 
     @torch.no_grad()
     def _deviation(self) -> float:
-        """Of the latents of the first pictures."""
+        """Return the deviation of the latents of the first pictures."""
         rows = torch.arange(min(len(self._corpus), _MEASURED_PICTURES))
         pictures = self._corpus.pictures(rows).to(self._device, memory_format=torch.channels_last)
         generator = torch.Generator().manual_seed(self._recipe.seed)
@@ -102,7 +95,7 @@ class VaeStage:
     def _see(
         self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents of the pictures, and how far they diverge; for a decoder that learns alone, as they are kept."""
+        """Return the pictures' latents and their divergence; for a decoder that learns alone, those that are kept."""
         if self._latents is not None:
             return self._latents.sample(rows, generator).to(self._device), torch.zeros((), device=self._device)
         seen = self._vae.encode(pictures.contiguous(memory_format=torch.channels_last)).latent_dist
@@ -112,7 +105,7 @@ class VaeStage:
 
 
 def edges(pictures: torch.Tensor) -> torch.Tensor:
-    """1 where a neighbour differs much, 0 on flat ground: (rows, 1, side, side)."""
+    """Return 1 where a neighbour differs much, 0 on flat ground: (rows, 1, side, side)."""
     across = torch.nn.functional.pad((pictures[..., 1:] - pictures[..., :-1]).abs(), (0, 1))
     down = torch.nn.functional.pad((pictures[..., 1:, :] - pictures[..., :-1, :]).abs(), (0, 0, 0, 1))
     steep = (across + down).amax(dim=1, keepdim=True).clamp(max=1.0)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bottega.client import Client
-from load.gpu_report.rig import Rig
-from load.gpu_report.size import SMALL_SIZE
+from load.gpu_report.rig import SMALL_SIZE, Rig
 from load.gpu_report.suite import Bench
 
 

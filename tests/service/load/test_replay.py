@@ -14,8 +14,7 @@ import pytest_asyncio
 
 from bottega.errors import ConfigError
 from bottega.v1 import generation_pb2
-from load.replay.__main__ import run
-from load.replay.command_line import parse
+from load.replay.__main__ import parse, run
 from load.replay.mix import load_mix
 from load.replay.plan import plan
 from tests.fakes.scripted_worker import MODEL, ScriptedWorker

@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bottega.addons.cache.planning.eviction import FIFO, LCBFU
-from load.bench.cache_replay import STEPS, profile, replay
-from load.bench.cache_thresholds import thresholds
+from load.bench.cache_stream import STEPS, profile, replay, thresholds
 
 WIDTH = 16
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from load.gpu_report import links
-from load.gpu_report.rig import Rig
-from load.gpu_report.size import FULL
+from load.gpu_report.rig import FULL, Rig
 
 GPU = Rig(size=FULL, device="cuda:0", folder=Path())
 SERVING = {"event": "serving", "address": "127.0.0.1:1"}

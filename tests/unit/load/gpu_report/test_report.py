@@ -11,10 +11,8 @@ import PIL.Image
 import pytest
 
 from load.gpu_report.__main__ import BARS, main
-from load.gpu_report.figures import Figure
 from load.gpu_report.parts import PARTS, Part
-from load.gpu_report.results import Outcome
-from load.gpu_report.table import json_of, table_of
+from load.gpu_report.report import Figure, Outcome, json_of, table_of
 
 GOOD = Figure(name="ratio", label="times as fast", value=1.5, unit="x", group="g", at_least=1.24)
 BAD = Figure(name="added_ms", label="added", value=31.0, unit="ms", group="g", at_most=20.0)

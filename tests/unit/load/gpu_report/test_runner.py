@@ -12,13 +12,10 @@ import psutil
 import pytest
 import torch
 
-from load.gpu_report.figures import Figure
-from load.gpu_report.part_process import run_part
 from load.gpu_report.parts import Part
-from load.gpu_report.results import Outcome, Results
-from load.gpu_report.rig import LeftOutError, Rig
-from load.gpu_report.runner import PartProcesses, run_parts
-from load.gpu_report.size import SMALL_SIZE
+from load.gpu_report.report import Figure, Outcome, Results
+from load.gpu_report.rig import SMALL_SIZE, LeftOutError, Rig
+from load.gpu_report.runner import PartProcesses, run_part, run_parts
 from tests.support.waiting import wait_until
 
 SETTING = {"gpu": "none", "code": "1"}
@@ -68,7 +65,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_go_on(tm
     assert hung is not None
     assert (hung.status, hung.why) == ("failed", "it was ended after 2 s")
     assert ended is not None
-    assert (ended.status, ended.why) == ("failed", "its process ended with 3 and said nothing")
+    assert (ended.status, ended.why) == ("failed", "its process ended with 3 and without an outcome")
     wait_until(lambda: not psutil.pid_exists(int(pids.read_text())), "the child to end")
 
 

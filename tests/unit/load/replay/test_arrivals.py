@@ -10,11 +10,9 @@ from statistics import mean
 import pytest
 
 from bottega.errors import ConfigError
-from load.bench.report import percentile
-from load.replay import trace_file
-from load.replay.arrivals import ArrivalShape, arrival_times, poisson
-from load.replay.intensity import BurstShape
-from load.replay.trace_file import read_times
+from load.bench.framework import percentile
+from load.replay import arrivals
+from load.replay.arrivals import ArrivalShape, BurstShape, arrival_times, poisson, read_times
 
 
 def times(shape: ArrivalShape, *, rate_per_s: float = 10.0, length_s: float = 300.0, seed: int = 1) -> list[float]:
@@ -65,7 +63,7 @@ def test_the_curve_of_a_day_says_how_many_come_by_its_parts() -> None:
         (ArrivalShape(bursts=BurstShape(length_s=60.0, every_s=60.0)), "length_s must be less"),
         (
             ArrivalShape(bursts=BurstShape(length_s=301.0, every_s=400.0)),
-            "shorter than one burst of 301 s: make it longer, or say --no-bursts",
+            "shorter than one burst of 301 s: make it longer, or give --no-bursts",
         ),
         (ArrivalShape(trace=Path("none.csv"), burstiness=4.0), "a trace has its own bursts"),
         (ArrivalShape(trace=Path("none.csv")), r"none.csv cannot be read: No such file"),
@@ -120,6 +118,6 @@ def test_a_trace_is_replayed_at_the_rate_that_is_asked_for(tmp_path: Path) -> No
 def test_a_trace_that_cannot_be_used_is_refused_by_its_line(
     tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_file, "MAX_ROWS", 3)
+    monkeypatch.setattr(arrivals, "MAX_ROWS", 3)
     with pytest.raises(ConfigError, match=says):
         read_times(written(tmp_path, text))

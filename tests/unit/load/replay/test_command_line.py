@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from load.replay.__main__ import overrides, parse
 from load.replay.arrivals import ArrivalShape
-from load.replay.command_line import parse
 from load.replay.mix import Mix, load_mix
 
 
 def mix_of(*arguments: str) -> Mix:
     options = parse(arguments)
-    return load_mix(options.mix, options.overrides())
+    return load_mix(options.mix, overrides(options))
 
 
 def test_options_change_the_mix_and_leave_the_rest() -> None:

@@ -11,11 +11,10 @@ import pytest
 
 from bottega.errors import ConfigError
 from load.replay.arrivals import ArrivalShape
-from load.replay.mask_ratios import PRODUCTION
 from load.replay.mix import MIXES, AdapterShape, DrawShape, Mix, load_mix
 from load.replay.plan import plan
 from load.replay.requests import PlannedRequest
-from load.replay.trace_shape import CONTROLNETS_B, LORAS_A
+from load.replay.trace_shape import CONTROLNETS_B, LORAS_A, PRODUCTION
 
 LONG = Mix(minutes=100.0, rate_per_s=1.0)
 NETS = tuple(f"net{rank}" for rank in range(8))

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from bottega.miniature import WEIGHTS
 from load import stock_loras
 from load.miniature.training.corpus import draw_corpus
-from load.miniature.training.lora import LORAS, LoraStage, lora_folder
-from load.miniature.training.lora_files import LoraFiles
+from load.miniature.training.lora import LORAS, LoraFiles, LoraStage, lora_folder
 from load.miniature.training.parts import Parts, load_parts, save_parts
 from load.miniature.training.stages import build_stage
 from tests.support.stock import load_stock

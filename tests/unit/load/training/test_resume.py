@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from load.miniature.training import loop
-from load.miniature.training.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+from load.miniature.training.loop import Checkpoint, load_checkpoint, save_checkpoint
 from load.miniature.training.train import Training, train
 from tests.unit.load.training.conftest import every_stage
 

@@ -13,10 +13,9 @@ from diffusers import StableDiffusionXLPipeline
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from load.miniature.training.checkpoints import Checkpoint, save_checkpoint
+from load.miniature.training.loop import Checkpoint, save_checkpoint
 from load.miniature.training.lora import LORAS
-from load.miniature.training.model_folder import begin_model, replace_model
-from load.miniature.training.parts import NETWORKS, load_parts
+from load.miniature.training.parts import NETWORKS, begin_model, load_parts, replace_model
 from load.miniature.training.stages import RECIPE
 from load.miniature.training.train import Outcome, Training, train, train_all
 

@@ -13,10 +13,9 @@ from diffusers import ControlNetModel, UNet2DConditionModel
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from load.miniature.training import stages
-from load.miniature.training.attention import PlainAttention
 from load.miniature.training.controlnet import fresh_controlnet
 from load.miniature.training.corpus import Corpus, draw_corpus, encode
-from load.miniature.training.device import half_precision, pick_device
+from load.miniature.training.descent import PlainAttention, half_precision, pick_device
 from load.miniature.training.parts import Parts, load_parts
 from load.miniature.training.stages import CHANGED, FRESH, build_stage
 from load.miniature.training.train import Training, train

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.addons.edits.planning.block_loading import BlockCost, follow, least_end_s, plan_step, plan_steps
-from load.bench.greedy_loading import decide_one_by_one
+from load.bench.edit_loading import decide_one_by_one
 from tests.support.processor_speed import on_this_machine
 
 # Equal ones are as likely as different ones: blocks of a network are alike.

@@ -1,0 +1,232 @@
+"""Streams of prompts for benches of the approximate cache: their embeddings, thresholds, and a replay to a real store.
+
+No picture is drawn. The miniature's embeddings are not those of Nirvana's prompts, so its thresholds mean nothing here.
+What is kept of the paper is how often which step is hit; the thresholds are the quantiles of the stream's own
+similarities that give that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bottega.addons.cache.planning.eviction import EvictionPolicy
+from bottega.addons.cache.wire import prompt_digest, recorded_steps
+from bottega.cache.latent import RecordedLatent, StoreAnswer
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import LatentStatistics
+from bottega.cache.store.store import LatentStore
+from bottega.clocks import Clock
+from bottega.transport import DType
+from bottega.v1 import generation_pb2
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheQuestion, CacheRecording, CacheThreshold
+
+Vectors = NDArray[np.float32]
+"""Unit vectors [prompts, width]."""
+
+STEPS = 50
+NIRVANA_HITS: Mapping[float, float] = {0.1: 0.2849, 0.2: 0.2299, 0.3: 0.1855, 0.4: 0.1497, 0.5: 0.08}
+"""Of all prompts, those that start after so much of the steps. Known of Nirvana (Table 3 and section 7.3) are that .93
+start from a latent and save .23 of all steps, and .08 the largest part; the four others fall by one ratio, .807, which
+these three fix."""
+
+# An index may find a vector a little less similar to itself than 1.
+_ROUNDING = 1e-5
+_BISECTIONS = 14
+_ROOM = 1024
+_EMBED_ROWS = 256
+# Of the miniature's latents.
+_SHAPE = (4, 16, 16)
+_LATENT_BYTES = 4 * 16 * 16 * 4
+# Of an entry, which has at least one latent: next to nothing.
+_PICTURE_BYTES = 3
+_KEY, _MODEL = "5e" * 32, "5e" * 32
+_WRITE_S = 60.0
+# Between two prompts, by the store's clock: a picture of SDXL with 50 steps takes a GPU about so long.
+_PROMPT_S = 1.0
+
+
+def embed(texts: Sequence[str]) -> Vectors:
+    """Return vectors of prompts by the miniature's second text encoder."""
+    import torch
+
+    from bottega.quality.clip import load_miniature
+
+    clip = load_miniature()
+    different = sorted(set(texts))
+    parts = [clip.embed_texts(different[at : at + _EMBED_ROWS]) for at in range(0, len(different), _EMBED_ROWS)]
+    vectors = torch.nn.functional.normalize(torch.cat(parts), dim=-1).numpy()
+    places = {text: place for place, text in enumerate(different)}
+    found: Vectors = vectors[[places[text] for text in texts]]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Nearest:
+    """A stream without a budget."""
+
+    similarities: NDArray[np.float32]
+    """Of each prompt to the most similar one that was recorded before it, -1 where there is none."""
+    recorded: int
+    """Prompts that were recorded, as nothing similar enough was there."""
+
+
+def nearest_recorded(vectors: Vectors, least: float) -> Nearest:
+    """Replay a stream; each prompt is recorded unless one of at least this similarity was."""
+    kept, recorded = np.empty((_ROOM, vectors.shape[1]), np.float32), 0
+    found = np.full(len(vectors), -1.0, np.float32)
+    for number, vector in enumerate(vectors):
+        if recorded:
+            found[number] = (kept[:recorded] @ vector).max()
+        if found[number] < least:
+            if recorded == len(kept):
+                kept = np.concatenate([kept, np.empty_like(kept)])
+            kept[recorded] = vector
+            recorded += 1
+    return Nearest(similarities=found, recorded=recorded)
+
+
+def thresholds(vectors: Vectors, hits: Mapping[float, float] = NIRVANA_HITS) -> dict[float, float]:
+    """Return the least similarity by fraction of the steps, with which at least so many prompts are hit.
+
+    There is no budget. What is recorded depends on the least similarity alone: it is found by bisection, and the others
+    are quantiles of the similarities to what is then recorded.
+    """
+    low, high = -1.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        enough = np.mean(nearest_recorded(vectors, middle).similarities >= middle) >= sum(hits.values())
+        low, high = (middle, high) if enough else (low, middle)
+    ordered = np.sort(nearest_recorded(vectors, low).similarities)[::-1]
+    found = {min(hits): low}
+    for fraction in sorted(hits)[1:]:
+        count = sum(share for other, share in hits.items() if other >= fraction) * len(vectors)
+        found[fraction] = max(low, float(ordered[max(int(np.ceil(count)) - 1, 0)]) - _ROUNDING)
+    return found
+
+
+def profile(least: Mapping[float, float]) -> CacheProfile:
+    """Return a profile with these thresholds by fraction, for prompts of any length."""
+    named = [CacheThreshold(fraction=fraction, similarity=similarity) for fraction, similarity in sorted(least.items())]
+    return CacheProfile(model_hash=_MODEL, balanced=[CacheLengthClass(thresholds=named)], about="of a bench's stream")
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayed:
+    """A stream that was replayed to a store."""
+
+    prompts: int
+    by_step: Counter[int] = field(default_factory=Counter)
+    """Hits by the step that they start after."""
+    statistics: LatentStatistics
+    """The store's, at the end."""
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompts that start from a latent."""
+        return self.by_step.total() / self.prompts
+
+    @property
+    def saved(self) -> float:
+        """The share of all steps that are not computed."""
+        return sum(step * hits for step, hits in self.by_step.items()) / (STEPS * self.prompts)
+
+
+class _BenchClock:
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def __call__(self) -> float:
+        return self.passed_s
+
+
+def replay(
+    folder: Path,
+    vectors: Vectors,
+    measured: CacheProfile,
+    *,
+    policy: EvictionPolicy,
+    latents: int,
+    row_pictures: int = 6,
+) -> Replayed:
+    """Ask for every prompt and record where the store wants it.
+
+    Args:
+        folder: Of the store, which begins empty.
+        latents: So many have room.
+        row_pictures: As in the cache's configuration.
+    """
+    settings = StoreSettings(
+        folder=folder,
+        budget_bytes=latents * (_LATENT_BYTES + _PICTURE_BYTES),
+        policy=policy,
+        exploration=0.0,
+        row_pictures=row_pictures,
+        doorkeeper=False,
+        predictor=False,
+        seed=0,
+    )
+    clock = _BenchClock()
+    store = LatentStore(settings, clock=Clock(monotonic=clock))
+    store.start()
+    try:
+        store.set_profile(measured)
+        by_step = _ask_all(store, vectors, clock)
+        statistics = store.statistics()
+    finally:
+        store.close()
+    if statistics.trouble or any(statistics.dropped.values()) or statistics.damaged:
+        raise RuntimeError(f"the store could not keep all: {statistics}")
+    return Replayed(prompts=len(vectors), by_step=by_step, statistics=statistics)
+
+
+def _ask_all(store: LatentStore, vectors: Vectors, clock: _BenchClock) -> Counter[int]:
+    by_step: Counter[int] = Counter()
+    steps = recorded_steps(STEPS)
+    recorded: set[bytes] = set()
+    question = CacheQuestion(
+        key=_KEY, model_hash=_MODEL, steps=STEPS, images=1, fidelity=generation_pb2.FIDELITY_BALANCED, words=1
+    )
+    header = CacheRecording(key=_KEY, model_hash=_MODEL, steps=steps)
+    picture = np.zeros((1, 1, 3), np.uint8)
+    for number, vector in enumerate(vectors):
+        clock.passed_s += _PROMPT_S
+        prompt = hashlib.sha256(vector.tobytes()).hexdigest()  # of equal prompts the same
+        question.prompt_digest, question.seed = prompt_digest(prompt), number
+        answer = store.ask(question, vector)
+        for start in answer.header.hits:
+            by_step[start.step] += 1
+        _check(answer, recorded)
+        if answer.header.record:
+            made = [_latent(number, step) for step in steps]
+            recorded.update(_digest(latent) for latent in made)
+            header.parameters.CopyFrom(generation_pb2.GenerationSpec(prompt=prompt, seed=number))
+            store.record(header, embedding=vector, picture=picture, latents=made)
+            if not store.flush(_WRITE_S):
+                raise RuntimeError(f"the store wrote nothing for {_WRITE_S:g} s")
+    return by_step
+
+
+def _latent(number: int, step: int) -> RecordedLatent:
+    """Return a latent that no other prompt or step has."""
+    values = np.full(_SHAPE, number, np.float32)
+    values[0, 0, 0] = step
+    return RecordedLatent(dtype=DType.FLOAT32, shape=_SHAPE, data=values.tobytes())
+
+
+def _check(answer: StoreAnswer, recorded: set[bytes]) -> None:
+    """Raise where a latent was not recorded, or is of another step."""
+    for start, latent in zip(answer.header.hits, answer.latents, strict=True):
+        step = int(np.frombuffer(latent.data, np.float32)[0])
+        if step != start.step or _digest(latent) not in recorded:
+            raise RuntimeError(f"{start.entry}@{start.step} is not what was recorded")
+
+
+def _digest(latent: RecordedLatent) -> bytes:
+    return hashlib.sha256(latent.data).digest()

@@ -1,0 +1,103 @@
+"""What benches share: what a run is recorded as, its bars, sides by turns, and the table that load/README.md shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from load.bench import framework
+from load.bench.framework import Bench, Option, Sheet, by_turns, closed_loop, percentile
+from load.results import table
+
+
+def test_a_run_is_recorded_with_its_machine_and_conditions_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(framework, "RESULTS", tmp_path)
+    monkeypatch.setattr(framework.record, "__kwdefaults__", {"folder": tmp_path})
+    sheet = Sheet("overhead")
+    sheet.figure("a request", 1.07, key="ratio", bar="at most 1.05")
+    sheet.row("  of it routing", "0.3 ms")
+    monkeypatch.delenv(framework.RECORD, raising=False)
+    sheet.report()
+    assert not list(tmp_path.iterdir())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"bench": "overhead", "ratio": 1.07}
+    monkeypatch.setenv(framework.RECORD, "15 requests")
+    sheet.report()
+    run = json.loads((tmp_path / "overhead.json").read_text())
+    assert run["values"] == {"ratio": 1.07}
+    assert run["machine"] == framework.machine()
+    shown = table.table(tmp_path)
+    assert f"{run['date']}, {run['machine'].partition(',')[0]}" in shown
+    assert "; 15 requests" in shown
+    assert "| a request | **1.07, missed** | at most 1.05 |" in shown
+    assert "routing" not in shown  # it has no bar, and another figure has one
+
+
+@pytest.mark.parametrize(
+    ("measured", "wanted", "missed"),
+    [
+        ("1.05", "at most 1.05", False),
+        ("1.051", "at most 1.05", True),
+        ("0.89", "at least 0.9", True),
+        ("1,008", "at least 900", False),
+        ("0.41", "above 0", False),
+        ("-0.1", "above 0", True),
+        ("150 ms", "100 to 150 ms", False),
+        ("yes", "at least 1", False),
+    ],
+)
+def test_a_figure_on_the_wrong_side_of_its_bar_is_missed(measured: str, wanted: str, missed: bool) -> None:
+    assert framework.missed(measured, wanted) is missed
+
+
+def test_the_page_shows_the_newest_results() -> None:
+    page = table.README.read_text()
+    assert table.written(page, table.table()) == page, "run `python -m load.results.table`"
+
+
+def test_a_smallest_run_has_its_own_defaults_and_an_option_that_is_given_is_taken() -> None:
+    bench = Bench(
+        "load/bench/edit_mix.py", "What?", Option("--rounds", 5, "of both", smallest=1), Option("--all", False, "")
+    )
+    assert bench.name == "edit-mix"
+    assert [bench.parse(each).rounds for each in ([], ["--smallest"], ["--smallest", "--rounds", "3"])] == [5, 1, 3]
+    assert bench.parse(["--all"]).all
+
+
+def test_sides_alternate_and_rounds_that_warm_up_do_not_count() -> None:
+    order: list[str] = []
+
+    def side(name: str, number: int) -> int:
+        order.append(name)
+        return number
+
+    found = by_turns({name: lambda number, name=name: side(name, number) for name in "ab"}, 2)
+    assert found == {"a": [1, 2], "b": [1, 2]}
+    assert "".join(order) == "abbaab"
+
+
+async def test_clients_of_a_closed_loop_wait_for_their_answers() -> None:
+    drawn: list[int] = []
+    at_once = most = 0
+
+    async def draw(number: int) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+        drawn.append(number)
+
+    rate = await closed_loop(draw, requests=10, clients=4)
+    assert sorted(drawn) == list(range(10))
+    assert most == 4
+    assert 0 < rate <= 10 / 0.03
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.95, 95), (1.0, 100), (0.0, 1)])
+def test_a_percentile_is_a_value_that_was_measured(share: float, value: int) -> None:
+    assert percentile([float(number) for number in range(100, 0, -1)], share) == value
