@@ -168,7 +168,7 @@ def _compare(folder: Path, options: argparse.Namespace, lates: Sequence[int]) ->
     each = max(options.prompts // 2, 1)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
     clip = load_miniature(WEIGHTS)
-    services = {
+    services: Mapping[str, Mapping[str, object]] = {
         "loras": {"bases": {"miniature": "miniature"}},
         "worker": {"engine": {"model": "miniature", "threads": THREADS}},
     }

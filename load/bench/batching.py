@@ -207,8 +207,8 @@ async def _measure(reference: Side, address: str, options: argparse.Namespace, s
         sides = Sides(reference=reference, engine=engine, client=client)
         await sides.closed(CLIENTS)  # warms all sides up
         for _ in range(options.rounds):
-            for name, rate in (await sides.closed(options.closed_requests)).items():
-                rates[name].append(rate)
+            for name, per_s in (await sides.closed(options.closed_requests)).items():
+                rates[name].append(per_s)
         rng = random.Random(ARRIVALS_SEED)
         capacity = await sides.static_capacity(rng, options.capacity_batches)
         share = options.requests // options.rounds

@@ -276,7 +276,7 @@ class Timed:
 def _through_suite(folder: Path, texts: Sequence[str], measured: CacheProfile) -> Timed:
     """Draw each prompt without and with the cache, prompt by prompt: a machine that changes changes both."""
     timed = Timed()
-    services = {
+    services: Mapping[str, Mapping[str, object]] = {
         "cache": {"exploration": 0.0, "budget_bytes": 256 << 20},
         "worker": {"engine": {"model": "miniature", "threads": CORES}},
     }

@@ -77,8 +77,8 @@ class Timed:
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure each sampler."""
     write_bench_model(folder / "model", SHAPE.for_run(smallest=options.smallest))
-    services = {
-        # Only in this way does every question have the answer that the profile of the moment says.
+    services: Mapping[str, Mapping[str, object]] = {
+        # Only in this way does every question have the answer that the profile of the moment.
         "cache": {"exploration": 0.0, "row_pictures": 1, "predictor": False},
         "worker": {"engine": {"model": str(folder / "model"), "model_name": "bench", "threads": 1}},
     }

@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 def _running(folder: Path, model: str, net: Path, links: Mapping[str, object] | None = None) -> Iterator[Client]:
     """Run a worker on the first core and a ControlNet server on the second, with a thread each."""
     server = {"threads": 1, **({"links": links} if links else {})}
-    services = {
+    services: Mapping[str, Mapping[str, object]] = {
         "controlnet": {"engine": server, "controlnets": {"edges": str(net)}},
         "worker": {"engine": {"model": model, "threads": 1}},
     }

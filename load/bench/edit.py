@@ -90,10 +90,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
             sides[name](share=min(options.shares), seed=0)
         found: Rounds = {
             share: by_turns(
-                {
-                    name: lambda number, ask=ask, share=share: ask(share=share, seed=number)
-                    for name, ask in sides.items()
-                },
+                {name: partial(_with_seed, ask, share) for name, ask in sides.items()},
                 options.rounds,
             )
             for share in options.shares
@@ -102,7 +99,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
         shares = [alone.ask()["share"] for _ in range(options.rounds + 1)][1:]
         forwards = {
             share: by_turns(
-                {name: lambda _, name=name, share=share: alone.ask(share=share, caching=name) for name in CACHINGS},
+                {name: partial(_forward, alone, share, name) for name in CACHINGS},
                 options.rounds,
             )
             for share in options.shares
@@ -164,6 +161,14 @@ def fill(
         ):
             bar = f"at least {WANTED[key]:g}" if key in WANTED else ""
             sheet.figure(f"    {what}", value, "{:.2f} x", key=key, bar=bar)
+
+
+def _with_seed(ask: Ask, share: float, seed: int) -> Edited:
+    return ask(share=share, seed=seed)
+
+
+def _forward(side: Side, share: float, caching: str, _: int) -> Mapping[str, float]:
+    return side.ask(share=share, caching=caching)
 
 
 def _inpaint(side: Side, image: str, steps: int, *, share: float, seed: int = 0, latent: str = "", **_: Any) -> Edited:
@@ -287,7 +292,7 @@ class Network:
         mask = self._masks.setdefault(share, _computed(share))
         edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
         rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
-        return denoiser.predict(rows).seconds
+        return float(denoiser.predict(rows).seconds)
 
     def _recordings(self, caching: str) -> tuple[Any, list[InMemory]]:
         from bottega.addons.edits.engine.activations import EditActivations

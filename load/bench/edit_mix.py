@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     write_bench_model(model, EDIT_SHAPE.for_run(smallest=options.smallest))
     files = [write_template(folder, number) for number in range(len(MIX))]
     common = {"threads": options.threads, "exclusive_cores": True, "model": model}
-    with Side(stock, **common) as theirs, Side(engine, **common) as ours:  # type: ignore[arg-type]
+    with Side(stock, **common) as theirs, Side(engine, **common) as ours:
 
         def one_by_one(_: int) -> dict[str, float]:
             seconds = 0.0

@@ -226,8 +226,14 @@ async def _light_beside_heavy(connect: Connect, options: argparse.Namespace, she
     late: Counter[str] = Counter()
     async with connect("light") as light, connect("heavy") as heavy:
         per_s = 1.0 / await _picture_s(light, _HEAVY_CALIBRATION)
-        sides = {"alone": contextlib.nullcontext, "beside": lambda: _saturated(heavy)}
-        took_s = await _by_turns(light, sides, options, load=LIGHT_LOAD, per_s=per_s, late=late)
+        took_s = await _by_turns(
+            light,
+            {"alone": contextlib.nullcontext, "beside": lambda: _saturated(heavy)},
+            options,
+            load=LIGHT_LOAD,
+            per_s=per_s,
+            late=late,
+        )
     ratio = _add_percentiles(sheet, took_s, "light")
     what, bar = "p95 beside pictures of 16 times the pixels over alone", f"at most {WANTED_RATIO}"
     sheet.figure(what, ratio, key="light_p95_ratio", bar=bar)

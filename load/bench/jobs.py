@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -85,7 +86,7 @@ class Side:
             time.sleep(self.slower_s)  # in WAL mode a commit waits for one fsync
 
         sqlite_writer._MAX_GROUP = self.max_group
-        sqlite_writer.GroupCommit._transact = slowed if self.slower_s else _TRANSACT  # type: ignore[method-assign]
+        sqlite_writer.GroupCommit._transact = slowed if self.slower_s else _TRANSACT  # type: ignore[method-assign,assignment]
 
 
 @BENCH.measure
@@ -95,10 +96,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
     sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))
     waits = by_turns(
-        {
-            side.name: lambda turn, side=side: _acknowledged(side, folder / f"{turn}-{side.name}", options)
-            for side in sides
-        },
+        {side.name: partial(_acknowledged, side, folder, options) for side in sides},
         options.rounds,
         warm_ups=0,
     )
@@ -114,7 +112,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.figure("one fsync", takes_ms, "{:.2f} ms", key=f"{name}fsync_ms")
         sheet.figure("  acknowledged", shared, "{:.0f} a second", key=f"{name}acks_per_s", bar=wanted)
         sheet.figure("  with a commit for each", alone, "{:.0f} a second", key=f"{name}alone_acks_per_s")
-        sheet.figure("  gain", shared / alone, key=f"{name}sqlite_writer_gain", bar=gain)
+        sheet.figure("  gain", shared / alone, key=f"{name}group_commit_gain", bar=gain)
     stored = [_stored(Side(max_group=n, slower_s=0.0), folder, options) for n in (SHARED, ALONE)]
     sheet.figure("gain of the store alone", stored[0] / stored[1], "{:.1f}", key="store_gain")
     here = waits[Side(max_group=SHARED, slower_s=0.0).name]
@@ -123,8 +121,9 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     sheet.values["callers"] = options.callers
 
 
-def _acknowledged(side: Side, folder: Path, options: argparse.Namespace) -> list[float]:
+def _acknowledged(side: Side, scratch: Path, options: argparse.Namespace, turn: int) -> list[float]:
     """Return the seconds that each acknowledgement took, at a gateway of its own."""
+    folder = scratch / f"{turn}-{side.name}"
     folder.mkdir()
     os.environ[_GROUP], os.environ[_SLOWER] = str(side.max_group), str(side.slower_s)
     config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)

@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
         sheet.row(label, f"{median(step_s[name]) * 1e3:.1f}")
 
     def ratio(over: str, under: str) -> float:
-        return median(one / other for one, other in zip(step_s[over], step_s[under], strict=True))
+        return float(median(one / other for one, other in zip(step_s[over], step_s[under], strict=True)))
 
     sheet.figure("ideal speedup", ratio("two_rows", "one_row"), "{:.3f}", key="ideal")
     sheet.figure("speedup", ratio("two_rows", "paired"), "{:.3f}", key="speedup")

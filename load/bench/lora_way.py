@@ -49,10 +49,11 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
             "slots": stack.enter_context(_way(folder / "slots", bytes_per_s=_ANY_PACE)),
             "tcp": stack.enter_context(_way(folder / "tcp", unix=False)),
         }
-        sides: dict[str, Callable[[int], Fetched]] = {
-            name: lambda number, fetch=fetch: fetch(lora_of(number)) for name, fetch in ways.items()
-        }
-        fetched = by_turns(sides, options.rounds, warm_ups=0)
+        fetched = by_turns(
+            {name: functools.partial(_of_round, fetch, lora_of) for name, fetch in ways.items()},
+            options.rounds,
+            warm_ups=0,
+        )
         hash_s = [seconds_of(lambda: hashlib.sha256(lora_of(0)).digest()) for _ in range(options.rounds)]
     labels = {
         "shared": "the store's own memory",
@@ -73,6 +74,10 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     speedup = sheet.values["slots_ms"] / sheet.values["shared_ms"]
     sheet.figure("slots over shared", speedup, key="speedup", bar="above 1")
     sheet.values["rounds"] = options.rounds
+
+
+def _of_round(fetch: Callable[[bytes], Fetched], lora_of: Callable[[int], bytes], number: int) -> Fetched:
+    return fetch(lora_of(number))
 
 
 @contextmanager

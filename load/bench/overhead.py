@@ -80,19 +80,20 @@ def _compare(model: Path, served_as: str, folder: Path, options: argparse.Namesp
         plain_suite(served_as, options.threads, folder, tls=options.tls) as gateway,
         Client(gateway.address) as client,
     ):
+        pictures: list[Picture] = []
 
-        def ours(seed: int) -> tuple[Picture, float]:
-            return timed(
+        def ours(seed: int) -> float:
+            picture, seconds = timed(
                 lambda: client.generate(PROMPT, seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE)
             )
+            pictures.append(picture)
+            return seconds
 
-        theirs = {"theirs": lambda seed: reference.ask(prompts=[PROMPT], seeds=[seed], steps=STEPS)["seconds"]}
-        found = by_turns({**theirs, "ours": ours}, options.requests, warm_ups=WARM_UPS)
-    return Comparison(
-        reference_s=median(found["theirs"]),
-        suite_s=median(seconds for _, seconds in found["ours"]),
-        pictures=[picture for picture, _ in found["ours"]],
-    )
+        def theirs(seed: int) -> float:
+            return reference.ask(prompts=[PROMPT], seeds=[seed], steps=STEPS)["seconds"]
+
+        found = by_turns({"theirs": theirs, "ours": ours}, options.requests, warm_ups=WARM_UPS)
+    return Comparison(reference_s=median(found["theirs"]), suite_s=median(found["ours"]), pictures=pictures[WARM_UPS:])
 
 
 if __name__ == "__main__":

@@ -107,7 +107,10 @@ def _compare_all(costs: FleetCosts, options: argparse.Namespace) -> list[Compare
     fleets = list(itertools.product(WORKERS[:1] if options.smallest else WORKERS, TRACES))
     # Begun anew, not forked: the engine that was measured has left threads in this process.
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {fleet: pool.submit(compare, *fleet, costs, options) for fleet in reversed(fleets)}
+        running = {
+            (workers, masks): pool.submit(compare, workers, masks, costs, options)
+            for workers, masks in reversed(fleets)
+        }
         for done in as_completed(running.values()):
             print("{}: {}".format(*done.result().row), flush=True)
         return [running[fleet].result() for fleet in fleets]

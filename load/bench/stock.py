@@ -124,13 +124,18 @@ class Stock:
             options |= {"width": size, "height": size}
         lora_s = self._set_loras(tuple(loras), fuse=fuse, fetch_s=fetch_s)
         ends_s: list[float] = []
+
+        def step_ended(*_: object) -> dict[str, Any]:
+            ends_s.append(time.perf_counter())
+            return {}
+
         self._begun_s.clear()
         made = pipeline(
             list(prompts),
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-            callback_on_step_end=lambda *_: ends_s.append(time.perf_counter()) or {},  # type: ignore[func-returns-value]
+            callback_on_step_end=step_ended,
             output_type="latent" if latent else "pil",
             **options,
         ).images

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_sides_alternate_and_rounds_that_warm_up_do_not_count() -> None:
         order.append(name)
         return number
 
-    found = by_turns({name: lambda number, name=name: side(name, number) for name in "ab"}, 2)
+    found = by_turns({name: partial(side, name) for name in "ab"}, 2)
     assert found == {"a": [1, 2], "b": [1, 2]}
     assert "".join(order) == "abbaab"
 
