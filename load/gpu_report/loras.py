@@ -86,7 +86,7 @@ def _theirs(rig: Rig, files: Mapping[int, LoraFiles]) -> dict[int, dict[str, flo
             "diffusers_unload": pipeline.unload_lora_weights,
         }
         rounds = [
-            {name: seconds_of(lambda run=run: _finished(rig, run)) for name, run in stages.items()}
+            {name: seconds_of(partial(_finished, rig, run)) for name, run in stages.items()}
             for _ in range(rig.size.rounds + 1)
         ]
         taken[rank] = _medians(rounds[1:])
