@@ -138,7 +138,14 @@ class _Desk:
         # With loads beside them, rows take half as long again.
         planned = [fleet_pb2.PlannedTime(rows=rows, seconds=0.03 + 0.15 * rows) for rows in range(1, 1 + MAX_POINTS)]
         masked = [fleet_pb2.MaskedTimes(latent_height=16, latent_width=16, fixed_share=0.3, planned=planned)]
-        load = fleet_pb2.Load(step_times=times, max_rows=16, running=running, hosted=hosted, masked_times=masked)
+        load = fleet_pb2.Load(
+            step_times=times,
+            max_rows=16,
+            running=running,
+            hosted=hosted,
+            masked_times=masked,
+            mask_tokens=fleet_pb2.MaskTokens(token_elements=2, margin_tokens=1),  # as a worker that masks
+        )
         shop.fleet.report(member, load)
 
     def _digests(self) -> Iterator[str]:
