@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 
 def _compare_all(costs: FleetCosts, options: argparse.Namespace) -> list[Compared]:
     """Compare every fleet with every kind of masks, as many at a time as there are cores; the largest fleets begin."""
-    fleets = list(itertools.product(WORKERS[:1] if options.smallest else WORKERS, TRACES))
+    fleets = [(WORKERS[0], TRACES[0])] if options.smallest else list(itertools.product(WORKERS, TRACES))
     # Begun anew, not forked: the engine that was measured has left threads in this process.
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {
