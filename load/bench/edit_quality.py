@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -192,8 +193,8 @@ class TimeRatios:
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure times, draw every edit in every way, and compare."""
     torch.set_num_threads(options.threads)
-    chosen = templates(max(options.edits // EDITS_OF_A_TEMPLATE, 1), PROMPTS_OF_A_TEMPLATE)
     model, sparse = load_bench_model(WEIGHTS), not options.full_convolutions
+    chosen = _templates(model, max(options.edits // EDITS_OF_A_TEMPLATE, 1))
     share = mean(float(dilated(model, each.mask).float().mean()) for each in chosen)
     write_bench_model(folder / "model", EDIT_SHAPE.for_run(smallest=options.smallest))
     large = EditEngine(load_bench_model(folder / "model"), sparse=sparse)
@@ -213,6 +214,12 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     sheet.row("time over that in full, SDXL's topology", shown)
     sheet.values |= {"time_again": ratios.again, "time_other": ratios.other}
     sheet.values |= {"time_again_miniature": own.again, "time_other_miniature": own.other}
+
+
+def _templates(model: Model, count: int) -> list[Template]:
+    """Return templates of which an edit leaves a part as it is. An edit that redraws everything is not recorded."""
+    found = (each for each in templates(2 * count, PROMPTS_OF_A_TEMPLATE) if not bool(dilated(model, each.mask).all()))
+    return list(itertools.islice(found, count))
 
 
 def _noise_template(share: float) -> Template:
