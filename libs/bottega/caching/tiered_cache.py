@@ -13,6 +13,7 @@ that the remaining files are those with which its next use begins. No call waits
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -163,9 +164,8 @@ class TieredCache:
         if entry is None:
             self._pool.submit(self._lease_from_disk, digest, outcome, asked_s=asked_s)
         else:
-            entry.loaded.add_done_callback(
-                lambda loaded: self._lease(digest, entry, tier, loaded, outcome, asked_s=asked_s)
-            )
+            lease = functools.partial(entry.lease, digest, tier, asked_s)
+            entry.loaded.add_done_callback(lambda loaded: self._lend(digest, lease, loaded, outcome))
         return outcome
 
     def give_back(self, lease: CacheLease) -> None:
@@ -325,29 +325,14 @@ class TieredCache:
             self._trusted.add(digest)
         return check_s
 
-    def _lease(
-        self,
-        digest: str,
-        entry: CacheEntry,
-        tier: Tier,
-        loaded: Future[None],
-        outcome: Future[CacheLease],
-        *,
-        asked_s: float,
+    def _lend(
+        self, digest: str, lease: Callable[[], CacheLease], loaded: Future[None], outcome: Future[CacheLease]
     ) -> None:
+        """Complete a lease of a file in memory, after its load."""
         if (error := loaded.exception()) is not None:
             self._refuse(digest, error, outcome)
-            return
-        outcome.set_result(
-            CacheLease(
-                digest=digest,
-                descriptor=entry.descriptor,
-                size_bytes=entry.size_bytes,
-                tier=tier,
-                resident=True,
-                times=entry.times(asked_s),
-            )
-        )
+        else:
+            outcome.set_result(lease())
 
     def _lease_from_disk(self, digest: str, outcome: Future[CacheLease], *, asked_s: float) -> None:
         """Complete a lease with a file on disk. Runs in a thread of the pool."""

@@ -103,7 +103,18 @@ class CacheEntry:
         """Whether the entry is loaded and has no lease."""
         return self.loaded.done() and not self.leases
 
-    def times(self, asked_s: float) -> StoreTimes:
+    def lease(self, digest: str, tier: Tier, asked_s: float) -> CacheLease:
+        """Return a lease that begins now, for a request at `asked_s` on the monotonic clock."""
+        return CacheLease(
+            digest=digest,
+            descriptor=self.descriptor,
+            size_bytes=self.size_bytes,
+            tier=tier,
+            resident=True,
+            times=self._times(asked_s),
+        )
+
+    def _times(self, asked_s: float) -> StoreTimes:
         """Return the times of a lease that begins now. A load that ran before the request counts only as waiting."""
         if self.load is None or self.load.began_s < asked_s:
             return StoreTimes(wait_s=time.monotonic() - asked_s)

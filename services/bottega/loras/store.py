@@ -61,13 +61,13 @@ class LoraStore(StoreServer):
             budget_bytes=config.disk_bytes,
             min_free_bytes=config.min_free_bytes,
         )
-        max_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
+        self._max_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._cache = TieredCache(
             self._files.path,
             what="LoRA",
             missing=missing_lora,
             budget_bytes=config.budget_bytes,
-            max_entries=max_in_memory,
+            max_entries=self._max_in_memory,
             max_loads=config.loads_at_once,
         )
         super().__init__(
@@ -76,13 +76,6 @@ class LoraStore(StoreServer):
             what="the LoRA store",
             listening=listening,
             links=LoraLinks(config.links, cache=self._cache),
-        )
-        self._pins = PinnedLoras(
-            catalogue=self.catalogue,
-            files=self._files,
-            cache=self._cache,
-            budget_bytes=config.budget_bytes,
-            max_loras=max_in_memory,
         )
         limits = config.imports
         self._import_processes = ImportProcesses(
@@ -110,7 +103,7 @@ class LoraStore(StoreServer):
         self._left_out |= await self.importer.import_configured(
             self._config.loras, at_once=self._config.imports.at_once, lost=lost
         )
-        await self._pins.apply()
+        await self._apply_pins()
 
     def state(self, record: CatalogueRecord) -> bool | None:
         """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on the disk."""
@@ -138,7 +131,7 @@ class LoraStore(StoreServer):
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self.catalogue.remove(name)
             if not only_name and record.pinned:
-                await self._pins.apply()  # the other names of the digest may not be pinned
+                await self._apply_pins()  # the other names of the digest may not be pinned
         _log.info("a LoRA was removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
@@ -167,10 +160,10 @@ class LoraStore(StoreServer):
         """
         async with self.importer.write_lock:  # so that the second of two concurrent calls counts the first
             if pinned:
-                await self._pins.check(await self.catalogue.get(name))
+                await self._check_pin(await self.catalogue.get(name))
             record = await self.catalogue.change(name, lambda present: replace(present, pinned=pinned))
             await asyncio.to_thread(self._files.describe, record)
-            await self._pins.apply()  # before the response, which then reports that the LoRA is being loaded
+            await self._apply_pins()  # before the response, which then reports that the LoRA is being loaded
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
@@ -192,7 +185,7 @@ class LoraStore(StoreServer):
         """Restore a LoRA from quarantine, see LoraRecovery.restore, and load it if it is pinned."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
-            await self._pins.apply()
+            await self._apply_pins()
         return restored
 
     def load(self) -> fleet_pb2.Load:
@@ -219,6 +212,38 @@ class LoraStore(StoreServer):
         await asyncio.to_thread(self._cache.close)
         await self.catalogue.close()
         self._lock.release()
+
+    async def _apply_pins(self) -> None:
+        """Pin in memory the LoRAs that are pinned in the catalogue; they are never evicted."""
+        pinned = await self.catalogue.pinned()
+        self._cache.pin(pinned)
+        budget_bytes, max_loras = self._config.budget_bytes, self._max_in_memory
+        # The limits may have been lowered since the LoRAs were pinned.
+        if sum(pinned.values()) > budget_bytes or len(pinned) > max_loras:
+            facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": budget_bytes}
+            facts |= {"pinned": len(pinned), "max_loras": max_loras}
+            what = "unpin some, or raise budget_bytes or the limit of open files"
+            _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
+
+    async def _check_pin(self, record: CatalogueRecord) -> None:
+        """Raise TooLarge if a LoRA does not fit beside the pinned ones, and DataLoss if its file is gone."""
+        if not await asyncio.to_thread(self._files.has, record.digest):
+            raise DataLoss(f"the file of {record.name} is gone; upload it again", metadata={"loras": record.name})
+        others = await self.catalogue.pinned()
+        others.pop(record.digest, None)
+        beside_bytes, budget_bytes = sum(others.values()), self._config.budget_bytes
+        if beside_bytes + record.size_bytes > budget_bytes:
+            raise TooLarge(
+                f"{record.name} has {record.size_bytes} bytes, other pinned LoRAs {beside_bytes}, and LoRAs in memory "
+                f"may have {budget_bytes} (budget_bytes): unpin others, or raise budget_bytes",
+                metadata={"limit": "budget_bytes"},
+            )
+        if len(others) >= self._max_in_memory:
+            raise TooLarge(
+                f"{len(others)} other LoRAs are pinned, the maximum at the store's limit of open files: unpin others, "
+                "or raise the limit",
+                metadata={"limit": "open_files"},
+            )
 
     def _hold_folder(self) -> None:
         with os_errors.translated():
@@ -255,47 +280,3 @@ class LoraStore(StoreServer):
 def missing_lora(digest: str) -> LoraNotFound:
     """Return the error for a digest that the store does not have."""
     return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})
-
-
-class PinnedLoras:
-    """The LoRAs that are pinned in the catalogue and therefore never evicted from memory."""
-
-    def __init__(
-        self, *, catalogue: LoraCatalogue, files: LoraFolder, cache: TieredCache, budget_bytes: int, max_loras: int
-    ) -> None:
-        self._catalogue = catalogue
-        self._files = files
-        self._cache = cache
-        self._budget_bytes = budget_bytes
-        self._max_loras = max_loras
-
-    async def apply(self) -> None:
-        """Pin in memory the LoRAs that are pinned in the catalogue."""
-        pinned = await self._catalogue.pinned()
-        self._cache.pin(pinned)
-        # The limits may have been lowered since the LoRAs were pinned.
-        if sum(pinned.values()) > self._budget_bytes or len(pinned) > self._max_loras:
-            facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._budget_bytes}
-            facts |= {"pinned": len(pinned), "max_loras": self._max_loras}
-            what = "unpin some, or raise budget_bytes or the limit of open files"
-            _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
-
-    async def check(self, record: CatalogueRecord) -> None:
-        """Raise TooLarge if a LoRA does not fit beside the pinned ones, and DataLoss if its file is gone."""
-        if not await asyncio.to_thread(self._files.has, record.digest):
-            raise DataLoss(f"the file of {record.name} is gone; upload it again", metadata={"loras": record.name})
-        others = await self._catalogue.pinned()
-        others.pop(record.digest, None)
-        beside_bytes = sum(others.values())
-        if beside_bytes + record.size_bytes > self._budget_bytes:
-            raise TooLarge(
-                f"{record.name} has {record.size_bytes} bytes, other pinned LoRAs {beside_bytes}, and LoRAs in memory "
-                f"may have {self._budget_bytes} (budget_bytes): unpin others, or raise budget_bytes",
-                metadata={"limit": "budget_bytes"},
-            )
-        if len(others) >= self._max_loras:
-            raise TooLarge(
-                f"{len(others)} other LoRAs are pinned, the maximum at the store's limit of open files: unpin others, "
-                "or raise the limit",
-                metadata={"limit": "open_files"},
-            )
