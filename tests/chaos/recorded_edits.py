@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bottega.client import Picture
 from bottega.v1 import activations_pb2 as pb
-from bottega.v1 import activations_pb2_grpc, worker_pb2_grpc
+from bottega.v1 import activations_pb2_grpc
 from tests.chaos.scene import ENGINE, Drawing, Scene
 from tests.samples.edits import box_mask, template
 from tests.samples.hostile_images import saved
@@ -94,7 +94,7 @@ def wait_for_links(scene: Scene, count: int) -> None:
 def let_go(scene: Scene, worker: str) -> None:
     """The worker forgets the template, and so has to ask the store."""
     with grpc.insecure_channel(scene.worker(worker).address) as channel:
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        stub: Any = activations_pb2_grpc.TemplateServiceStub(channel)
 
         def gone() -> bool:
             stub.DropTemplate(pb.DropTemplateRequest(), timeout=CALL_S)

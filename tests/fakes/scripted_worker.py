@@ -20,7 +20,7 @@ from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.server import Server
 from bottega.rpc.server_config import ServerConfig
 from bottega.rpc.status import to_job_error
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1 import activations_pb2_grpc, fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
 from bottega.v1.activations_pb2 import (
     DropTemplateRequest,
     DropTemplateResponse,
@@ -78,7 +78,7 @@ class Script:
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc.TemplateServiceServicer):
     """One worker. `start` joins the gateway's fleet; `die` cuts everything at once."""
 
     def __init__(
@@ -126,6 +126,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def listen(self) -> None:
         """Listens, and joins nothing yet."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
+        activations_pb2_grpc.add_TemplateServiceServicer_to_server(self, self._server.grpc)
         add_link_service(self._server, kinds.WORKER, self)
         await self._server.start()
         self.address = self._server.address

@@ -41,6 +41,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (lora_pb2.DESCRIPTOR, "LoraService"),
             (cache_pb2.DESCRIPTOR, "CacheService"),
             (activations_pb2.DESCRIPTOR, "ActivationService"),
+            (activations_pb2.DESCRIPTOR, "TemplateService"),
             (link_pb2.DESCRIPTOR, "LinkService"),
         )
         for method in file.services_by_name[service].methods
@@ -225,6 +226,7 @@ def calling(gateway: Service, worker: Service, nets: Service, store: Service, *o
         "ImageService": gateway.address,
         "FleetService": gateway.fleet,
         "WorkerService": worker.address,
+        "TemplateService": worker.address,
         "ControlNetService": nets.address,
         "LoraService": store.address,
         "CacheService": cache.address,

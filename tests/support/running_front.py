@@ -17,7 +17,7 @@ from bottega.codec import CodecPool
 from bottega.process import EngineTimeouts
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server
-from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1 import activations_pb2_grpc, generation_pb2, worker_pb2, worker_pb2_grpc
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import WorkerEngineClient
@@ -38,6 +38,7 @@ class Running:
     def __init__(self, server: Server, worker: Worker, engine: WorkerEngineClient, channel: grpc.aio.Channel) -> None:
         self.server, self.worker, self.engine, self.channel = server, worker, engine, channel
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.templates = activations_pb2_grpc.TemplateServiceStub(channel)
 
     async def events(
         self, request: worker_pb2.RunAttemptRequest, *, until: str = ""

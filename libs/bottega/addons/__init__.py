@@ -3,6 +3,7 @@
     wire        messages between processes, and rules of requests
     planning    decisions, without torch
     gateway     the gateway's AddOn
+    front       RPCs and parameters in the front of a worker
     worker      links from a worker's engine to the feature's services
     engine      what it adds to the engine
     client      methods of the SDK and subcommands of `bottega`

@@ -133,6 +133,11 @@ class ServiceSpec:
 
     It makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.addons.interface.engine_context).
     """
+    front_add_on: str = ""
+    """"MODULE:CLASS" of the part in workers' fronts, or "".
+
+    It is a FrontAddOn of this kind (bottega.addons.interface.front_addon).
+    """
     unit: UnitSettings = field(default_factory=UnitSettings)
 
     def names(self, options: Mapping[str, int]) -> list[str]:

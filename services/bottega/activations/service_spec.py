@@ -29,6 +29,7 @@ SPEC = ServiceSpec(
     example={"name": "activations"},
     add_on="bottega.addons.edits.gateway.addon:create",
     engine_add_on="bottega.addons.edits.worker.addon:create",
+    front_add_on="bottega.addons.edits.front:EditsFront",
     install="bottega-services[activations]",
     unit=UnitSettings(links=True),
 )

@@ -29,6 +29,7 @@ SPEC = ServiceSpec(
     example={"name": "cache"},
     add_on="bottega.addons.cache.gateway.addon:create",
     engine_add_on="bottega.addons.cache.worker.addon:create",
+    front_add_on="bottega.addons.cache.front:CacheFront",
     requires=("faiss-cpu", "numpy", "scikit-learn"),
     install="bottega-services[cache]",
     unit=UnitSettings(links=True, reads_models=True),

@@ -34,6 +34,7 @@ SPEC = ServiceSpec(
     },
     add_on="bottega.addons.loras.gateway.addon:create",
     engine_add_on="bottega.addons.loras.worker.addon:create",
+    front_add_on="bottega.addons.loras.front:LorasFront",
     requires=("numpy",),
     install="bottega-services[loras]",
     unit=UnitSettings(links=True, reads_models=True),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from bottega import kinds, rules
+from bottega.addons.interface.front_addon import load_front_addons
 from bottega.codec import CodecPool
 from bottega.errors import ConfigError
 from bottega.model_files import name_of
@@ -45,16 +47,20 @@ def _kept_bytes(settings: WorkerConfig) -> int:
 def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
     """Return a worker and its server, neither of them started. Call it in a running event loop."""
     server = Server("worker", settings.server)
+    addons = load_front_addons()
     worker = Worker(
         settings,
         engine=engine,
         pool=pool,
         metrics=WorkerMetrics(server.registry),
         server=server,
+        addons=addons,
     )
     WorkerService(worker).add_to(server.grpc)
     server.add_services([SERVICE_NAME])
     add_link_service(server, kinds.WORKER, worker)
+    for addon in addons:
+        addon.add_rpcs(server, functools.partial(engine.ask, addon.kind))
     return server, worker
 
 

@@ -6,21 +6,16 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from bottega import kinds
-from bottega.addons.cache.wire import format_start, pin_start
-from bottega.addons.edits.wire.masked_blocks import may_mask_blocks, pin_edit, taken_from
+from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
-from bottega.v1.activations_pb2 import EditDecision
-from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
-from bottega.v1.lora_pb2 import LoraDecision
 from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, RunAttemptRequest
 from bottega.worker.attempt_inputs import AttemptInputs
@@ -95,6 +90,7 @@ class AttemptRunner:
 
     Args:
         request: Checked, without its large fields. The runner changes it.
+        addons: Add-ons of the front, which write the attempt's decisions into parameters.
         on_end: Called once, when the attempt has ended.
     """
 
@@ -108,6 +104,7 @@ class AttemptRunner:
         images: ImageCodec,
         metrics: WorkerMetrics,
         origin: PictureOrigin,
+        addons: Sequence[FrontAddOn],
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
@@ -117,6 +114,7 @@ class AttemptRunner:
         self._images = images
         self._metrics = metrics
         self._origin = origin
+        self._addons = addons
         self._on_end = on_end
         self._began_s = time.monotonic()
         self._facts = _facts(request)
@@ -217,12 +215,10 @@ class AttemptRunner:
         self._in_engine = True
 
     def _decide(self, new: AttemptDecisions) -> None:
-        """Add to the decisions. With the first step of its LoRAs in it, the spec makes the same image again."""
+        """Add to the decisions."""
         decisions = AttemptDecisions()
         for part in (self.attempt.decisions or self._request.decisions, new):
             decisions.MergeFrom(part)
-        for lora in self._request.spec.loras if kinds.LORAS in new.by_kind else ():
-            lora.from_step = LoraDecision.FromString(new.by_kind[kinds.LORAS]).step
         self.attempt.set_decisions(decisions)
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:
@@ -270,20 +266,13 @@ class AttemptRunner:
         self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
         self._complete_if_ready()
 
-    def _spec_of(self, index: int) -> GenerationSpec:
-        """Return the spec for one image, with the cached latents or recordings that this image has used."""
-        cached, masked = kinds.CACHE in self._request.addons, may_mask_blocks(self._request.spec)
-        if not cached and not masked:
-            return self._request.spec
+    def _spec_of(self, index: int | None) -> GenerationSpec:
+        """Return the parameters that draw an image again; None for those of all images, as far as they are the same."""
         decisions = (self.attempt.decisions or self._request.decisions).by_kind
         spec = GenerationSpec()
         spec.CopyFrom(self._request.spec)
-        if cached:
-            starts = CacheDecision.FromString(decisions.get(kinds.CACHE, b"")).starts
-            start = starts[index] if index < len(starts) else CacheStart()
-            pin_start(spec, format_start(start.entry, start.step) if start.entry else "")
-        if masked:
-            pin_edit(spec, taken_from(EditDecision.FromString(decisions.get(kinds.ACTIVATIONS, b""))))
+        for addon in self._addons:
+            addon.pin(spec, index, self._request, decisions.get(addon.kind, b""))
         return spec
 
     def _complete_if_ready(self) -> None:
@@ -298,7 +287,7 @@ class AttemptRunner:
 
     def _provenance(self, provenance: Provenance) -> Provenance:
         """Complete the engine's provenance with the facts that the front knows."""
-        provenance.parameters.CopyFrom(self._request.spec)
+        provenance.parameters.CopyFrom(self._spec_of(None))
         provenance.worker = self._origin.worker
         provenance.bottega_version = self._origin.version
         self._inputs.report(provenance)

@@ -28,32 +28,14 @@ from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartP
 from bottega.rpc.status import from_job_error
 from bottega.storage.process_lock import ProcessLock
 from bottega.v1 import fleet_pb2
-from bottega.v1.activations_pb2 import (
-    BlockProfile,
-    DropTemplateRequest,
-    DropTemplateResponse,
-    ListTemplatesResponse,
-    ProfileBlocksRequest,
-)
-from bottega.v1.engine_pb2 import (
-    EngineCommand,
-    EngineEvent,
-    EngineProfile,
-    EngineProfileRequest,
-    EngineReady,
-    EngineTemplates,
-    EngineTemplatesRequest,
-)
+from bottega.v1.engine_pb2 import EngineAnswer, EngineCommand, EngineEvent, EngineQuestion, EngineReady
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-# How long a call waits for the engine. A thread of its own makes an offer at once; templates are listed between two
-# turns, and those of a large model take a while; a profile takes some tens of forwards, however slow the device is.
+# How long a call waits for an offer of a link, which a thread of the engine's own makes at once.
 _OFFER_S = 3.0
-_TEMPLATES_S = 60.0
-_PROFILE_S = 600.0
 
 # A stage of the start that takes longer is logged, and logged again in this interval.
 _QUIET_S = 2.0
@@ -169,8 +151,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
             *("--max-quiet-s", f"{max_quiet_s:g}"),
         )
         self._link_calls: PendingCalls[LinkResult] = PendingCalls()
-        self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
-        self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()
+        self._addon_calls: PendingCalls[EngineAnswer] = PendingCalls()
         super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -203,31 +184,20 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
         return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
-    async def list_templates(self) -> ListTemplatesResponse:
-        """Return the recordings for edits. Raises Unavailable if there is no engine or it does not answer."""
-        return (await self._ask_templates(EngineTemplatesRequest())).listed
-
-    async def drop_template(self, template_id: str) -> DropTemplateResponse:
-        """Forget recordings whose ids begin with the given text. Raises as `list_templates` does."""
-        drop = DropTemplateRequest(id=template_id)
-        return (await self._ask_templates(EngineTemplatesRequest(drop=drop))).dropped
-
-    async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
-        """Measure how long the blocks of the network take.
+    async def ask(self, kind: str, question: bytes, timeout_s: float) -> bytes:
+        """Return what the engine's add-on of a kind answers between two turns; see `EngineAddOn.answer`.
 
         Raises:
-            Unavailable: The engine draws images, or there is none.
-            InvalidRequest: The model does not draw this size.
-            TooLarge: The size is above the worker's limit.
-            MethodNotServed: The engine computes no masked blocks.
+            Unavailable: There is no engine, or it does not answer.
+            BottegaError: The add-on's own refusal.
         """
-        question = EngineProfileRequest(profile=request)
+        asked = EngineQuestion(kind=kind, question=question)
 
         def send(number: int) -> None:
-            question.request = number
-            self.send(EngineCommand(profile=question))
+            asked.request = number
+            self.send(EngineCommand(question=asked))
 
-        return (await self._profile_calls.call(send, _PROFILE_S)).profile
+        return (await self._addon_calls.call(send, timeout_s)).answer
 
     def take_answer(self, event: EngineEvent) -> bool:
         """Hand an event to the call that waits for it. Return False if the event is not an answer to a call."""
@@ -235,12 +205,10 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
             case "link_result":
                 link = event.link_result
                 self._link_calls.answer(link.request, from_job_error(link.error) if link.HasField("error") else link)
-            case "templates":
-                self._template_calls.answer(event.templates.request, event.templates)
-            case "profile":
-                profile = event.profile
-                error = from_job_error(profile.error) if profile.HasField("error") else None
-                self._profile_calls.answer(profile.request, error or profile)
+            case "answer":
+                answer = event.answer
+                error = from_job_error(answer.error) if answer.HasField("error") else None
+                self._addon_calls.answer(answer.request, error or answer)
             case _:
                 return False
         return True
@@ -249,15 +217,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         """Fail the calls that wait for an engine that was lost."""
         lost = WorkerLost(f"the worker's engine was lost: {why}")
         self._link_calls.fail_all(lost)
-        self._template_calls.fail_all(lost)
-        self._profile_calls.fail_all(lost)
-
-    async def _ask_templates(self, question: EngineTemplatesRequest) -> EngineTemplates:
-        def send(number: int) -> None:
-            question.request = number
-            self.send(EngineCommand(templates=question))
-
-        return await self._template_calls.call(send, _TEMPLATES_S)
+        self._addon_calls.fail_all(lost)
 
     def turns(self, event: EngineEvent) -> int | None:
         """Return the turns of an engine with work. A beat without running attempts counts as progress."""

@@ -15,7 +15,7 @@ import grpc
 from bottega.background_tasks import copied
 from bottega.rpc.operation import logs
 from bottega.rpc.status import to_job_error
-from bottega.v1 import activations_pb2, worker_pb2
+from bottega.v1 import worker_pb2
 from bottega.worker.attempts import (
     Attempt,
     CompletedEvent,
@@ -26,7 +26,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.validation import checked_key, checked_profile, checked_template_id, read_attempt
+from bottega.worker.validation import checked_key, read_attempt
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -66,21 +66,6 @@ class WorkerService:
             "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
                 self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
             ),
-            "ListTemplates": cast(Any, grpc.unary_unary_rpc_method_handler)(
-                self.list_templates,
-                activations_pb2.ListTemplatesRequest.FromString,
-                activations_pb2.ListTemplatesResponse.SerializeToString,
-            ),
-            "DropTemplate": cast(Any, grpc.unary_unary_rpc_method_handler)(
-                self.drop_template,
-                activations_pb2.DropTemplateRequest.FromString,
-                activations_pb2.DropTemplateResponse.SerializeToString,
-            ),
-            "ProfileBlocks": cast(Any, grpc.unary_unary_rpc_method_handler)(
-                self.profile_blocks,
-                activations_pb2.ProfileBlocksRequest.FromString,
-                activations_pb2.ProfileBlocksResponse.SerializeToString,
-            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -118,25 +103,6 @@ class WorkerService:
     ) -> worker_pb2.PreviewAttemptResponse:
         """Serve PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
-
-    async def list_templates(
-        self, _request: activations_pb2.ListTemplatesRequest, _context: _Context
-    ) -> activations_pb2.ListTemplatesResponse:
-        """Serve ListTemplates."""
-        return await self._worker.engine.list_templates()
-
-    async def drop_template(
-        self, request: activations_pb2.DropTemplateRequest, _context: _Context
-    ) -> activations_pb2.DropTemplateResponse:
-        """Serve DropTemplate."""
-        return await self._worker.engine.drop_template(checked_template_id(request.id))
-
-    async def profile_blocks(
-        self, request: activations_pb2.ProfileBlocksRequest, _context: _Context
-    ) -> activations_pb2.ProfileBlocksResponse:
-        """Serve ProfileBlocks."""
-        profile = await self._worker.engine.profile_blocks(checked_profile(request))
-        return activations_pb2.ProfileBlocksResponse(profile=profile)
 
     async def _started(self, raw: bytes) -> Attempt:
         request, inputs = await copied(len(raw), lambda: read_attempt(raw))

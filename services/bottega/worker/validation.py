@@ -6,7 +6,6 @@ engine checks what depends on the model, such as its limits and the multiple of 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
@@ -16,15 +15,12 @@ from bottega.codec.structure import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.rpc.security.grants import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.v1 import worker_pb2
-from bottega.v1.activations_pb2 import ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import AttemptKey
 
 # Fields that have a default for callers of the gateway, and none here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
-
-_TEMPLATE_ID = re.compile("([0-9a-f]{8,32})?")
 
 # Length of the ids of jobs, which the gateway makes, and of requests, which it checks.
 _MAX_ID_CHARACTERS = 128
@@ -73,25 +69,6 @@ def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
         yield Violation(field="attempt.job_id", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
     if attempt.number < 1:
         yield Violation(field="attempt.number", description="must be at least 1")
-
-
-def checked_template_id(template_id: str) -> str:
-    """Return an id of templates, or the beginning of one, after a check. Raises InvalidRequest."""
-    if not _TEMPLATE_ID.fullmatch(template_id):
-        rules.refuse([Violation(field="id", description="must be empty, or the first 8 to 32 hex digits of an id")])
-    return template_id
-
-
-def checked_profile(request: ProfileBlocksRequest) -> ProfileBlocksRequest:
-    """Return the request after a check of its size; the engine checks the rest. Raises InvalidRequest."""
-    rules.refuse(
-        [
-            Violation(field=field, description=f"must be 0, or 1 to {rules.MAX_SIDE} pixels")
-            for field, side in (("width", request.width), ("height", request.height))
-            if not 0 <= side <= rules.MAX_SIDE
-        ]
-    )
-    return request
 
 
 def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:

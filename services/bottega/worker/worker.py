@@ -16,6 +16,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from bottega import kinds, rules
+from bottega.addons.interface.front_addon import FrontAddOn
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import seconds_until_tick
 from bottega.codec import CodecPool
@@ -68,6 +69,7 @@ class Worker:
         engine: Spawned, but not yet ready.
         pool: Started codec processes.
         server: The server that the worker belongs to; the worker sets its health.
+        addons: Add-ons of the front.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Worker:
         pool: CodecPool,
         metrics: WorkerMetrics,
         server: StartingServer,
+        addons: Sequence[FrontAddOn] = (),
     ) -> None:
         self.name = worker_name(config, server)
         self.checkpoints = CheckpointWatch()
@@ -90,6 +93,7 @@ class Worker:
         self.engine = engine
         self._pool = pool
         self._metrics = metrics
+        self._addons = addons
         self._link_resolver = LinkResolver(
             engine.send, server.channels, worker=self.name, names={config.engine.peer.address: config.engine.peer.name}
         )
@@ -322,6 +326,7 @@ class Worker:
             images=ImageCodec(self._pool, share),
             metrics=self._metrics,
             origin=PictureOrigin(worker=self.name, version=self._version, model_hash=model_hash),
+            addons=self._addons,
             on_end=self._on_ended,
         )
         return runner

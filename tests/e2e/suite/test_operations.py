@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 CONTRACT = {
     "gateway": {"bottega.v1.ImageService"},
-    "worker": {"bottega.v1.WorkerService"},
+    "worker": {"bottega.v1.WorkerService", "bottega.v1.TemplateService"},
 }
 
 

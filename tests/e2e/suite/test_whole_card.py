@@ -26,8 +26,7 @@ from bottega.client import CacheProfile, Client, ControlNet, LengthClass, Pictur
 from bottega.client.types.provenance import Provenance
 from bottega.miniature import WEIGHTS
 from bottega.v1.activations_pb2 import DropTemplateRequest, ListStoredTemplatesRequest, Template
-from bottega.v1.activations_pb2_grpc import ActivationServiceStub
-from bottega.v1.worker_pb2_grpc import WorkerServiceStub
+from bottega.v1.activations_pb2_grpc import ActivationServiceStub, TemplateServiceStub
 from tests.like.replays import describe, draw_and_replay
 from tests.like.requests import RandomRequests
 from tests.like.suite import allow_cached_starts
@@ -98,11 +97,11 @@ class House:
 
     client: Client
     store: ActivationServiceStub
-    worker: WorkerServiceStub
+    templates: TemplateServiceStub
 
     def drop_copies(self) -> None:
         """Has the worker forget its copies of templates, so that they come from the store."""
-        self.worker.DropTemplate(DropTemplateRequest(), timeout=CALL_S)
+        self.templates.DropTemplate(DropTemplateRequest(), timeout=CALL_S)
 
     def stored(self) -> list[Template]:
         """Whole templates of the store."""
@@ -124,7 +123,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             wait_until(lambda: bool(client.models()), "the worker to join")
             wait_until(lambda: len(client.controlnets()) == len(CONTROLNETS), "the ControlNet servers to join")
             wait_until(lambda: len(client.loras()) == len(LORAS), "the LoRAs to be there")
-            yield House(client=client, store=ActivationServiceStub(to_store), worker=WorkerServiceStub(to_worker))
+            yield House(client=client, store=ActivationServiceStub(to_store), templates=TemplateServiceStub(to_worker))
 
 
 def _start_worker(services: Services, gateway: Service) -> Service:

@@ -236,7 +236,7 @@ async def test_a_uri_of_a_certificate_names_its_owner_and_nothing_else_of_it_doe
             options = [("grpc.ssl_target_name_override", "worker.bottega")]
             credentials = _with_names(authority, names)
             async with grpc.aio.secure_channel(server.address, credentials, options=options) as channel:
-                assert await _outcome(channel, "/bottega.v1.WorkerService/ListTemplates") == outcome
+                assert await _outcome(channel, "/bottega.v1.TemplateService/ListTemplates") == outcome
 
 
 async def test_what_is_not_for_a_role_is_said_so(authority: Authority) -> None:

@@ -59,7 +59,7 @@ async def provenance(running: Running, request: worker_pb2.RunAttemptRequest) ->
 
 
 async def templates(running: Running) -> ListTemplatesResponse:
-    return await running.stub.ListTemplates(ListTemplatesRequest(), timeout=10)
+    return await running.templates.ListTemplates(ListTemplatesRequest(), timeout=10)
 
 
 def metrics(running: Running) -> dict[tuple[str, str | None], float]:
@@ -93,7 +93,7 @@ async def test_a_template_is_recorded_used_listed_and_dropped(running: Running) 
     assert samples["bottega_worker_recordings", None] == 1
     assert samples["bottega_worker_activation_bytes", None] == known.size_bytes
     assert samples["bottega_worker_addon_events_total", "hits"] == 1
-    dropped = await running.stub.DropTemplate(DropTemplateRequest(id=known.id[:8]), timeout=10)
+    dropped = await running.templates.DropTemplate(DropTemplateRequest(id=known.id[:8]), timeout=10)
     assert dropped.dropped == 1
     assert not (await templates(running)).templates
 
@@ -114,7 +114,7 @@ async def test_the_first_edit_of_a_kept_picture_computes_masked_blocks_alone(run
 
 
 async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Running) -> None:
-    profile = (await running.stub.ProfileBlocks(ProfileBlocksRequest(), timeout=60)).profile
+    profile = (await running.templates.ProfileBlocks(ProfileBlocksRequest(), timeout=60)).profile
     assert (profile.width, profile.height) == (64, 64)
     assert len(profile.blocks) > 6
     assert profile.forward_s > 0
@@ -124,12 +124,12 @@ async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Runn
         (ProfileBlocksRequest(width=16384, height=16384), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await running.stub.ProfileBlocks(request, timeout=60)
+            await running.templates.ProfileBlocks(request, timeout=60)
         assert refused.value.code() is code
 
 
 @pytest.mark.parametrize("template_id", ["0123456", "x" * 32])
 async def test_an_id_that_is_none_is_refused(running: Running, template_id: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await running.stub.DropTemplate(DropTemplateRequest(id=template_id), timeout=10)
+        await running.templates.DropTemplate(DropTemplateRequest(id=template_id), timeout=10)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

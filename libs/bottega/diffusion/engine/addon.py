@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.errors import Unavailable
+from bottega.errors import MethodNotServed, Unavailable
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.hosted_pb2 import Hosted
 
 if TYPE_CHECKING:
     from bottega.diffusion.acceleration.acceleration import Probe
     from bottega.diffusion.engine.encode import Conditions
+    from bottega.diffusion.engine.engine import Engine
     from bottega.diffusion.engine.events import EngineRecord
     from bottega.diffusion.engine.forward import Prediction, RowWeights
     from bottega.diffusion.engine.job import EngineJob, EngineOrder
@@ -239,6 +240,14 @@ class EngineAddOn:
     def probes(self, model: Model) -> Mapping[str, Probe]:
         """Return probes that show the gain of accelerations of the add-on's own operations, by name."""
         return {}
+
+    def answer(self, question: bytes, engine: Engine) -> bytes:
+        """Return the answer to a question of the add-on's part in the worker's front, both as messages of their own.
+
+        Raises:
+            BottegaError: The add-on refuses.
+        """
+        raise MethodNotServed(f"the add-on of kind {self.kind} answers no questions")
 
     # What the worker reports of it.
 

@@ -27,7 +27,7 @@ from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineCompiling, En
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
+from bottega.worker.engine.messages import answer_of, beat_of, event_of, failed, ready_of
 from bottega.worker.engine.orders import key_of, order_of
 from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
 
@@ -199,10 +199,8 @@ class WorkerEngineLoop:
                 self._engine.set_backlog(command.backlog.requests)
             case "preview":
                 self._engine.enable_previews(key_of(command.preview.attempt))
-            case "templates":
-                self._send(templates_of(self._engine, command.templates))
-            case "profile":
-                self._send(profile_of(self._engine, command.profile))
+            case "question":
+                self._send(answer_of(self._engine, command.question))
             case "services":
                 self._engine.set_services(command.services.services)
 

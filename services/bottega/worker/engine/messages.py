@@ -144,33 +144,17 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
         )
 
 
-def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:
-    """Return the answer to a request about templates: it drops those that are to go, and lists the rest."""
-    answer = engine_pb2.EngineTemplates(request=question.request)
-    edits = _edits_of(engine)
-    if question.HasField("drop"):
-        answer.dropped.dropped = 0 if edits is None else edits.drop_templates(question.drop.id)
-    if edits is not None:
-        answer.listed.CopyFrom(edits.list_templates())
-    return engine_pb2.EngineEvent(templates=answer)
-
-
-def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> engine_pb2.EngineEvent:
-    """Return the answer to a request for a profile: the measured times, or an error."""
-    answer = engine_pb2.EngineProfile(request=question.request)
+def answer_of(engine: Engine, question: engine_pb2.EngineQuestion) -> engine_pb2.EngineEvent:
+    """Return what an add-on answers to a question, or the error with which it refuses."""
+    answer = engine_pb2.EngineAnswer(request=question.request)
     try:
-        edits = _edits_of(engine)
-        if edits is None:
-            raise MethodNotServed("this worker computes no masked blocks")
-        answer.profile.CopyFrom(edits.profile_blocks(engine, question.profile.width, question.profile.height))
+        addon = next((addon for addon in engine.addons if addon.kind == question.kind), None)
+        if addon is None:
+            raise MethodNotServed(f"this worker has no add-on of kind {question.kind}")
+        answer.answer = addon.answer(question.question, engine)
     except Exception as error:  # noqa: BLE001 - the boundary of a command
         answer.error.CopyFrom(to_job_error(to_job_failure(error)))
-    return engine_pb2.EngineEvent(profile=answer)
-
-
-def _edits_of(engine: Engine) -> EngineEdits | None:
-    """Return the engine's add-on for edits, if it has one."""
-    return next((addon for addon in engine.addons if isinstance(addon, EngineEdits)), None)
+    return engine_pb2.EngineEvent(answer=answer)
 
 
 def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -> engine_pb2.EngineEvent:

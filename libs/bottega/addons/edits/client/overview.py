@@ -26,12 +26,10 @@ from bottega.client.types.fleet import FleetMember, FleetStatus
 from bottega.client.types.models import ServedModel
 from bottega.errors import BottegaError, NoActivationStore, NoWorker
 from bottega.v1 import activations_pb2 as pb
-from bottega.v1.activations_pb2_grpc import ActivationServiceStub
-from bottega.v1.worker_pb2_grpc import WorkerServiceStub
+from bottega.v1.activations_pb2_grpc import ActivationServiceStub, TemplateServiceStub
 
 if TYPE_CHECKING:
-    from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub
-    from bottega.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+    from bottega.v1.activations_pb2_grpc import ActivationServiceAsyncStub, TemplateServiceAsyncStub
 
 STORE_S = 40.0
 """Seconds that a call to a store may take: it writes records one after the other, and deleting many files is slow."""
@@ -42,8 +40,8 @@ _CHECK_S = 5.0
 STORES: ServiceCalls[ActivationServiceAsyncStub] = ServiceCalls(
     kind=kinds.ACTIVATIONS, title="activation store", stub=ActivationServiceStub, unavailable=NoActivationStore
 )
-WORKERS: ServiceCalls[WorkerServiceAsyncStub] = ServiceCalls(
-    kind=kinds.WORKER, title="worker", stub=WorkerServiceStub, unavailable=NoWorker
+WORKERS: ServiceCalls[TemplateServiceAsyncStub] = ServiceCalls(
+    kind=kinds.WORKER, title="worker", stub=TemplateServiceStub, unavailable=NoWorker
 )
 
 # Templates that a store lists at once.

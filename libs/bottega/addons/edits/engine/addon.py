@@ -49,7 +49,14 @@ from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import MethodNotServed, Unavailable
 from bottega.planning import StepTable
-from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse, Template
+from bottega.v1.activations_pb2 import (
+    BlockProfile,
+    DropTemplateResponse,
+    ListTemplatesResponse,
+    ProfileBlocksResponse,
+    Template,
+    TemplateCall,
+)
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
@@ -188,6 +195,20 @@ class EngineEdits(EngineAddOn):
     def probes(self, model: Model) -> Mapping[str, Probe]:
         return {} if self.unusable else {"masked": masked_probe(model)}
 
+    def answer(self, question: bytes, engine: Engine) -> bytes:
+        """Answer a TemplateCall with the call's response."""
+        call = TemplateCall.FromString(question)
+        response: ListTemplatesResponse | DropTemplateResponse | ProfileBlocksResponse
+        match call.WhichOneof("request"):
+            case "drop":
+                response = DropTemplateResponse(dropped=self.source.drop(call.drop.id))
+            case "profile":
+                profile = self.profile_blocks(engine, call.profile.width, call.profile.height)
+                response = ProfileBlocksResponse(profile=profile)
+            case _:
+                response = self.list_templates()
+        return response.SerializeToString()
+
     def stop(self) -> None:
         """Close the links of the source."""
         self.source.stop()
@@ -271,9 +292,6 @@ class EngineEdits(EngineAddOn):
             used_bytes=sum(recording.size_bytes for recording in recordings),
             budget_bytes=self.source.budget_bytes,
         )
-
-    def drop_templates(self, prefix: str) -> int:
-        return self.source.drop(prefix)
 
     def key(self, order: EngineOrder, template: str = "") -> RecordingKey:
         """Return the key of an order's recordings. An empty template is the digest of the order's image."""

@@ -1,0 +1,24 @@
+"""What cached latents add to the front of a worker: a picture's start is written into its parameters."""
+
+from __future__ import annotations
+
+from bottega import kinds
+from bottega.addons.cache.wire import format_start, pin_start
+from bottega.addons.interface.front_addon import FrontAddOn
+from bottega.v1.cache_pb2 import CacheDecision, CacheStart
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.worker_pb2 import RunAttemptRequest
+
+
+class CacheFront(FrontAddOn):
+    """The cached latents of attempts, in the front of a worker."""
+
+    kind = kinds.CACHE
+
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+        """Write the cached latent that one picture started from, or that it started from none."""
+        if index is None or self.kind not in request.addons:
+            return
+        starts = CacheDecision.FromString(decision).starts
+        start = starts[index] if index < len(starts) else CacheStart()
+        pin_start(spec, format_start(start.entry, start.step) if start.entry else "")

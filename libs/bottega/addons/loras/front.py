@@ -1,0 +1,22 @@
+"""What LoRAs add to the front of a worker: the step in which they came is written into the parameters."""
+
+from __future__ import annotations
+
+from bottega import kinds
+from bottega.addons.interface.front_addon import FrontAddOn
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.lora_pb2 import LoraDecision
+from bottega.v1.worker_pb2 import RunAttemptRequest
+
+
+class LorasFront(FrontAddOn):
+    """The LoRAs of attempts, in the front of a worker."""
+
+    kind = kinds.LORAS
+
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+        """Write the first step that had the LoRAs."""
+        if not decision:
+            return
+        for lora in spec.loras:
+            lora.from_step = LoraDecision.FromString(decision).step
