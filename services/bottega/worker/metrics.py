@@ -41,24 +41,9 @@ class _Engine(Collector):
             "Requests in the groups of all turns. Divided by bottega_worker_turns, the mean size of a batch.",
             value=self.beat.steps,
         )
-        yield CounterMetricFamily(
-            "bottega_worker_lora_swaps",
-            "Number of times that LoRAs were added to the UNet's weights or removed from them.",
-            value=self.beat.lora_swaps,
-        )
-        yield GaugeMetricFamily(
-            "bottega_worker_lora_pristine_bytes",
-            "Bytes of the copies from which weights are restored.",
-            value=self.beat.lora_pristine_bytes,
-        )
-        yield GaugeMetricFamily(
-            "bottega_worker_recordings", "Templates recorded for edits.", value=self.beat.recordings
-        )
-        yield GaugeMetricFamily(
-            "bottega_worker_activation_bytes",
-            "Bytes of recorded block outputs of templates.",
-            value=self.beat.activation_bytes,
-        )
+        for metric in self.beat.metrics:
+            family = CounterMetricFamily if metric.counts else GaugeMetricFamily
+            yield family(metric.name, metric.text, value=metric.value)
         counts = CounterMetricFamily(
             "bottega_worker_addon_events", "Events that the engine's add-ons count.", labels=("kind", "event")
         )

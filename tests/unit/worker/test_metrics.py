@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega.errors import JobCancelled
 from bottega.v1.device_pb2 import DeviceMemory
-from bottega.v1.engine_pb2 import EngineBeat, EngineCount
+from bottega.v1.engine_pb2 import EngineBeat, EngineCount, EngineMetric
 from bottega.v1.fleet_pb2 import Acceleration, Activity, StepTime
 from bottega.v1.generation_pb2 import LoraUse, StageTime
 from bottega.worker.metrics import WorkerMetrics
@@ -32,12 +32,22 @@ def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
         [LoraUse(load_s=1.0, wait_s=0.25, patch_s=0.5), LoraUse(load_s=2.0, wait_s=0.25, patch_s=0.5)]
     )
     metrics.observe_loras([])
-    metrics.set_beat(EngineBeat(lora_swaps=3, lora_pristine_bytes=1 << 20))
     read = {what: registry.get_sample_value(f"bottega_worker_lora_{what}_seconds_sum") for what in ("load", "wait")}
     assert read == {"load": 3.0, "wait": 0.25}
     assert registry.get_sample_value("bottega_worker_lora_patch_seconds_count") == 1
+
+
+def test_what_add_ons_measure_is_a_counter_or_a_gauge_of_its_own() -> None:
+    registry = CollectorRegistry()
+    beat = EngineBeat(
+        metrics=[
+            EngineMetric(name="bottega_worker_lora_swaps", text="Swaps.", value=3, counts=True),
+            EngineMetric(name="bottega_worker_recordings", text="Templates.", value=2),
+        ]
+    )
+    WorkerMetrics(registry).set_beat(beat)
     assert registry.get_sample_value("bottega_worker_lora_swaps_total") == 3
-    assert registry.get_sample_value("bottega_worker_lora_pristine_bytes") == 1 << 20
+    assert registry.get_sample_value("bottega_worker_recordings") == 2
 
 
 def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:

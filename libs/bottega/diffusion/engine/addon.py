@@ -25,8 +25,8 @@ from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import MethodNotServed, Unavailable
+from bottega.v1.engine_pb2 import EngineBeat, EngineCount
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.v1.hosted_pb2 import Hosted
 
 if TYPE_CHECKING:
     from bottega.diffusion.acceleration.acceleration import Probe
@@ -249,29 +249,16 @@ class EngineAddOn:
         """
         raise MethodNotServed(f"the add-on of kind {self.kind} answers no questions")
 
-    # What the worker reports of it.
-
-    def hosted(self) -> Sequence[Hosted]:
-        """Return what this process has in memory."""
-        return ()
-
-    @property
-    def switch_s(self) -> float | None:
-        """Seconds to switch weights for all rows; None if the add-on never does."""
-        return None
-
-    @property
-    def open_links(self) -> int:
-        """Number of open links to services."""
-        return 0
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Number of events since the start, by name in snake case."""
-        return {}
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add what the worker reports of the add-on: what it has in memory, counts and measures, and its open links."""
 
     def stop(self) -> None:
         """Close all links, because the process ends. May be called from any thread."""
+
+
+def add_counts(beat: EngineBeat, kind: str, counts: Mapping[str, int]) -> None:
+    """Add an add-on's number of events since the start, by name in snake case."""
+    beat.counts.extend(EngineCount(kind=kind, event=event, count=count) for event, count in counts.items())
 
 
 Parts = Mapping[EngineAddOn, JobAddOn]

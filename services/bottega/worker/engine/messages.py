@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bottega.addons.cache.wire import format_start
 from bottega.addons.controlnets.engine import base_layout
-from bottega.addons.edits.engine.addon import EngineEdits
-from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     CachedStart,
@@ -33,7 +31,6 @@ from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError, MethodNotServed
-from bottega.planning import Shape
 from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS
@@ -165,7 +162,6 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
     """
     engine = runtime.engine
     shares = engine.computed_shares()
-    links = peer_links + sum(addon.open_links for addon in engine.addons)
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         steps=engine.steps,
@@ -184,49 +180,16 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
             for shape, rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
-        hosted=[item for addon in engine.addons for item in addon.hosted()],
-        switch_times=[
-            fleet_pb2.SwitchTime(kind=addon.kind, seconds=addon.switch_s)
-            for addon in engine.addons
-            if addon.switch_s is not None
+        masked_times=[
+            fleet_pb2.MaskedTimes(latent_height=shape[0], latent_width=shape[1], fixed_share=fixed_share)
+            for shape, fixed_share in engine.row_fractions.entries()
         ],
-        counts=[
-            engine_pb2.EngineCount(kind=addon.kind, event=event, count=count)
-            for addon in engine.addons
-            for event, count in addon.counts.items()
-        ],
-        links=link_counts(runtime.counters, open_links=links),
+        links=link_counts(runtime.counters, open_links=peer_links),
         device_memory=device_memory,
     )
     for addon in engine.addons:
-        if isinstance(addon, EngineLoras):
-            beat.lora_swaps, beat.lora_pristine_bytes = addon.weights.swaps, addon.weights.pristine_bytes
-        elif isinstance(addon, EngineEdits):
-            recordings = addon.source.recordings
-            beat.recordings, beat.activation_bytes = (
-                len(recordings),
-                sum(recording.size_bytes for recording in recordings),
-            )
-            _add_masked(beat, engine, addon)
+        addon.fill_beat(beat)
     return engine_pb2.EngineEvent(beat=beat)
-
-
-def _add_masked(beat: engine_pb2.EngineBeat, engine: Engine, edits: EngineEdits) -> None:
-    """Add the times by which the gateway estimates edits."""
-    if edits.unusable:
-        return
-    beat.mask_tokens.token_elements, beat.mask_tokens.margin_tokens = edits.levels.finest, edits.levels.margin
-    masked: dict[Shape, fleet_pb2.MaskedTimes] = {}
-
-    def times_of(shape: Shape) -> fleet_pb2.MaskedTimes:
-        if shape not in masked:
-            masked[shape] = beat.masked_times.add(latent_height=shape[0], latent_width=shape[1])
-        return masked[shape]
-
-    for shape, fixed_share in engine.row_fractions.entries():
-        times_of(shape).fixed_share = fixed_share
-    for shape, rows, seconds in edits.step_table.entries():
-        times_of(shape).planned.add(rows=rows, seconds=seconds)
 
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:

@@ -27,7 +27,7 @@ from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, Late
 from bottega.addons.cache.planning.skip_profile import count_words
 from bottega.addons.cache.wire import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
 from bottega.diffusion.device.device import HostCopy
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import CachedStart, EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
@@ -38,6 +38,7 @@ from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
@@ -88,6 +89,10 @@ class EngineCachedStarts(EngineAddOn):
         - recordings, dropped_recordings: recordings for which there was room, or none
         """
         return self.events
+
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the counts."""
+        add_counts(beat, self.kind, self.counts)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """Set the addresses of the stores."""

@@ -7,6 +7,7 @@ from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.addons.cache.worker.latent_stores import LatentStores
 from bottega.addons.cache.worker.store_link import CacheLinkSettings
 from bottega.addons.interface.engine_context import EngineAddOnContext
+from bottega.v1.engine_pb2 import EngineBeat
 
 
 def create(context: EngineAddOnContext) -> WorkerCachedStarts:
@@ -28,9 +29,9 @@ class WorkerCachedStarts(EngineCachedStarts):
         )
         super().__init__(context.model, self._stores, timeout_s=config.timeout_s)
 
-    @property
-    def open_links(self) -> int:
-        return self._stores.linked
+    def fill_beat(self, beat: EngineBeat) -> None:
+        super().fill_beat(beat)
+        beat.links.open += self._stores.linked
 
     def stop(self) -> None:
         self._stores.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from bottega import kinds
@@ -14,6 +13,7 @@ from bottega.addons.controlnets.worker.server_link import ControlLinkSettings
 from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.diffusion.model.model import Model
 from bottega.model_files.digest import controlnet_digest
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING as LOADING
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
@@ -49,12 +49,10 @@ class WorkerControlNets(EngineControlNets):
         self._remote = remote
         self._local = local
 
-    def hosted(self) -> Sequence[Hosted]:
-        return self._local.report()
-
-    @property
-    def open_links(self) -> int:
-        return len(self._remote.servers)
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the ControlNets of this process, and the links to servers."""
+        beat.hosted.extend(self._local.report())
+        beat.links.open += len(self._remote.servers)
 
     def stop(self) -> None:
         self._remote.stop()

@@ -36,7 +36,7 @@ from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.edits.planning.template_blocks import BlockValue, choose
 from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.diffusion.engine.edit import Edit
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.engine import Engine
@@ -57,6 +57,7 @@ from bottega.v1.activations_pb2 import (
     Template,
     TemplateCall,
 )
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
@@ -140,6 +141,25 @@ class EngineEdits(EngineAddOn):
         ones did without because their activations were late.
         """
         return {**self.source.counts, **self._events}
+
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the counts, the size of the recordings, and the times by which the gateway estimates edits."""
+        add_counts(beat, self.kind, self.counts)
+        recordings = self.source.recordings
+        beat.metrics.add(name="bottega_worker_recordings", text="Templates recorded for edits.", value=len(recordings))
+        beat.metrics.add(
+            name="bottega_worker_activation_bytes",
+            text="Bytes of recorded block outputs of templates.",
+            value=sum(recording.size_bytes for recording in recordings),
+        )
+        if self.unusable:
+            return
+        beat.mask_tokens.token_elements, beat.mask_tokens.margin_tokens = self.levels.finest, self.levels.margin
+        known = {(times.latent_height, times.latent_width): times for times in beat.masked_times}
+        for shape, rows, seconds in self.step_table.entries():
+            if shape not in known:
+                known[shape] = beat.masked_times.add(latent_height=shape[0], latent_width=shape[1])
+            known[shape].planned.add(rows=rows, seconds=seconds)
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """Return the add-on's part of a job, or None if the job neither reads nor records activations.

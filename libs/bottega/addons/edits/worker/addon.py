@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from bottega import kinds
 from bottega.addons.edits.config import EditsConfig
@@ -11,7 +10,8 @@ from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.worker.store_activations import ActivationSettings, StoreActivations
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings
 from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from bottega.v1.engine_pb2 import EngineBeat
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
 
 # The API's bound on reported templates.
 _MAX_HOSTED = 256
@@ -46,18 +46,14 @@ class WorkerEdits(EngineEdits):
             heartbeat=context.heartbeat,
         )
 
-    def hosted(self) -> Sequence[Hosted]:
-        """Return the newest templates that have something in memory, by their sources."""
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the newest templates that have something in memory, by their sources."""
+        super().fill_beat(beat)
         sizes: Counter[str] = Counter()
         for recording in self._stores.recordings:
             if recording.complete and recording.origin:
                 sizes[recording.origin] += recording.held_bytes
         here = [(source, size_bytes) for source, size_bytes in sizes.items() if size_bytes]
-        return [
-            Hosted(kind=kinds.ACTIVATIONS, digest=source, size_bytes=size_bytes, state=HOSTED_STATE_LOADED)
-            for source, size_bytes in here[:_MAX_HOSTED]
-        ]
-
-    @property
-    def open_links(self) -> int:
-        return self._stores.linked
+        for source, size_bytes in here[:_MAX_HOSTED]:
+            beat.hosted.add(kind=kinds.ACTIVATIONS, digest=source, size_bytes=size_bytes, state=HOSTED_STATE_LOADED)
+        beat.links.open += self._stores.linked

@@ -27,7 +27,7 @@ from bottega.addons.loras.engine.probe import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
 from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn, add_counts
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord, LoraRecord
 from bottega.diffusion.engine.forward import RowWeights
@@ -40,6 +40,7 @@ from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.lora_pb2 import LoraDecision
 
@@ -91,14 +92,26 @@ class EngineLoras(EngineAddOn):
         return self.weights
 
     @property
-    def switch_s(self) -> float | None:
-        """Seconds to merge other LoRAs."""
-        return self.weights.swap_s
-
-    @property
     def counts(self) -> Mapping[str, int]:
         """`hits`: LoRAs that this process had when a job requested them. `misses`: LoRAs that a store had to send."""
         return self._events
+
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the counts, and what it takes to merge other LoRAs."""
+        add_counts(beat, self.kind, self.counts)
+        if self.weights.swap_s is not None:
+            beat.switch_times.add(kind=self.kind, seconds=self.weights.swap_s)
+        beat.metrics.add(
+            name="bottega_worker_lora_swaps",
+            text="Number of times that LoRAs were added to the UNet's weights or removed from them.",
+            value=self.weights.swaps,
+            counts=True,
+        )
+        beat.metrics.add(
+            name="bottega_worker_lora_pristine_bytes",
+            text="Bytes of the copies from which weights are restored.",
+            value=self.weights.pristine_bytes,
+        )
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """Set the LoRA stores that are in the fleet now."""

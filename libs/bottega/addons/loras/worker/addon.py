@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bottega import kinds
 from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.worker.cache import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
+from bottega.v1.engine_pb2 import EngineBeat
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
 # Share of the memory that the model and earlier add-ons leave; the rest is for forward passes.
 _MEMORY_SHARE = 0.25
@@ -51,20 +50,14 @@ class WorkerLoras(EngineLoras):
             timeout_s=config.timeout_s,
         )
 
-    def hosted(self) -> Sequence[Hosted]:
-        """Return the newest LoRAs in memory, and those in the weights."""
-        here = self._cache.resident[-_MAX_HOSTED:]
-        return [
-            *(Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED) for digest in here),
-            *(
-                Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_APPLIED, scale=scale)
-                for digest, scale in self.weights.patched_key
-            ),
-        ]
-
-    @property
-    def open_links(self) -> int:
-        return self._cache.linked
+    def fill_beat(self, beat: EngineBeat) -> None:
+        """Add the newest LoRAs in memory, and those in the weights."""
+        super().fill_beat(beat)
+        for digest in self._cache.resident[-_MAX_HOSTED:]:
+            beat.hosted.add(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED)
+        for digest, scale in self.weights.patched_key:
+            beat.hosted.add(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_APPLIED, scale=scale)
+        beat.links.open += self._cache.linked
 
     def stop(self) -> None:
         self._cache.stop()
