@@ -41,7 +41,7 @@ _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """The worker that drew an image, as its provenance and its text name it."""
+    """The worker that drew an image, as its provenance and its text name it, and what completes their parameters."""
 
     worker: str
     """Name of the worker."""
@@ -49,6 +49,8 @@ class PictureOrigin:
     """Version of the suite."""
     model_hash: str
     """Hash of the model's weights and configuration, hex."""
+    addons: Sequence[FrontAddOn] = ()
+    """Add-ons of the front, which write the attempt's decisions into parameters."""
 
 
 class AttemptTrace:
@@ -90,7 +92,6 @@ class AttemptRunner:
 
     Args:
         request: Checked, without its large fields. The runner changes it.
-        addons: Add-ons of the front, which write the attempt's decisions into parameters.
         on_end: Called once, when the attempt has ended.
     """
 
@@ -104,7 +105,6 @@ class AttemptRunner:
         images: ImageCodec,
         metrics: WorkerMetrics,
         origin: PictureOrigin,
-        addons: Sequence[FrontAddOn],
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
@@ -114,7 +114,6 @@ class AttemptRunner:
         self._images = images
         self._metrics = metrics
         self._origin = origin
-        self._addons = addons
         self._on_end = on_end
         self._began_s = time.monotonic()
         self._facts = _facts(request)
@@ -271,7 +270,7 @@ class AttemptRunner:
         decisions = (self.attempt.decisions or self._request.decisions).by_kind
         spec = GenerationSpec()
         spec.CopyFrom(self._request.spec)
-        for addon in self._addons:
+        for addon in self._origin.addons:
             addon.pin(spec, index, self._request, decisions.get(addon.kind, b""))
         return spec
 

@@ -325,8 +325,7 @@ class Worker:
             engine=self.engine,
             images=ImageCodec(self._pool, share),
             metrics=self._metrics,
-            origin=PictureOrigin(worker=self.name, version=self._version, model_hash=model_hash),
-            addons=self._addons,
+            origin=PictureOrigin(worker=self.name, version=self._version, model_hash=model_hash, addons=self._addons),
             on_end=self._on_ended,
         )
         return runner
