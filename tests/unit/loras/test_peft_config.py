@@ -104,6 +104,21 @@ def test_what_a_refusal_repeats_is_plain_text() -> None:
         assert refusal.value.message.isprintable()
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"\xff\xfe\x00", "it is not text in UTF-8"),
+        (b'{"r": 4,\n}', "it is not JSON: line 2, column 1"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "it has a number with too many digits"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_refused_in_plain_words(text: bytes, reason: str) -> None:
+    with pytest.raises(BadLora) as refusal:
+        read_adapter_config(text)
+    assert refusal.value.message == f"adapter_config.json cannot be used: {reason}"
+
+
 def test_keys_are_counted() -> None:
     most = {f"block.{number}": 1.0 for number in range(MAX_PATTERNS)}
     _in_a_configuration(most)

@@ -165,10 +165,7 @@ class _Fields:
 
 def read_adapter_config(text: bytes) -> AdapterConfig:
     """Return PEFT's configuration in adapter_config.json. Raises BadLora if it is invalid or not supported."""
-    try:
-        return _served(json.loads(text), _ADAPTER_CONFIG)
-    except (ValueError, RecursionError) as error:
-        raise BadLora(f"{_ADAPTER_CONFIG} cannot be used: {excerpt(str(error), 200)}") from None
+    return _served(_parsed(text, _ADAPTER_CONFIG), _ADAPTER_CONFIG)
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
@@ -179,11 +176,22 @@ def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
     if _METADATA not in metadata:
         return {}
     where = f"the file's {_METADATA}"
-    try:
-        fields = json.loads(metadata[_METADATA])
-    except (ValueError, RecursionError) as error:
-        raise BadLora(f"{where} cannot be used: {excerpt(str(error), 200)}") from None
+    fields = _parsed(metadata[_METADATA], where)
     return {component: _served(values, where) for component, values in _by_component(fields, where).items()}
+
+
+def _parsed(text: bytes | str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError:
+        reason = "it is not text in UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON: line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError:
+        reason = "it has a number with too many digits"
+    raise BadLora(f"{where} cannot be used: {reason}")
 
 
 def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
