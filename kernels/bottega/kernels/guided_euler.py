@@ -85,9 +85,20 @@ def guided_euler(
     velocity: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the next latent and the estimate, in `out` if given.
+    """Apply guidance and one Euler step.
 
-    `sigma` is above 0. With `velocity`, the model predicts velocity, else noise.
+    Args:
+        conditional: The model's output for the prompt.
+        unconditional: The model's output for the negative prompt; None without guidance.
+        latent: The latent before the step.
+        scale: Guidance scale.
+        sigma: Noise level before the step, above 0.
+        next_sigma: Noise level after the step.
+        velocity: Whether the model predicts velocity instead of noise.
+        out: Tensors that receive the two results; None allocates them.
+
+    Returns:
+        The latent after the step, and the estimate of the finished latent.
     """
     _, channels, height, width = latent.shape
     following, estimate = out or (

@@ -296,12 +296,12 @@ class BlobRecords:
 
 
 def shared_digest(value: bytes) -> str:
-    """Return the digest of a shared value."""
+    """Return the SHA-256 of a value in hex: the key under which records that contain the same value share one copy."""
     return hashlib.sha256(value).hexdigest()
 
 
 def shared_by_digest(values: Iterable[bytes]) -> dict[str, bytes]:
-    """Return shared values by digest."""
+    """Return the values without duplicates, by their `shared_digest`."""
     return {shared_digest(value): value for value in set(values)}
 
 

@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def confine(*, writes: bool) -> None:
-    """Confine this process and its children for good.
+    """Take away network access and most system calls from this process and its children. It cannot be undone.
 
     Args:
         writes: Whether it may write to files.
@@ -92,7 +92,10 @@ def confine(*, writes: bool) -> None:
 
 
 def restrict_calls(*, writes: bool) -> bool:
-    """Restrict this process with all its threads for good; return False if that is impossible.
+    """Restrict the system calls of this process and all its threads. It cannot be undone.
+
+    Returns:
+        False if the machine has no libseccomp for Python, or no support for filters.
 
     Args:
         writes: Whether it may write to files.

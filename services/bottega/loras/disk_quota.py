@@ -41,7 +41,7 @@ class DiskQuota:
 
     Args:
         budget_bytes: Upper bound on the store's files, with reservations.
-        min_free_bytes: Space of the disk that stays free for others; a twentieth of a disk of less than 20 times that.
+        min_free_bytes: Free space that is left to other programs, but no more than 5 % of the disk.
         kept_bytes: Returns the size of the files that the store keeps.
     """
 

@@ -112,19 +112,19 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerationTrial:
-    """A way to compute the same faster, as a worker's self-check found it on its device."""
+    """The result of trying one optional acceleration on a worker's device, when the worker started."""
 
     name: str
     kept: bool
     """Whether the worker uses it."""
     speedup: float
-    """Plain time over its own; 0 if it was not timed."""
+    """Time without the acceleration divided by time with it; 0 if it was not timed."""
     difference: float
-    """Largest difference of its results, as a share of the largest value; 0 if they were not compared."""
+    """Largest difference from the plain results, as a share of their largest value; 0 if they were not compared."""
     tolerance: float
     """Largest difference that is allowed."""
     reason: str
-    """Why it is off; empty if it is kept."""
+    """Why the worker does not use it; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

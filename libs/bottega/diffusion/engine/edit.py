@@ -23,7 +23,7 @@ of the edit before which the latent is put back.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
-    """The inputs of one image's edit."""
+    """An edit of one image: the region under a mask is generated anew, and everything else stays as it was."""
 
     image_latent: Tensor
     """The latent of the whole image, [1, channels, height, width], in the backbone's scale."""
@@ -56,7 +56,7 @@ class Edit:
         return self._outside(sampler.add_noise(self.image_latent, self.noise, step), latent)
 
     def paste(self, latent: Tensor) -> Tensor:
-        """Put a latent without noise into the image."""
+        """Return the image's latent with the masked region replaced by that of `latent`. Both are free of noise."""
         return self._outside(self.image_latent, latent)
 
     def _outside(self, image: Tensor, drawn: Tensor) -> Tensor:

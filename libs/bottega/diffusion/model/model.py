@@ -139,7 +139,9 @@ class Model:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device that `auto`, `cpu`, `cuda` or `cuda:N` names; a GPU has its index.
+    """Return the torch device for a configured name: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the first GPU if there is one, else the CPU. `cuda` is the first GPU, and is returned as `cuda:0`.
 
     Raises:
         ValueError: The device is not supported, or does not exist.

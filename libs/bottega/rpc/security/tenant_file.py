@@ -65,7 +65,7 @@ class TenantKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A tenant."""
+    """A customer of the suite: a name, its API keys, its share of the workers, and its permissions and quotas."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

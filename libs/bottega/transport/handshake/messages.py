@@ -58,7 +58,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeRequest:
-    """The claim of the connecting end, not to be trusted before its proof."""
+    """The decoded first message of a connection. Its fields are not trusted until the sender has proved its token."""
 
     backend: Backend
     direction: Direction
@@ -70,7 +70,7 @@ class HandshakeRequest:
     encoded: bytes
     """The request as it was sent."""
     answer: bytes = b""
-    """The challenge that answered it."""
+    """The challenge that the listener sent in reply; empty until then."""
 
 
 def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits, *, sealed: bool) -> bytes:

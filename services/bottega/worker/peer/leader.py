@@ -38,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLinkSettings(LinkClientSettings):
-    """The settings of the link to a peer. A living peer receives a message at once; it may be away for long."""
+    """The settings of the link to a peer.
+
+    Sending fails after `send_s`, because a running peer receives messages at once. Attempts to reconnect go on every
+    `retry_s`, because a stopped peer may stay away for long.
+    """
 
     limits: Limits = field(default_factory=lambda: Limits(slots=4, slot_bytes=1 << 30))
     send_s: float | None = 1.0
@@ -47,7 +51,10 @@ class PeerLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _FollowerState:
-    """The state of one link."""
+    """The leader's view of its follower over one link: the jobs sent to it, and the step that it computes.
+
+    A reopened link starts with a new state.
+    """
 
     connection: Connection
     remote_jobs: dict[RemoteJob, int] = field(default_factory=dict)

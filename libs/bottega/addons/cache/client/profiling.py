@@ -51,7 +51,7 @@ class CacheMeasurement:
     clip: Path | None = None
     """Folder of a CLIP model that scores the pictures; None for the embedded model's oracle."""
     draws: int = 2
-    """Draws of each pair, each with a seed of its own."""
+    """How often each pair of prompts is generated, every time with another seed."""
     num_inference_steps: int | None = None
     """Steps of each picture; None for the model's default."""
     model: str | None = None

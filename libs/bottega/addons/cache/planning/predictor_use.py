@@ -1,7 +1,7 @@
-"""Decides whether a match predictor pays: the look-ups that it saves against the hits that it loses. Plain Python.
+"""Decides whether a match predictor saves more time in searches than it costs in lost hits. Plain Python.
 
 A match predictor predicts whether a search of an index will find anything. A correctly predicted miss saves a search. A
-wrongly predicted miss loses a hit, whose steps are then computed in vain.
+wrongly predicted miss loses a hit: the request computes the steps that the hit would have saved.
 Source: Nirvana (NSDI'24), section 5.2. The paper always uses its predictor; the rule here is ours.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 HALF_LIFE = 1000
-"""Number of look-ups in which a measurement loses half of its weight."""
+"""Number of look-ups after which a measurement has half of its weight."""
 
 PROBE_EVERY = 20
 """Of the look-ups that the predictor would skip, one in this many is made, to check whether it is right."""
@@ -38,12 +38,12 @@ class PredictorRates:
 
     @property
     def gain_s(self) -> float:
-        """Seconds per question that the predictor saves in searches."""
+        """Seconds per request that the predictor saves, because predicted misses are not searched for."""
         return (1.0 - self.hit_rate) * self.specificity * self.lookup_s
 
     @property
     def loss_s(self) -> float:
-        """Seconds per question that it loses in hits."""
+        """Seconds per request that the predictor loses, because some hits are mispredicted as misses."""
         return self.hit_rate * (1.0 - self.recall) * self.saved_s
 
     @property
@@ -56,9 +56,10 @@ class PredictorRates:
 class PredictorSwitch:
     """A switch that turns the predictor on while it pays, and measures it in both states. Not thread-safe.
 
-    For each question, call `weight(predicted_hit)`. If it is 0, answer with a miss without a search; otherwise search,
-    and call `record(weight, ...)`. While off, every question is searched. While on, predicted hits are searched, and
-    one in PROBE_EVERY of the others, which then counts for all of them, so that the rates stay unbiased.
+    For each request, call `weight(predicted_hit)`. If it is 0, answer with a miss without a search; otherwise search,
+    and call `record(weight, ...)`. While the switch is off, every request is searched for. While it is on, predicted
+    hits are searched for, and so is one in PROBE_EVERY of the predicted misses. That one counts for all of them, which
+    keeps the rates unbiased.
     """
 
     half_life: float = HALF_LIFE

@@ -1,4 +1,4 @@
-"""The sessions of requests with ControlNets, wherever those run: servers that were tried, and their answers.
+"""The sessions of requests with ControlNets, local or on servers: which servers were tried, and what they answered.
 
 Only the engine's thread uses them.
 """
@@ -25,12 +25,12 @@ class SessionLease:
     sessions: Sequence[PlacedSession]
     answer: LeaseStatus = field(default_factory=LeaseStatus)
     opened: bool = False
-    """Whether the sessions know that the server has opened it."""
+    """Whether the sessions were told that the server has opened them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """The place of one row's residuals of one step, which are here or will come."""
+    """Where the residuals of one row and step are, once the server has sent them."""
 
     step: int
     result: StepResult
@@ -40,7 +40,10 @@ class _Answer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Answers:
-    """The answers for one half of one image: to the newest request, and to the one before it."""
+    """The residuals that a server sent, or will send, for one row: for the newest step and for the step before.
+
+    A row is one half, conditional or unconditional, of one image.
+    """
 
     newest: _Answer | None = None
     before: _Answer | None = None
@@ -48,7 +51,7 @@ class _Answers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PlacedSession:
-    """A session: the use of one ControlNet by one request, wherever that runs. The engine holds it as a handle."""
+    """The use of one ControlNet by one request, in this process or on a server. The engine holds it as a handle."""
 
     control: ControlInput
     number: int = 0
@@ -59,9 +62,9 @@ class PlacedSession:
     local: Hashable | None = None
     """Handle where the ControlNet runs in this process."""
     error: BottegaError | None = None
-    """Why no server runs it any more."""
+    """Why no server can run it any more; None while one can."""
     pipelined: bool = False
-    """Whether steps go on with the residuals of the step before."""
+    """Whether a step may use the residuals of the previous step instead of waiting for its own."""
     waited_s: float = 0.0
     """Seconds that forward passes waited for it."""
     ran: list[str] = field(default_factory=list)

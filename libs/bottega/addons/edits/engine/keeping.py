@@ -46,13 +46,16 @@ class _Picture:
     """Records the image's activations; None if they are not recorded."""
 
     def row(self, half: Half) -> EditActivations | None:
-        """Keep the current latent, and return the activations of a row of the next step. A retry asks again."""
+        """Return the recorder's hook for one row of the next step, None without a recorder, and keep the latent.
+
+        A step that is retried may call this again.
+        """
         self.keep_latent()
         return self.recorder.row(half) if self.recorder is not None else None
 
     @property
     def next_share(self) -> float:
-        """Share of the tokens that the next step computes: all."""
+        """Share of the tokens that the next step computes; always 1, because a generation computes all of them."""
         return 1.0
 
     def keep_latent(self) -> None:
@@ -64,7 +67,7 @@ class _Picture:
             self.latents[request.step] = self.device.to_host(request.latent[0])
 
     def kept(self) -> KeptLatents | None:
-        """Return the finished picture's latents; None if some of its steps ran elsewhere: edits need them all."""
+        """Return the finished picture's latents. Return None if another worker ran some steps: edits need all."""
         request = self.request
         self.keep_latent()
         steps = range(request.begin, request.end + 1)
@@ -81,7 +84,7 @@ class _Picture:
 def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
     """Return the part of a job that keeps latents, or None if they would be too large.
 
-    Recordings of a picture are found by the name that its kept latents carry, so that nothing is recorded without them.
+    Without kept latents, activations are not recorded either: edits find a recording by the name of the latents.
     """
     spec = order.spec
     if not are_too_large(addon.model, spec):

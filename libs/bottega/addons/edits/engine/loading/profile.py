@@ -32,7 +32,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 SHARES = (0.05, 0.2, 0.4)
-"""Measured shares of the tokens, each a square in the middle of the picture."""
+"""Shares of the tokens for which blocks are timed. Each is a square in the middle of the picture."""
 
 # Repetitions of each forward, after a warm-up; each block's median counts. A slow device stops after `_ENOUGH_S`.
 _FORWARDS = 7
@@ -71,7 +71,7 @@ def measure_blocks(
 
 
 class _Clock:
-    """RecordedActivations that times the blocks of the row that reads them."""
+    """RecordedActivations that measure the time of each block, by noting when the forward first reads its outputs."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Clock:
         return self._outputs.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Do nothing."""
+        """Ignore the output: a timed forward records nothing."""
 
 
 class _TimedMaps:

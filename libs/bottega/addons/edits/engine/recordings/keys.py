@@ -1,4 +1,4 @@
-"""The keys by which recordings and their steps are found, and which steps of a request cannot be reused."""
+"""The keys of recordings and of their steps, and the rules by which a step can be neither recorded nor reused."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class RecordingKey:
     model_hash: str
     dtype: str
     template: str
-    """Digest of the pixels as drawn, crop included, in hex; or the name that a generation gave its latents."""
+    """Identifies the edited image: digest of its pixels after cropping, in hex, or the name of kept latents."""
     weights: SetKey = ()
     """Digests and scales of the LoRAs."""
     controls: tuple[RecordedControl, ...] = ()
     tenant: str = ""
-    """The owner; empty if the gateway names none."""
+    """Tenant that owns the recording; empty if the gateway has no tenants."""
 
     @property
     def digest(self) -> str:
@@ -68,7 +68,7 @@ class StepKey:
     """See `Sampler`. One timestep may have several noise levels, even within one schedule."""
     half: Half
     controls: tuple[int, ...] = ()
-    """Places of the ControlNets that are active in it."""
+    """Indexes in the request of the ControlNets that are active in this step."""
 
 
 def prompt_of(spec: ResolvedSpec, half: Half) -> str:
@@ -80,7 +80,7 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
 
 
 def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
-    """Return the key of the step in `turn` turns; 0 is the next one."""
+    """Return the key of the step that is `turn` steps ahead; 0 is the next step."""
     spec, step = request.spec, request.step + turn
     active = []
     for place, control in enumerate(spec.controlnets):
@@ -92,7 +92,7 @@ def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
 
 
 def rounded(noise_level: float) -> float:
-    """Round a noise level as keys do."""
+    """Round a noise level to the precision that keys have."""
     return float(f"{noise_level:.{_DIGITS}g}")
 
 
@@ -102,9 +102,13 @@ def lacks_loras(request: Request) -> bool:
 
 
 def begins_with_noise(request: Request, turn: int = 0) -> bool:
-    """Return whether the latent before the step in `turn` turns is pure noise; see `Edit.start`.
+    """Return whether a step starts from pure noise; see `Edit.start`.
 
-    Other edits make steps with the same key from the template.
+    Such a step is neither recorded nor read from a recording: an edit at a lower strength has a step with the same key
+    whose latent contains the template.
+
+    Args:
+        turn: Number of steps ahead; 0 is the next step.
     """
     edit = request.edit
     full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0

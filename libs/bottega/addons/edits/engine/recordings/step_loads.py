@@ -37,7 +37,7 @@ class StepLoadCounts:
     waits: list[LoadWait] = field(default_factory=list)
     """The waits that were not mere look-ups."""
     came: list[LoadTime] = field(default_factory=list)
-    """The loads that ended."""
+    """Times of the loads whose data arrived."""
 
     def add(self, other: StepLoadCounts) -> None:
         self.loaded += other.loaded
