@@ -139,7 +139,7 @@ class _Moment(click.ParamType[datetime]):
     "--state", "states", type=click.Choice(_STATES), multiple=True, help="Only jobs in this state; repeatable."
 )
 @click.option("--since", type=_Moment(), help="Only newer jobs: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30.")
-@click.option("--until", type=_Moment(), help="Only older jobs; the same formats.")
+@click.option("--until", type=_Moment(), help="Only jobs older than this time, in the formats of --since.")
 @click.option(
     "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Largest number of jobs."
 )

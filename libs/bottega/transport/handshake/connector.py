@@ -181,7 +181,7 @@ def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) ->
     if devices is None:
         raise PeerDead("this process has no device to link")
     if offer.device is None:
-        raise PeerDead("the listener has no device, or links none")
+        raise PeerDead("the listener has no device, or is configured without device links")
     if why := devices.misfit(backend, offer.device):
         raise PeerDead(why)
     endpoint = offer.memfd

@@ -86,7 +86,7 @@ def to_recording(
 def check_key(key: str) -> None:
     """Raise ValueError if it is not a key."""
     if not _KEY.fullmatch(key):
-        raise ValueError("the key of a cached latent has 64 hex digits")
+        raise ValueError("the key of a cached latent must have 64 hex digits")
 
 
 def checked_embedding(embedding: Vector) -> Vector:

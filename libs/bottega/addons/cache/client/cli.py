@@ -309,7 +309,8 @@ PART = GenerationPart(
             "--cache-entry",
             type=StartType(),
             metavar="ENTRY@STEP",
-            help="Start from this cached latent, which an earlier picture printed; its seed draws that picture again.",
+            help="Start from this cached latent, as the output of an earlier generation names it. With the same seed, "
+            "the result is the same picture.",
         ),
         _IDENTICAL,
     ),

@@ -113,7 +113,7 @@ class SectionChunks:
         self._tensors = [memoryview(tensor).cast("B") for tensor in tensors]
         self._pieces = SectionPieces(layout)
         if [len(data) for data in self._tensors] != [tensor.size_bytes for tensor in layout.tensors]:
-            raise ValueError("a section has other bytes than its tensors' shapes say")
+            raise ValueError("the sizes of a section's tensors do not match its layout")
 
     @property
     def done(self) -> bool:
