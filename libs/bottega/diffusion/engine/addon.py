@@ -2,13 +2,13 @@
 
 The engine has a list of add-ons and names none of them. An add-on gives each job that needs it a part:
 
-    submitted      EngineAddOn.open            requests what takes time; refuses what can never be served
+    submitted      EngineAddOn.open            starts loading data; refuses jobs that can never be served
     encoding       JobAddOn.prompt_ready       whether the prompt can be encoded
                    EngineAddOn.before_prompt   prepares the text encoders for the job
     encoded        JobAddOn.attach             gives the job's requests what they need
     before a turn  JobAddOn.update             takes what has arrived
                    JobAddOn.blocks             whether a request must wait before its next step
-                   JobAddOn.decision           what a later attempt has to repeat
+                   JobAddOn.decision           a choice that later attempts have to repeat
     each turn      EngineAddOn.before_group, backbone_for, after_forward or after_masked_forward
                    JobAddOn.after_forward, after_step
     decoded        JobAddOn.after_decode, keep
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 
 class JobAddOn:
-    """An add-on's part of one job. Methods that are not overridden do nothing."""
+    """The state and hooks of an add-on for one job. Methods that are not overridden do nothing."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something that the job may have to wait for has not arrived."""
+        """Whether the job may have to wait for data that has not arrived."""
         return False
 
     @property
@@ -90,24 +90,24 @@ class JobAddOn:
 
     @property
     def decision(self) -> bytes | None:
-        """The add-on's decision that later attempts must repeat to draw the same picture, as a message of its own kind.
+        """The choice of this add-on that later attempts must repeat to draw the same picture, as a serialized message.
 
         None until it has decided anything. Later attempts find it in `EngineJob.pinned`.
         """
         return None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Learn that a step of the job ran in this forward. Return for how many seconds it waited for the add-on."""
+        """Note that a step of the job ran in this forward. Return the seconds that it waited for the add-on."""
         return 0.0
 
     def after_step(self, request: Request) -> None:
-        """Learn that a request of the job has made a step."""
+        """Note that a request of the job has made a step."""
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """Learn that an image is finished. `pixels` is uint8 [height, width, 3] and must not be changed."""
+        """Note that an image is finished. `pixels` is uint8 [height, width, 3] and must not be changed."""
 
     def keep(self, index: int) -> bytes | None:
-        """Return data to keep with the job for an image that was handed out; None for nothing."""
+        """Return data to store with the job for an image that was emitted; None for none."""
         return None
 
     def offload(self) -> OffloadedPart | None:
@@ -128,11 +128,11 @@ class JobAddOn:
         return ()
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Return the record of the job with this add-on's part in it."""
+        """Return a copy of the job's record that includes this add-on's facts."""
         return record
 
     def finish(self, record: EngineRecord) -> None:
-        """Learn that all images were handed out and the job was reported as finished, with this complete record."""
+        """Note that all images were emitted and the job was reported as finished, with this complete record."""
 
     def close(self) -> None:
         """Release everything. Called at the end of every job, at least once."""
@@ -155,7 +155,7 @@ class RemoteAddOn(Protocol):
 
 
 class EngineAddOn:
-    """A feature beside the plain model. Methods that are not overridden do nothing."""
+    """A feature that extends the plain model, such as LoRAs. Methods that are not overridden do nothing."""
 
     kind: ClassVar[str]
     """Key of its data in orders and decisions; also the kind of the services that it uses."""
@@ -219,15 +219,15 @@ class EngineAddOn:
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learn the time of a forward of fully computed rows. Return whether as many plain rows take as long.
+        """Note the time of a forward of fully computed rows. Return whether plain rows would have taken as long.
 
         Args:
-            plain_s: Seconds that as many plain rows are known to take; None if unknown.
+            plain_s: Measured seconds of a forward of the same number of plain rows; None if not measured.
         """
         return True
 
     def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn the time of a forward with rows that are partly computed, or recorded."""
+        """Note the time of a forward with rows that are partly computed, or recorded."""
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """Take the measurements that the add-on needs, before the engine serves.
@@ -242,7 +242,7 @@ class EngineAddOn:
         return {}
 
     def answer(self, question: bytes, engine: Engine) -> bytes:
-        """Return the answer to a question of the add-on's part in the worker's front, both as messages of their own.
+        """Answer a query from the add-on's part in the worker's front process. Both are serialized messages.
 
         Raises:
             BottegaError: The add-on refuses.
@@ -250,14 +250,14 @@ class EngineAddOn:
         raise MethodNotServed(f"the add-on of kind {self.kind} answers no questions")
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add what the worker reports of the add-on: what it has in memory, counts and measures, and its open links."""
+        """Add the add-on's state to the worker's report: data in memory, counts, measured times, open links."""
 
     def stop(self) -> None:
         """Close all links, because the process ends. May be called from any thread."""
 
 
 def add_counts(beat: EngineBeat, kind: str, counts: Mapping[str, int]) -> None:
-    """Add an add-on's number of events since the start, by name in snake case."""
+    """Add an add-on's event counts since the start to the report. Names are in snake case."""
     beat.counts.extend(EngineCount(kind=kind, event=event, count=count) for event, count in counts.items())
 
 

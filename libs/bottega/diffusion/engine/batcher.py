@@ -1,18 +1,19 @@
 """Chooses which requests share the next turn, and bounds how long a request may be passed over.
 
-The tenant that has used least of the device for its weight leads the turn, in seconds (bottega.fair_order). Of its
-requests the oldest leads, and the turn is as wide as pays off by the measured step times. A request may be passed over
-for a bounded number of its tenant's turns. If step times are outdated, one turn is made wider to measure them again.
+Each turn belongs to the tenant that has used the fewest device seconds for its weight (bottega.fair_order). The oldest
+request of that tenant decides which group runs. The turn has as many requests as are worth it by the measured step
+times. A request may be passed over for a bounded number of its tenant's turns. If step times are outdated, one turn is
+made wider to measure them again.
 
 A turn is charged to the tenants of its requests when it begins, by the measured step times. The charge is corrected
 when the time of the turn is known (`settle`).
 
-Requests of other tenants that compute the same share the turn. A tenant that arrives and is behind, because it asked
-for little, has turns of its own for a while: shared turns would take as long as those of the others.
+Requests of other tenants with the same group key share the turn. A tenant that has just arrived and has used little of
+the device gets turns of its own for a while, because shared turns would take as long as those of the others.
 
-A turn that is much longer than those of another tenant delays that tenant if it comes meanwhile. Such turns are kept
-short while the other tenant is here or is expected back. It is expected for about twice the time that it last stayed
-away, and only for a moment after its first visit.
+A tenant that arrives during another's turn has to wait for its end. So turns that are much longer than those of another
+tenant are kept short, while that tenant has requests here or is expected back. A tenant is expected back for about
+twice as long as it last stayed away, and only briefly after its first visit.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ Request = TypeVar("Request", bound=BatchCandidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTurn(Generic[Request]):
-    """A turn: its requests, and what their tenants were charged."""
+    """A turn: its requests, and the seconds charged to their tenants."""
 
     requests: list[Request]
     """Empty if no request was ready."""
@@ -85,19 +86,20 @@ class BatchTurn(Generic[Request]):
     charged_s: Sequence[float] = ()
     """Seconds of the device that were charged for each request."""
     splits: bool = False
-    """Whether the rows of its only request should be predicted in two turns: one would delay another tenant."""
+    """Whether to predict the rows of its only request in two turns, because one long turn would delay another tenant.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class _Visitor:
-    """A tenant that had a turn, and is here or may come back. Times are in seconds of turns since the start."""
+    """A tenant that had a turn, and has requests here or may come back. Time counts only seconds of turns."""
 
     last_s: float
     """End of its last turn."""
     turn_s: float
     """Expected length of its last turn."""
     return_s: float = _FIRST_RETURN_S
-    """How long it is expected back after its last turn."""
+    """Seconds after its last turn for which it is expected back."""
 
     def come_back(self, now_s: float) -> None:
         """Expect the tenant for twice as long as it stayed away this time, but at least half as long as before."""
@@ -172,7 +174,7 @@ class Batcher(Generic[Request]):
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
-        """Remove a request, done or not, if it is here."""
+        """Remove a request, done or not. Do nothing if it is unknown."""
         slot = self._slots.pop(request, None)
         if slot is not None:
             if all(other.share.tenant != slot.share.tenant for other in self._slots.values()):
@@ -189,7 +191,7 @@ class Batcher(Generic[Request]):
         return request in self._slots
 
     def regroup(self) -> None:
-        """Choose groups again, because the keys of requests have changed."""
+        """Group the requests again, because their group keys have changed."""
         self._admitted, self._widths, self._trials = [], {}, {}
         self._planned_at = -_REPLAN_TURNS
 
@@ -199,7 +201,7 @@ class Batcher(Generic[Request]):
         self._planned_at = -_REPLAN_TURNS
 
     def set_backlog(self, backlog: int) -> None:
-        """Set how many requests wait elsewhere and will come when there is room."""
+        """Set the number of requests that wait outside the batcher and will be added when there is room."""
         self._backlog = min(backlog, MAX_BACKLOG)
 
     def next_turn(self) -> BatchTurn[Request]:
@@ -275,7 +277,7 @@ class Batcher(Generic[Request]):
                 slot.admitted, slot.turn = True, self._turns_of[slot.share.tenant]
 
     def _least_row_s(self) -> float:
-        """Return the seconds of a row of the cheapest requests that are here."""
+        """Return the seconds per row of the cheapest requests in the batcher."""
         shapes = {(_shape(slot.request), slot.rows) for slot in self._slots.values()}
         return min((self._seconds(shape, rows) / rows for shape, rows in shapes), default=0.0)
 
@@ -311,7 +313,7 @@ class Batcher(Generic[Request]):
         return self._seconds(_shape(slot.request), self._work(slot.request).rows * self._widths[slot.group])
 
     def _shortened(self, members: list[_Slot[Request]]) -> list[_Slot[Request]]:
-        """Return as many of a turn's requests, at least one, as delay no other tenant for long."""
+        """Return the first of a turn's requests, at least one, as many as do not delay another tenant for long."""
         count = len(members)
         while count > 1 and self._delays_another(members[0].share.tenant, self._seconds_of(members[:count])):
             count -= 1
@@ -343,7 +345,7 @@ class Batcher(Generic[Request]):
         return self._seconds(_shape(members[0].request), sum(self._work(slot.request).rows for slot in members))
 
     def _charged(self, members: Sequence[_Slot[Request]]) -> BatchTurn[Request]:
-        """Charge a turn that begins to the tenants of its requests, by their rows."""
+        """Charge a turn that begins to the tenants of its requests, in proportion to their rows."""
         rows = [self._work(slot.request).rows for slot in members]
         row_s = self._seconds(_shape(members[0].request), sum(rows)) / sum(rows)
         for slot, count in zip(members, rows, strict=True):
@@ -358,7 +360,7 @@ class Batcher(Generic[Request]):
         )
 
     def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
-        """Return how many requests of a group should share one turn to measure its outdated time; 0 for no trial.
+        """Return the number of requests for a wider turn that measures an outdated step time; 0 for no such turn.
 
         Only turns of plain rows measure step times.
         """

@@ -1,4 +1,4 @@
-"""The state of a job between two steps as bytes, from which another engine can go on: safetensors with a JSON header.
+"""Checkpoints: the state of a job between two steps, from which another engine can continue, as safetensors.
 
 This module does not know when checkpoints are made or where they are kept.
 """
@@ -37,7 +37,7 @@ _SHARED = "shared_in_half_precision"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedJob:
-    """The state of a job that another engine needs to go on with it, besides its spec."""
+    """The state of a job that another engine needs to continue it, besides its spec."""
 
     images: Sequence[RequestState]
     """States of its images, in order."""
@@ -47,7 +47,10 @@ class SavedJob:
 
 
 class JobCopy:
-    """A copy of a job's state on its way to the host. Later steps do not change it, because they make new tensors."""
+    """A copy of a job's state that is being transferred to the host.
+
+    Later steps make new tensors and do not change it.
+    """
 
     def __init__(self, device: Device, job: SavedJob) -> None:
         self._job = job
@@ -55,7 +58,7 @@ class JobCopy:
 
     @property
     def ready(self) -> bool:
-        """Whether all of it has arrived. Never waits."""
+        """Whether all tensors have arrived on the host. Never waits."""
         return all(copy.ready for copies in self._copies for copy in copies.values())
 
     def take(self) -> SavedJob:
@@ -142,7 +145,7 @@ def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
 
 
 def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Return the digest of header and tensors. Safetensors itself notices no change in a tensor."""
+    """Return the digest of header and tensors. Safetensors has no checksums of tensors."""
     total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())

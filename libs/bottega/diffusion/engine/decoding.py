@@ -1,4 +1,4 @@
-"""The last stage of an image. Its decoding is enqueued beside the steps of other images, and collected later.
+"""The last stage of an image: decoding, which runs beside the steps of other images and is collected later.
 
 One image is decoded at a time, in a stream of its own. On a CPU the pixels exist when it has been enqueued.
 """

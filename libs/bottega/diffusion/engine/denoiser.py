@@ -44,7 +44,7 @@ class Denoiser:
     """Predicts the noise of groups of rows.
 
     Args:
-        network: What forwards run on.
+        network: The blocks, LoRA weights and residuals that forwards use.
         addons: Add-ons that learn from the time of each forward.
         memory: Memory of the device.
         decoded_area: Returns how many elements of a latent of a given area are decoded at once.
@@ -96,7 +96,7 @@ class Denoiser:
 
     @torch.inference_mode()
     def ask_ahead(self, rows: Sequence[Row]) -> None:
-        """Let the ControlNets of rows that will be in a later forward begin."""
+        """Start the ControlNets for rows that will be in a later forward."""
         controlled = [row for row in rows if row.controls]
         if controlled:
             self._network.residual_provider.ask_ahead(controlled)
@@ -197,7 +197,7 @@ class Denoiser:
             )
 
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn from a turn with masked rows, which says nothing about plain ones."""
+        """Learn from a turn with masked rows, whose time is not used for plain rows."""
         for addon in self._addons:
             addon.after_masked_forward(rows, seconds)
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.reads]

@@ -56,10 +56,10 @@ _FIXED_WEIGHT = 0.2
 
 
 class Engine:
-    """Draws the pictures of jobs on one device. A single thread makes all calls.
+    """Generates the pictures of jobs on one device. A single thread makes all calls.
 
     Args:
-        addons: Features beside the plain model, such as ControlNets and LoRAs.
+        addons: Features that extend the plain model, such as ControlNets and LoRAs.
         peer: The other worker of a pair, which may compute rows of groups.
         heartbeat: Beats during a turn.
         clock: Monotonic seconds.
@@ -150,7 +150,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn would do anything."""
+        """Whether there is work for a turn."""
         return bool(self._waiting or self._jobs)
 
     def submit(self, order: EngineOrder) -> None:
@@ -169,13 +169,13 @@ class Engine:
         check_drawable(spec, self._limits, self.model)
 
     def cancel(self, key: Hashable) -> None:
-        """Drop a job, if it is here."""
+        """Drop a job. Do nothing if it is unknown."""
         self._waiting.drop(key)
         if key in self._jobs:
             self._forget(self._jobs[key])
 
     def enable_previews(self, key: Hashable) -> None:
-        """Add previews to the progress of a job, if it is here."""
+        """Add previews to the progress of a job. Do nothing if it is unknown."""
         self._waiting.enable_previews(key)
         if key in self._jobs:
             job = self._jobs[key]
@@ -187,7 +187,7 @@ class Engine:
             addon.set_services([service for service in services if service.kind == addon.kind])
 
     def set_backlog(self, requests: int) -> None:
-        """Set how many requests wait elsewhere and will come when there is room."""
+        """Set the number of requests that wait outside the engine and will be submitted when there is room."""
         self._batcher.set_backlog(requests)
         if self._pair is not None:
             self._pair.backlog = requests
@@ -254,7 +254,7 @@ class Engine:
             self._readiness.wait([*waiting, *(job.addons for job in self._jobs.values())])
 
     def _encode_next(self) -> Iterator[Event]:
-        """Encode the next prompt that has all it needs; fail those that never will."""
+        """Encode the prompt of the next job whose add-ons are ready. Fail jobs whose add-ons never will be."""
         now_s = self._clock()
         ready = self._waiting.take_ready(now_s, used=self._batcher.used, may_begin=self._batcher.may_go_first)
         for taken in ready:
@@ -389,7 +389,7 @@ class Engine:
         return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)), trace=job.trace())
 
     def _named(self, error: Exception, spec: ResolvedSpec) -> Exception:
-        """Return a refusal that names the picture's size if the device ran out of memory, else the error itself."""
+        """Return the error, or if the device ran out of memory, one that names the picture's size as the reason."""
         if not is_out_of_memory(error):
             return error
         _log.error("the device has no memory left for a job", extra={"why": str(error)})

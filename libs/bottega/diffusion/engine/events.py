@@ -43,7 +43,7 @@ class JobAdvanced:
     steps_done: int
     """Number of steps over all images, those of a checkpoint included."""
     device_s: float = 0.0
-    """Seconds of the device that the job has used, as far as known."""
+    """Seconds of the device that the job has used, without turns whose time is not known yet."""
     preview_index: int = 0
     """The image that the preview shows."""
     preview: Tensor | None = None
@@ -154,7 +154,7 @@ class CachedStart:
     step: int
     """Number of steps after which the latent was recorded."""
     from_step: int
-    """First step that the image is made of."""
+    """First step that the image makes after the start."""
     skipped_steps: int
     """Steps that the start saved: `from_step` minus the steps that the image had made when the latent arrived."""
     similarity: float
@@ -165,16 +165,16 @@ class CachedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord:
-    """The use of masked blocks in a job."""
+    """The use of recorded activations in an edit job."""
 
     blocks_reused: int = 0
     """Transformer blocks that reused recorded activations, over all steps, rows and images."""
     blocks_total: int = 0
-    """All transformer blocks of these."""
+    """All transformer blocks of those steps, rows and images."""
     computed_share: float = 0.0
     """Largest share of tokens that a step computed, at the finest level of attention; 0 if all was computed."""
     recording: str = ""
-    """The recording whose noise was used, as `MaskUse` names it; empty for none."""
+    """Id of the recording whose noise was used, see `MaskUse`; empty for none."""
     computed_all_because: str = ""
     """Why no block was reused, as a clause; empty if any was."""
     recorded: bool = False
@@ -214,7 +214,8 @@ class EngineRecord:
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
     shared_in_half_precision: bool = False
-    """Whether, in half precision, a step was not computed alone, which rounds otherwise than in stock Diffusers."""
+    """Whether a step was computed together with other rows in half precision, which rounds other than stock Diffusers.
+    """
     device_s: float = 0.0
     """Seconds of the device that the job used: its part of shared turns, encoding and decoding."""
 

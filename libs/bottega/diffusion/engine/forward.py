@@ -1,4 +1,4 @@
-"""One forward over a group of rows: the blocks in order, with ControlNets' residuals added where they are due.
+"""One forward over a group of rows: the blocks in order, with ControlNets' residuals added where the UNet expects them.
 
 Rows whose residuals are late at the first block that needs them leave the forward, and the others go on.
 """
@@ -65,7 +65,7 @@ class RowWeights(Protocol):
     """Applies the LoRAs of rows in a forward, without changing the weights."""
 
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
-        """Begin a forward of rows with these sets, or go on with fewer rows.
+        """Begin a forward of rows with these sets, or continue it with fewer rows.
 
         Args:
             sets: The LoRAs of each row.
@@ -91,7 +91,7 @@ class ForwardStrategy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Network:
-    """Everything that forwards run on."""
+    """The backbone, LoRA weights, residuals and device that forwards use."""
 
     backbone: Backbone
     row_weights: RowWeights | None = None
@@ -185,7 +185,7 @@ class Forward:
         return self._backbone.finish(activations)
 
     def _wait_for_residuals(self, points: tuple[int, ...], patience_s: float) -> set[Hashable]:
-        """Return the owners with a row that is late after `patience_s`, or whose residuals are void.
+        """Return the owners with a row that is late after `patience_s`, or whose sender has failed.
 
         The wait is longer only while all owners would be late.
         """

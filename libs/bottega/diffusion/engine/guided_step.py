@@ -32,7 +32,7 @@ def guided_step(
     generator: torch.Generator | None,
     operations: Operations,
 ) -> tuple[Tensor, Tensor]:
-    """Return the latent after `step`, in the element type of `latent`, and the estimate of the finished latent.
+    """Apply guidance and one sampler step. Return the latent after `step`, and an estimate of the finished latent.
 
     Args:
         latent: [1, channels, height, width].

@@ -42,7 +42,7 @@ DENOISE, WAITS = "denoise", "waits"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineOrder:
-    """The order to draw a job."""
+    """The input of a job: its spec, images, orders for add-ons, and the state of earlier attempts."""
 
     key: Hashable
     """Unique among the jobs of the engine."""
@@ -98,7 +98,7 @@ class EngineJob:
     decided: Decisions = field(default_factory=dict)
     """Decisions of this attempt that have been reported."""
     extra: Sequence[Request] = ()
-    """Requests that are denoised for measurements beside the images, which are handed out after them."""
+    """Additional requests that are denoised for measurements. The images are emitted when these have finished."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoding: Span | None = None
     """The time of encoding."""
@@ -123,7 +123,7 @@ class EngineJob:
     checkpoint.
     """
     drawn: set[int] = field(default_factory=set)
-    """Indices of the images that have been handed out."""
+    """Indices of the images that have been emitted."""
     started: bool = False
     """Whether JobStarted was emitted."""
     reported_s: float = -math.inf
@@ -172,7 +172,7 @@ class EngineJob:
         return sum(request.resumed_from - request.begin for request in self.requests)
 
     def undrawn(self) -> Request | None:
-        """Return an image whose latent is finished and that has not been handed out, or None.
+        """Return an image whose latent is finished but that has not been emitted, or None.
 
         While requests of `extra` run, no image is handed out.
         """
@@ -182,17 +182,17 @@ class EngineJob:
 
     @property
     def finished(self) -> bool:
-        """Whether all images have been handed out."""
+        """Whether all images have been emitted."""
         return len(self.drawn) == len(self.requests)
 
     def checkpoint_due(self, now_s: float, interval_s: float) -> bool:
-        """Return whether a checkpoint is due, by time or after a tenth of the steps, but never twice at one step."""
+        """Return whether a checkpoint is due: after `interval_s` or a tenth of the steps, never twice at one step."""
         steps = self.steps_done - self.checkpoint_steps
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def state(self) -> SavedJob:
-        """Return everything that another engine needs to go on with the job, besides its spec."""
+        """Return the state that another engine needs to continue the job, besides its spec."""
         return SavedJob(
             images=[request.state() for request in self.requests],
             decisions={**self.pinned, **self.decided},
@@ -238,7 +238,7 @@ class EngineJob:
 
         Args:
             sampler_s: Seconds of guidance and samplers.
-            steps: The steps that the job made, for people.
+            steps: Description of the steps that the job made, for the trace.
         """
         turn_s = turn.seconds
         facts = {"requests in the group": str(len({row.owner for row in prediction.noise}))}

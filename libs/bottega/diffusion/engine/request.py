@@ -24,7 +24,7 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
-    """The state of a request that another engine needs to go on with it, besides its spec, mask and decisions."""
+    """The state of a request that another engine needs to continue it, besides its spec, mask and decisions."""
 
     step: int
     latent: Tensor
@@ -56,7 +56,7 @@ class ImageActivations(Protocol):
     def row(self, half: Half) -> RowActivations | None:
         """Return the activations of a row of the next step, or None to compute it in full.
 
-        A step that is retried asks again.
+        A step that is retried may call this again.
         """
 
     @property
@@ -71,7 +71,7 @@ class Request:
         index: Index of the image in the job; it is drawn with the spec's seed + index.
         image: Encoded source of image-to-image.
         mask: Mask of an edit of `image`, [1, 1, height, width].
-        resume: State to go on from, instead of `image`.
+        resume: State to continue from, instead of `image`.
         alone: Whether its rows are always computed together, and beside no others.
     """
 
@@ -181,7 +181,7 @@ class Request:
         return [self.noise_level_of(step) for step in range(self.begin, self.end)]
 
     def use_edit(self, edit: Edit) -> None:
-        """Go on with another image latent, noise or trajectory.
+        """Continue with another image latent, noise or trajectory.
 
         Before the first step, the latent is made again from them. Later they only affect the part outside the mask.
         """
@@ -190,15 +190,15 @@ class Request:
             self.latent = self.estimate = edit.start(self._sampler, self.begin, self._strength)
 
     def first_step_from(self, steps: int) -> int:
-        """Return the first step that it makes if it starts from another picture's latent after `steps` steps."""
+        """Return the next step if this request starts from the latent that another picture had after `steps` steps."""
         return self._model.samplers.first_step_from(self.spec.sampler, steps)
 
     def start_from(self, latent: Tensor, steps: int) -> None:
-        """Go on from the latent that another picture had after `steps` steps, whatever this one has made so far.
+        """Continue from the latent that another picture had after `steps` steps, and drop the steps made so far.
 
-        The other picture differs only in prompt and seed. What is drawn afterwards does not depend on when this is
-        called: the generator is where the picture's own first steps would have left it, and a multi-step sampler begins
-        with its first order. `first_step_from` returns which step comes next.
+        The other picture must differ only in prompt and seed. `first_step_from` returns the step that comes next.
+        The result does not depend on when this is called: the random generator is set to its state after the skipped
+        steps, and a multi-step sampler starts with its first order.
 
         Args:
             latent: [channels, height, width].
@@ -217,7 +217,7 @@ class Request:
         self.step = first
 
     def rows(self) -> list[Row]:
-        """Return the rows of the current step. Asking again for the same step gives equal rows."""
+        """Return the rows of the current step. Later calls in the same step return equal rows."""
         sample = self._sampler.model_input(self.latent, self.step)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
         active = [control for control in self.controls if control.first <= self.step < control.last]

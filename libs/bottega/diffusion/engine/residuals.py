@@ -16,14 +16,14 @@ class ResidualProvider(Protocol):
     """
 
     def ask(self, rows: list[Row]) -> None:
-        """Send what the ControlNets need for these rows' step, and return at once.
+        """Send the inputs of the ControlNets for these rows' step, and return at once.
 
         Called at the start of every turn with such rows. A row that was late is asked for again, at the same step.
         """
         ...
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Send what the ControlNets need for rows of a later turn, and return at once.
+        """Send the inputs of the ControlNets for rows of a later turn, and return at once.
 
         The ControlNets then compute while this engine does other work. Called at the end of a turn with the next steps
         of its requests. It may do nothing, because `ask` is called in any case.
@@ -35,7 +35,7 @@ class ResidualProvider(Protocol):
         ...
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """Wait until one of the rows is ready at these points or void, or until the timeout.
+        """Wait until one of the rows is ready at these points, or its sender has died, or until the timeout.
 
         None of the rows is ready or void when this is called.
         """
@@ -44,8 +44,8 @@ class ResidualProvider(Protocol):
     def is_void(self, row: Row) -> bool:
         """Return whether the sender of a row's residuals has died.
 
-        Residuals that the row took in this turn are then void. The row must leave the forward, and is asked for again
-        when its sessions are open: another sender, which may have to begin first, computes the missing residuals.
+        The residuals that the row took in this turn are then useless. The row must leave the forward. Its step is
+        requested again when the row's sessions are open at another sender, which may have to start them first.
         """
         ...
 

@@ -22,7 +22,7 @@ class TracedSpan:
 
     name: str
     track: str
-    """What worked, or waited."""
+    """Row of the trace in which the span is drawn: the part that worked or waited."""
     begin_s: float
     """On CLOCK_MONOTONIC, which all processes of a host share."""
     seconds: float

@@ -48,7 +48,7 @@ class _HalfStep:
 
 
 class RequestCost(NamedTuple):
-    """The work of a turn for one of its requests."""
+    """The work of one request in a turn."""
 
     rows: float
     """Its rows, each counted as a fraction of a plain row."""
@@ -203,7 +203,7 @@ class Stepper:
         self._halves.pop(request, None)
 
     def note_times(self) -> None:
-        """Tell jobs and the batcher the times of turns that the device has finished."""
+        """Pass the times of turns that the device has finished to their jobs and to the batcher."""
         while self._unread and self._unread[0].ready:
             turn = self._unread.popleft()
             for job, steps in turn.jobs.items():
@@ -287,7 +287,7 @@ class Stepper:
         return failed
 
     def _ask_ahead(self, requests: Sequence[Request]) -> None:
-        """Let the ControlNets of these requests begin their next steps before the engine does anything else.
+        """Start the ControlNets for the next steps of these requests, before the engine does anything else.
 
         In a pair they do not begin early, because each worker asks for the rows that it computes, and that is decided
         in the next turn.
@@ -296,7 +296,10 @@ class Stepper:
             self._denoiser.ask_ahead([row for request in requests if not request.done for row in request.rows()])
 
     def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
-        """Fail the job of a request that ran alone. Let several run alone from now on, to find which one fails."""
+        """Fail the job if the group had one request.
+
+        If it had several, run each alone from now on, to find which one fails.
+        """
         if len(group) == 1:
             return StepOutcome(failed={self._jobs[group[0]]: error})
         _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})

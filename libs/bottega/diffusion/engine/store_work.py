@@ -1,8 +1,8 @@
 """The work of a store for a request, as spans of a trace.
 
-The clocks of two hosts are never compared. A store reports how long its parts took, and this process sees when it sent
-the request and when the answer came. The parts are placed in the middle of that time, as if the request and the answer
-had travelled equally long, so that each is off by at most half of the time that both travelled.
+The clocks of two hosts are never compared. A store reports the duration of each part of its work, and this process
+knows when it sent the request and received the response. The trace shows the parts in the middle of that time, as if
+request and response had taken equally long on the network. So each part is off by at most half of the network time.
 """
 
 from __future__ import annotations

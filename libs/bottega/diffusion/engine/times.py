@@ -61,7 +61,7 @@ class KnownTimes:
         return ()
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Return at once, because the times are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

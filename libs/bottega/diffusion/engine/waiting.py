@@ -1,4 +1,4 @@
-"""Jobs that wait: orders whose prompts have not been encoded, and requests that lack something for their next step."""
+"""Jobs that wait: those whose prompts are not encoded yet, and requests whose add-ons are not ready for a step."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class WaitingOrders:
         self._waiting.append(WaitingOrder(order=order, addons=open_parts(self._addons, order)))
 
     def drop(self, key: Hashable) -> None:
-        """Forget a job, if it is here."""
+        """Forget a job. Do nothing if it is unknown."""
         for waiting in [waiting for waiting in self._waiting if waiting.order.key == key]:
             self._waiting.remove(waiting)
             close_parts(waiting.addons)
 
     def enable_previews(self, key: Hashable) -> None:
-        """Add previews to the progress of a job, if it is here."""
+        """Add previews to the progress of a job. Do nothing if it is unknown."""
         self._waiting = deque(
             replace(waiting, order=replace(waiting.order, preview=True)) if waiting.order.key == key else waiting
             for waiting in self._waiting
@@ -123,7 +123,7 @@ class ReadinessGate:
             yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
     def wait(self, jobs: Iterable[Parts]) -> None:
-        """Wait briefly for what these jobs lack, when there is nothing else to do."""
+        """Wait briefly for the data of these jobs' add-ons, when there is nothing else to do."""
         jobs = list(jobs)
         for addon in self._addons:
             waiting = [part for parts in jobs if (part := parts.get(addon)) is not None and part.waiting]

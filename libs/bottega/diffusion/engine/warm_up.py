@@ -1,4 +1,4 @@
-"""What an engine runs before its first job to measure its stages, at a bounded cost.
+"""The warm-up of an engine, which measures its stages before the first job, at a bounded cost.
 
 On a CPU a picture of SDXL's own size takes minutes. So a small picture is drawn first, and one of the model's own size
 only if that promises to be quick. Otherwise its time is estimated from the small one, in proportion to the pixels.

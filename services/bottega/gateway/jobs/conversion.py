@@ -1,6 +1,7 @@
 """Conversion between jobs and the records of the store, and the provenances of jobs.
 
-A record's spec has no input images; those are stored beside it, as the complete spec, and go when the job ends.
+A record's spec has no input images. They are stored beside it, in a copy of the complete spec, which is deleted when
+the job ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def version() -> str:
 
 
 def completed_provenance(job: Job, reported: Provenance) -> Provenance:
-    """Return a worker's provenance with what only the gateway knows: parameters, attempts, its own times."""
+    """Add the facts that only the gateway knows to a worker's provenance: parameters, attempts, and its own times."""
     full = Provenance()
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
@@ -60,10 +61,10 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
 
 
 def answered_provenance(job: Job, source: Job) -> Provenance:
-    """Return the provenance of a job that the stored result of `source` answers, so that nothing was drawn.
+    """Return the provenance of a job that was answered with the stored pictures of an identical job, `source`.
 
-    It says how the pictures of `source` were made, which may have been answered itself. Attempts and times are the
-    job's own.
+    It says how those pictures were made, even if `source` was answered with stored pictures itself. Attempts and times
+    are the job's own.
     """
     assert source.provenance is not None
     full = Provenance()
@@ -76,7 +77,7 @@ def answered_provenance(job: Job, source: Job) -> Provenance:
 
 
 def record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a job that was just accepted; `steady` is the time now on the steady clock."""
+    """Return the record of a job that was just accepted. `steady` is the current time of the steady clock."""
     return JobRecord(
         **{name: getattr(job.request, name) for name in _OF_REQUEST},
         job_id=job.job_id,
@@ -87,7 +88,7 @@ def record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 def live_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a stored job that has not ended; `steady` is the time now on the steady clock."""
+    """Return the record of a stored job that has not ended. `steady` is the current time of the steady clock."""
     record = dataclasses.replace(record_of(job, steady=steady), sequence=job.sequence)
     return record.progressed(progress_of(job, steady=steady)) or record
 
@@ -106,14 +107,14 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 async def inputs_of(job: Job) -> bytes:
-    """Return the complete spec of a live job with input images, which its record does not have; else nothing."""
+    """Return the serialized complete spec of a live job with input images; empty for all other jobs."""
     if not job.open or not specs.has_images(job.spec):
         return b""
     return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
 def progress_of(job: Job, *, steady: float) -> JobProgress:
-    """Return the part of a live job's record that changes until it ends.
+    """Return the fields of a live job's record that change until the job ends.
 
     Args:
         job: The job.
@@ -153,7 +154,7 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
 
 
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
-    """Return the job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
+    """Return the job of a record. Previews, checkpoint and times are not stored and start empty."""
     bare = GenerationSpec.FromString(record.spec)
     left_s = None if record.deadline_steady is None else record.deadline_steady - steady
     job = Job(
@@ -191,7 +192,7 @@ def outcome_of(record: JobRecord) -> JobOutcome:
 
 
 def _deadline_steady(job: Job, steady: float) -> float | None:
-    """Return a job's deadline on the steady clock, which says `steady` now; None means no bound."""
+    """Return a job's deadline on the steady clock, whose current time is `steady`; None means no deadline."""
     return None if job.deadline is None else steady + job.deadline - job.clock.monotonic()
 
 

@@ -62,17 +62,17 @@ _SAME_DEADLINE_S = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job of the API; the SDK's handle on one has the same name.
+    """A job in the gateway, from its acceptance until it has ended. The SDK's handle of a job has the same name.
 
-    Only the methods change a job, and each returns whether it changed anything. It has many fields, because they are
-    all that the gateway knows of a job. They are in four groups, by how long they live.
+    Only its methods change it, and each returns whether it changed anything. It has many fields, because everything
+    that the gateway knows of a job is here. They are in four groups, by how long they live.
     """
 
     # Stored when the job is accepted. They stay the same, but for what goes when the job ends.
 
     request: JobRequest
     spec: GenerationSpec
-    """The complete spec. Its input images go when the job ends; a cancelled job keeps short texts."""
+    """The complete spec. When the job ends, its input images are dropped; if it is cancelled, long texts are cut."""
     bare: GenerationSpec
     """The spec without input images."""
     job_id: str = ""
@@ -86,7 +86,7 @@ class Job:
     number: int = 0
     """Number of the newest attempt."""
     deadline: float | None = None
-    """Time after which the job is useless, on the monotonic clock; None means no bound."""
+    """Time after which no caller wants the result, on the monotonic clock; None means no deadline."""
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
     """The decisions of the attempts so far, which later attempts must keep."""
     started_wall: float | None = None
@@ -99,12 +99,12 @@ class Job:
 
     clock: Clock
     life: int = 0
-    """Number of lives of the gateway before this one."""
+    """Number of times that the gateway was started before."""
     preview: bool = False
     """Whether previews are wanted."""
     worker: str = ""
     exclusive: bool = False
-    """Whether no other job has been at the worker since the current attempt started."""
+    """Whether the worker has run only this job since the current attempt started."""
     queue_position: QueuePosition | None = None
     steps: JobSteps = field(default_factory=JobSteps)
     losses: JobLosses = field(default_factory=JobLosses)
@@ -118,7 +118,7 @@ class Job:
     outcome: JobOutcome | None = None
     """The outcome of the job, once it is decided. It is published when it is durable."""
     detached: BottegaError | None = None
-    """The error for callers who wait, once this gateway no longer follows the job; None before that."""
+    """The error for callers that watch the job, after this gateway has stopped following it; None before that."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def log_id(self) -> str:
-        """The request_id of its log lines, here and at workers; never empty."""
+        """The request_id in the job's log lines, of the gateway and of workers; never empty."""
         return self.request.request_id or self.request.log_id or self.job_id
 
     @property
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def open(self) -> bool:
-        """Whether the end of the job is not decided yet."""
+        """Whether the outcome of the job is still undecided."""
         return self.live and self.outcome is None
 
     @property
@@ -178,7 +178,7 @@ class Job:
         return self.losses.quarantined_until is not None and self.steps.done <= self.losses.quarantined_until
 
     def is_current(self, number: int) -> bool:
-        """Return whether attempt `number` is the one that counts."""
+        """Return whether attempt `number` is the newest one of a running job; events of others are ignored."""
         return self.open and self.state == JOB_STATE_RUNNING and number == self.number
 
     def mark_durable(self) -> None:
@@ -193,7 +193,7 @@ class Job:
             worker: Name of the worker.
             free_at: When the worker could take the job, on the monotonic clock; None means now. Until then the job was
                 queued, and from then on it is routed.
-            exclusive: Whether the worker has nothing else.
+            exclusive: Whether the worker runs no other job.
         """
         assert self.open
         assert self.state == JOB_STATE_QUEUED
@@ -204,7 +204,7 @@ class Job:
         return self.number
 
     def adopt_attempt(self, worker: str, number: int) -> bool:
-        """Go on with an attempt of an earlier life that a worker still has, unless a later one is known."""
+        """Continue an attempt that a worker still runs after a restart of the gateway, unless a later one is known."""
         if not self.open or number < self.number:
             return False
         self.times.routed_at = self.clock.monotonic()
@@ -221,7 +221,7 @@ class Job:
         return route_s
 
     def start_denoising(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
-        """Note that the attempt denoises, after the `steps_resumed` steps that a checkpoint brought."""
+        """Note that the attempt has begun to denoise, after `steps_resumed` steps that it skips by a checkpoint."""
         if not self.is_current(number):
             return False
         self.steps.repeated += max(0, self.steps.done - steps_resumed)
@@ -249,8 +249,8 @@ class Job:
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
         """Set the newest checkpoint.
 
-        Pictures that are kept for editing have none: a checkpoint lacks the latents of the steps before it, which are
-        kept as well. A later attempt draws the same pictures from the beginning.
+        Jobs with `keep_for_editing` have no checkpoints: they must keep the latents of all steps, and a checkpoint
+        lacks those of earlier steps. A later attempt draws the same pictures from the beginning.
         """
         if not self.is_current(number) or self.bare.keep_for_editing:
             return False
@@ -265,13 +265,13 @@ class Job:
         return True
 
     def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
-        """Set the versions that a new attempt uses, and drop a checkpoint that was made with others."""
+        """Set the ControlNet versions and servers of a new attempt. Drop a checkpoint that was made with others."""
         if any(digest != versions.get(name, digest) for name, digest in self.versions.items()):
             self.checkpoint = None
         self.versions, self.servers = versions, servers
 
     def mark_shared(self) -> None:
-        """Note that another job goes to the same worker, so that this job need not be the cause if the worker dies."""
+        """Note that the worker gets another job too: if it dies now, this job is not necessarily the cause."""
         self.exclusive = False
 
     def requeue_lost(self, number: int, *, died: bool = False, exclusive: bool = True) -> bool:
@@ -279,8 +279,8 @@ class Job:
 
         Args:
             number: Number of the attempt.
-            died: Whether the worker is dead and not just cut off; the job may have killed it.
-            exclusive: Whether the worker ran nothing else, as far as it knew.
+            died: Whether the worker process died, perhaps because of the job, and was not just unreachable.
+            exclusive: Whether the worker reported that it ran no other job.
         """
         if not self.is_current(number):
             return False
@@ -313,7 +313,7 @@ class Job:
 
     @property
     def due_s(self) -> float:
-        """Seconds until it is due, negative afterwards, infinite if it is not due; see JobTimes."""
+        """Seconds until it is due, negative afterwards; infinite if it has no due time. See JobTimes."""
         return self.times.due_at - self.clock.monotonic()
 
     def set_queue_position(self, place: int, estimate_s: float | None = None) -> None:
@@ -324,20 +324,20 @@ class Job:
             self._notify()
 
     def complete(self, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """Decide that the job completes: the attempt brought all images, and they are durable."""
+        """Decide that the job completes. The attempt has sent all images, and they are durable."""
         return self.is_current(number) and self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def answer(self, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """Decide that a job that is not stored yet completes with the stored result of an identical job."""
+        """Decide that a new job completes with the stored result of an identical job. It must not be stored yet."""
         assert self.sequence == 0
         return self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
-        """Decide that the job fails; with a number, only if that attempt still counts."""
+        """Decide that the job fails. If the number of an attempt is given, do so only while that attempt is current."""
         return (number is None or self.is_current(number)) and self._decide(JOB_STATE_FAILED, error=error)
 
     def fail_if_exhausted(self) -> bool:
-        """Decide that a job fails if there is no number for another attempt."""
+        """Decide that the job fails if its attempts have used up all numbers."""
         why = WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0)
         return self.attempts >= MAX_ATTEMPTS and self.fail(why)
 
@@ -346,7 +346,7 @@ class Job:
         return self._decide(JOB_STATE_CANCELLED, error=JobCancelled(why))
 
     def finish(self, outcome: JobOutcome) -> None:
-        """Publish how the job ended: as decided, or as is known to have been written."""
+        """Publish the outcome of the job, which is the decided one or the one that was found in the store."""
         if not self.live:
             return
         self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
@@ -358,7 +358,7 @@ class Job:
         self._notify()
 
     def detach(self, why: BottegaError) -> None:
-        """End all watches of the job here; the job itself goes on, or will."""
+        """End all watches of the job with an error. The job itself continues, now or after a restart."""
         self.detached = why
         self._notify()
 
@@ -402,9 +402,9 @@ class Job:
 
 
 def _new_job_id(wall: float) -> str:
-    """Return 24 hex digits: the second, and 64 random bits.
+    """Return 24 hex digits: the current Unix second, then 64 random bits.
 
-    IDs that are made one after the other are neighbours in the store's index. With random ones nearly every job would
-    write a page of its own.
+    IDs of jobs that arrive one after the other are neighbours in the store's index, so that their rows share pages.
+    With wholly random IDs, nearly every new job would write a page of its own.
     """
     return f"{int(wall) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"

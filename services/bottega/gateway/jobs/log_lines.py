@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def job_fields(job: Job) -> dict[str, object]:
-    """Return the fields by which every line about a job is found."""
+    """Return the fields that identify a job in its log lines."""
     return {"job_id": job.job_id, "request_id": job.log_id}
 
 
@@ -25,7 +25,7 @@ def accepted(job: Job) -> None:
 
 
 def restored(jobs: int, held: int, seconds: float) -> None:
-    """Log that the jobs of an earlier life were restored."""
+    """Log that the jobs from before a restart were restored."""
     _log.info("jobs restored", extra={"jobs": jobs, "held": held, "seconds": round(seconds, 3)})
 
 
@@ -55,6 +55,6 @@ def _progress(job: Job) -> dict[str, object]:
 
 
 def _source(job: Job) -> dict[str, object]:
-    """Return the job whose stored result it has, if it was not drawn."""
+    """Return the id of the job whose stored result this one was answered with; empty if it was drawn."""
     identical = job.provenance.identical_job if job.provenance else ""
     return {"identical_job": identical} if identical else {}

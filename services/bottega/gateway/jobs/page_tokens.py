@@ -1,4 +1,4 @@
-"""Tokens of pages of jobs: each tells this gateway alone, for one tenant, which job came last before the page.
+"""Page tokens of job lists. A token is encrypted for one tenant and names the last job of the page before.
 
 The job's sequence counts the jobs of all tenants, so a token does not show it.
 """
@@ -23,7 +23,7 @@ _TOKEN_CHARACTERS = 48
 
 
 class PageTokens:
-    """A maker and reader of page tokens. Tokens of an earlier life are read while its key is still there.
+    """A maker and reader of page tokens. Tokens stay valid after a restart as long as the key file exists.
 
     Args:
         key_file: File of the key; it is written at the first use.
@@ -34,7 +34,7 @@ class PageTokens:
         self._cipher: AESGCM | None = None
 
     def token_of(self, sequence: int, *, tenant: str) -> str:
-        """Return the tenant's token of the page after the job with that sequence."""
+        """Return the tenant's token for the page that follows the job with that sequence."""
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._opened().encrypt(nonce, sequence.to_bytes(8, "big"), tenant.encode())
         return base64.urlsafe_b64encode(nonce + sealed).decode()
@@ -56,7 +56,7 @@ class PageTokens:
 
 
 def _key_in(path: Path) -> bytes:
-    """Return the key in a file, or a new one, which is written if it can be and else lives with this process."""
+    """Return the key in a file, or a new one. If a new one cannot be written, it is lost with this process."""
     with contextlib.suppress(OSError):
         key = path.read_bytes()
         if len(key) == _KEY_BYTES:

@@ -1,7 +1,7 @@
 """The jobs of this gateway: those that have not ended are in memory, and all of them in the store.
 
-Before a caller reads that a job was accepted or has ended, that is durable. The progress of a running job is only known
-in memory.
+A job's acceptance and its end are durable before any caller learns of them. The progress of a running job is only in
+memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JobRepository:
 
     Attributes:
         storage: The disk that the jobs are on.
-        restored: Whether the jobs of earlier lives are known, so that an unknown job is one that has ended.
+        restored: Whether the jobs from before a restart were read. From then on, live jobs are all in memory.
     """
 
     def __init__(self, *, storage: Storage, clock: Clock) -> None:
@@ -82,11 +82,11 @@ class JobRepository:
 
     @property
     def life(self) -> int:
-        """Number of lives of the gateway before this one."""
+        """Number of times that the gateway was started before."""
         return max(0, self._store.generation - 1)
 
     async def restore(self) -> list[Job]:
-        """Return the jobs that an earlier life left, in their order. Queue them before anything else happens.
+        """Return the unfinished jobs from before a restart, in their order. Queue them before anything else happens.
 
         A job that can no longer be drawn, for example because its input images are damaged, has an outcome already; the
         caller has to `finish` it.
@@ -99,15 +99,15 @@ class JobRepository:
         return jobs
 
     async def next_found(self) -> Job:
-        """Wait for a live job that was not known here and was found in the store: it has to be queued."""
+        """Wait for a live job that was found in the store but was not in memory. The caller has to queue it."""
         return await self._found.get()
 
     def allow_reads(self) -> None:
-        """Allow reads although the store cannot be opened now, as far as they work."""
+        """Allow reads although the store could not be opened. They may fail."""
         self._readable.set()
 
     async def close(self) -> None:
-        """Finish pending writes, as far as the disk allows."""
+        """Finish pending writes, unless the disk fails."""
         await self._writes.close()
 
     async def add(self, job: Job, *, replaces: str = "") -> Job:
@@ -146,12 +146,12 @@ class JobRepository:
         return job
 
     def save(self, job: Job) -> None:
-        """Have the status of a live job written: its attempt, deadline and decisions. No caller waits for that."""
+        """Write the status of a live job in the background: its attempt, deadline and decisions."""
         job_id, progress = job.job_id, progress_of(job, steady=self.storage.steady())
         self._writes.enqueue(job_id, lambda: self._store.update(job_id, lambda record: record.progressed(progress)))
 
     async def finish(self, job: Job) -> None:
-        """Write how a job ends, as soon as the disk takes it, and then publish it."""
+        """Write the outcome of a job, retrying until the disk works, and then publish it."""
         decided = job.outcome
         assert decided is not None
         try:
@@ -170,7 +170,7 @@ class JobRepository:
         job.finish(outcome)
 
     async def delete(self, job_id: str, *, tenant: str = "") -> None:
-        """Forget a tenant's job that has ended, and its pictures, durably. A repeated call does no harm.
+        """Delete a tenant's job that has ended, and its pictures, durably. A repeated call is harmless.
 
         Raises:
             JobNotFinished: If it has not ended.
@@ -198,7 +198,7 @@ class JobRepository:
             raise
 
     def check_changeable(self, job: Job) -> None:
-        """Raise StorageUnavailable for a live job that was only read: it cannot be changed here."""
+        """Raise StorageUnavailable for a live job that was read from a store that cannot be written."""
         if job.live and self._live.get(job.job_id) is not job:
             raise job.detached or StorageUnavailable("the job cannot be changed now", retry_after_s=1.0)
 
@@ -213,7 +213,7 @@ class JobRepository:
             ) from None
 
     async def live_records(self) -> AsyncIterator[tuple[JobRecord, bytes]]:
-        """Yield the records and inputs of the jobs that have not ended, for a store that has lost them."""
+        """Yield the records and inputs of the jobs that have not ended, to rebuild a store that has lost its file."""
         for job in list(self._live.values()):
             if self._live.get(job.job_id) is job:
                 yield live_record_of(job, steady=self.storage.steady()), await inputs_of(job)
@@ -227,7 +227,11 @@ class JobRepository:
         return self._live.get(job_id)
 
     async def get(self, job_id: str, *, tenant: str = "") -> Job:
-        """Return a tenant's job. Raises JobNotFound, for another tenant's in the same words and time as for none."""
+        """Return a tenant's job.
+
+        Raises JobNotFound, with the same text and after the same time whether the job belongs to another tenant or does
+        not exist.
+        """
         await self._wait_readable()
         job = self._live.get(job_id)
         if job is None or job.request.tenant != tenant:
@@ -249,7 +253,7 @@ class JobRepository:
         return job
 
     async def usage(self, tenant: str) -> TenantUsage:
-        """Return what quotas need to know of a tenant."""
+        """Return the numbers of a tenant that quotas bound."""
         await self._wait_readable()
         with self._explained():
             return await self._store.usage(tenant, now_wall=self._clock.wall())
@@ -292,7 +296,7 @@ class JobRepository:
         return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
 
     async def resolve_doubtful(self) -> None:
-        """Find the jobs that were written although `add` failed: resume those with a request_id, cancel the others.
+        """Find jobs that were written although `add` failed. Resume those with a request_id, and cancel the others.
 
         The callers of `add` got an error. With a request_id, they retry and find the job. If the disk fails, the next
         call continues; damaged jobs are skipped.
@@ -312,7 +316,7 @@ class JobRepository:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise the reason why the store is not open yet, if a read in the block fails because of that."""
+        """Replace the error of a read in the block by the reason why the store is not open yet, if it is not."""
         try:
             yield
         except StorageUnavailable as error:
@@ -373,7 +377,7 @@ class JobRepository:
         return job
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
-        """Write an end, and return the one that holds: another try may have written one already."""
+        """Write an outcome. Return the one that is stored, which may be that of an earlier try."""
         ending = self._ending(outcome, bare=job.bare, tenant=job.request.tenant, number=job.number)
         if await self._store.update(job.job_id, ending):
             return outcome

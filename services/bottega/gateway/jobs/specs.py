@@ -68,7 +68,7 @@ def has_images(spec: GenerationSpec) -> bool:
 
 
 def without_images(spec: GenerationSpec) -> GenerationSpec:
-    """Return a copy of `spec` without its input images, for answers and for the provenance.
+    """Return a copy of `spec` without its input images, for responses and for the provenance.
 
     It is copied field by field: an image that is copied and then cleared stays in the copy's memory.
     """
@@ -78,7 +78,7 @@ def without_images(spec: GenerationSpec) -> GenerationSpec:
 
 
 def with_short_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return the spec to keep of a cancelled job: `spec`, or a copy whose long texts are cut."""
+    """Return the spec that is kept after a job was cancelled: `spec`, or a copy whose long texts are cut."""
     long = [name for name in _TEXTS if _shortened(getattr(spec, name)) != getattr(spec, name)]
     prompts = [_shortened(prompt) for prompt in spec.prompts]
     if not long and prompts == spec.prompts:
@@ -113,14 +113,14 @@ def _copy_fields(source: Message, target: Message) -> None:
 
 
 def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str) -> str:
-    """Return the key of a request, 64 hex digits; empty if not all that its picture is made of is known.
+    """Return the key of a request, 64 hex digits; empty if the hash of anything that its picture depends on is unknown.
 
     Args:
         outline: Complete spec with the SHA-256 of each input image, in hex, in the image's place.
         model_hash: Hash of the model.
         dtype: Data type of the model.
         versions: Hashes of the weights of its ControlNets, in their order.
-        tenant: The tenant that asks.
+        tenant: The tenant that sent the request.
     """
     digests = [*versions, *(lora.digest for lora in outline.loras), *(net.image for net in outline.controlnets)]
     known = len(versions) == len(outline.controlnets) and all((model_hash, dtype, *digests))
@@ -139,13 +139,13 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
 
 
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
-    """Return the key of the requests that a completed job's pictures answer; empty if they answer none.
+    """Return the `result_key` of the requests that a completed job's pictures may answer; empty if there are none.
 
     An EXACT request is answered only by exact pictures or, if it may share turns itself, by ones that did so in half
     precision.
 
     Args:
-        bare: The job's complete spec without input images. If it says keep_unmasked, it had a mask.
+        bare: The job's complete spec without input images. If it has keep_unmasked, there was a mask.
         provenance: The job's provenance.
         tenant: The job's tenant.
     """

@@ -1,9 +1,10 @@
-"""The gateway's disk: the job store and the finished images, whether they can be written now, and the writes that wait.
+"""The gateway's disk: the job store and the finished images, whether they can be written now, and the pending writes.
 
-Both are opened, with retries until that succeeds. A disk that was full or gone is noticed when it is back, and what is
-too old or too much is deleted in small slices. Writes that must happen are retried until they do, those of a job in
-order. While the disk cannot be written, no job is accepted or dispatched, and finished images wait in memory, up to a
-bound. A worker gets a job before that is written, but the end of the job is still written after it.
+Opening both stores is retried until it succeeds. A failing disk is probed until it works again. Old jobs, and those
+beyond the budget, are deleted in small slices. Writes that must not be lost are retried until they succeed; those of
+one job keep their order. While the disk cannot be written, no job is accepted or dispatched, and finished images wait
+in memory, up to a bound. A job may start on a worker before its start is written, but the end of the job is always
+written after its start.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Storage:
         waiting_bytes: Upper bound on the images that wait in memory for a disk that cannot take them.
 
     Attributes:
-        trouble: Why nothing can be written now, in words for callers; None while all is well.
+        trouble: Why nothing can be written now, in words for callers; None while the disk works.
         changed: Set whenever trouble begins or ends; its only reader clears it.
-        steady: The clock by which jobs and images are forgotten, whatever the machine's clock is set to. It goes on
+        steady: Clock by which jobs and images expire. It ignores changes of the machine's clock, and continues
             from that of an earlier life.
     """
 
@@ -108,10 +109,10 @@ class Storage:
         restore: Callable[[], Awaitable[None]] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Return when both stores are open and `restore` has succeeded.
+        """Open both stores, and wait until that and `restore` have succeeded.
 
         Args:
-            restore: Reads the data that must be read before all other calls.
+            restore: Reads the data that the gateway needs before it serves calls.
             on_failure: Called when a store cannot be opened at once; reads may work even then.
 
         Raises:
@@ -174,7 +175,7 @@ class Storage:
             self.changed.set()
 
     async def retry_until_written(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Return what `write` returns, retried until the disk takes it. Raises its other errors."""
+        """Call `write` again until the disk works, and return its result. Raises errors that are not the disk's."""
         waits = False
         try:
             while True:
@@ -194,11 +195,11 @@ class Storage:
     async def store_images(
         self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = ""
     ) -> tuple[StoredImage, ...]:
-        """Store finished images and return when they are on the disk, however long that takes.
+        """Store finished images, and wait until they are on the disk, without a bound on the time.
 
         Args:
             encoded: The images.
-            latents: What is kept of each image for edits, empty for images of which nothing is; or no items at all.
+            latents: The latents kept for edits, for each image, empty if none are; or an empty sequence.
             tenant: The tenant that owns them.
 
         Raises:
@@ -241,7 +242,7 @@ class Storage:
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Renew the time of images and their kept latents. Return False if one is gone or damaged."""
+        """Restart the time until images and their kept latents expire. Return False if one is missing or damaged."""
         contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
@@ -335,7 +336,7 @@ class _PendingWrite:
 
 
 class WriteQueue:
-    """A queue of writes for each job that has any; at most two writes that no caller waits for are in each."""
+    """A queue of writes for each job. Each queue has at most two writes that no caller waits for."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -362,7 +363,7 @@ class WriteQueue:
         return await result
 
     async def close(self) -> None:
-        """Finish the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
+        """Finish as many pending writes as time allows. After a restart, the gateway repeats the others."""
         await self._tasks.join(_CLOSE_S)
         await self._tasks.cancel()
 

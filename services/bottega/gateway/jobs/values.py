@@ -1,4 +1,4 @@
-"""Parts of a job: its place in the queue, what its attempts have brought, its times, its end."""
+"""Parts of a job: its queue position, its previews, checkpoints and images, its times, and its outcome."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ class StoredImage:
     """A finished image, whose bytes are in the content store."""
 
     digest: str
-    """SHA-256 of its bytes, by which the content store has them."""
+    """SHA-256 of its bytes, which is their key in the content store."""
     size_bytes: int
     latents: str = ""
-    """SHA-256 of what keep_for_editing keeps of it, which is in the content store, too; empty if nothing is kept."""
+    """SHA-256 of its kept latents (`keep_for_editing`), their key in the content store; empty if none are kept."""
     latents_bytes: int = 0
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Digests of everything that the content store has of it."""
+        """Keys in the content store of the image and of its kept latents, if any."""
         return (self.digest, self.latents) if self.latents else (self.digest,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """The end of a job."""
+    """The outcome of a job: its final state, its images or its error, and when it ended."""
 
     state: JobState.ValueType
     """JOB_STATE_COMPLETED, JOB_STATE_FAILED or JOB_STATE_CANCELLED."""

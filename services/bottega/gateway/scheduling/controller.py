@@ -1,7 +1,7 @@
-"""The job controller, which changes jobs from their acceptance to their end.
+"""The job controller, which moves jobs through their states, from acceptance to outcome.
 
 Callers submit, extend and cancel jobs, the dispatcher reports how attempts go, and deadlines pass. The controller
-changes the job accordingly, has that written, and has the scheduler hand out what may run now.
+changes the job accordingly, writes the change, and makes the scheduler assign jobs to workers.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class JobController:
             addon.start(self._jobs.live)
 
     async def drain(self) -> None:
-        """Admit no new jobs and return when those that run have ended; the others stay for the next start.
+        """Admit no new jobs, and wait until the running ones have ended. Waiting jobs stay for the next start.
 
         Watchers of the others get Draining, and may watch them after the restart. When this is cancelled, watchers of
         jobs that still run get it too; their workers go on.
@@ -190,7 +190,7 @@ class JobController:
     # What callers want.
 
     def submit(self, job: Job) -> None:
-        """Queue a durable job, unless it has ended already. The queue's bounds were checked."""
+        """Queue a durable job, unless it has ended already. The caller has checked the queue's bounds."""
         log_lines.accepted(job)
         if not job.live:
             self._finisher.count(job)
@@ -233,7 +233,7 @@ class JobController:
             self._finish(job)
 
     async def cancel_durably(self, job: Job) -> None:
-        """Cancel a job and return when that is written. Raises StorageUnavailable if the disk cannot be written now.
+        """Cancel a job, and wait until that is durable. Raises StorageUnavailable if the disk cannot be written now.
 
         If the job can only be read here, nothing is decided: a caller that was refused must not be obeyed later.
         """
@@ -256,11 +256,11 @@ class JobController:
         self._jobs.save(job)
 
     def attempt_advanced(self, job: Job) -> None:
-        """Look at the queue soon: the attempt's worker may have slack now."""
+        """Schedule soon, because the attempt's worker may have slack now."""
         self.scheduler.schedule_soon(job.spec.model)
 
     def attempt_decided(self, job: Job) -> None:
-        """Save a decision, which later attempts keep to."""
+        """Save a decision of an attempt, which later attempts at the job must follow."""
         self._jobs.save(job)
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
@@ -286,14 +286,14 @@ class JobController:
         self._retry(job, failure_after_return(job, error, workers=workers, by_addon=by_addon))
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """Fail a job that cannot be drawn."""
+        """Fail a job after its worker reported that it cannot be drawn."""
         if isinstance(error, DeadlinePassed) and not self._deadlines.has_passed(job):
             self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
         elif job.fail(error, number):
             self._finish(job)
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Charge a job's tenant for the device seconds of an attempt."""
+        """Correct the charge to a job's tenant, after an attempt has ended, to the device seconds that it used."""
         self.queue.settle(job, device_s)
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
@@ -316,7 +316,7 @@ class JobController:
             self._recovery.add_worker(member)
 
     def member_changed(self, member: Member) -> None:
-        """Look at the queues that a member's report concerns: it may have room, or host what jobs wait for."""
+        """Schedule the queues that may profit from a member's report: it has room, or hosts an add-on they wait for."""
         for addon in self._addons:
             addon.member_changed(member)
         self._recovery.stop_stale_attempts(member)
@@ -333,7 +333,7 @@ class JobController:
     # How jobs go on, or end.
 
     def fail(self, job: Job, error: BottegaError) -> None:
-        """Fail a job, wherever it is; one that has ended stays as it is."""
+        """Fail a job, whether it is queued or running. Do nothing if it has ended."""
         if job.fail(error):
             self._dispatcher.cancel_attempt(job)
             self._finish(job)
@@ -350,7 +350,7 @@ class JobController:
         self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _finish(self, job: Job) -> None:
-        """Finish a job whose outcome is decided, and hand its place to the next one."""
+        """Finish a job whose outcome is decided, and schedule the next one."""
         self._finisher.finish(job)
         self.scheduler.schedule(job.bare.model)
 

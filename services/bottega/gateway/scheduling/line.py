@@ -1,12 +1,14 @@
 """The queue of one model: its waiting jobs, in the order in which they are served.
 
-Tenants share the workers by seconds of their devices (bottega.fair_order). A tenant is charged what a job is expected
-to take when it begins, and what it took when its attempt has ended, so nobody gains by a wrong estimate.
+Tenants share the workers by device seconds (bottega.fair_order). When a job begins, its tenant is charged the seconds
+that it is expected to take. When its attempt has ended, the charge is corrected to the seconds that it took, so no
+tenant gains by a wrong estimate.
 
-A tenant's own jobs are served by earliest deadline. A job is due a multiple of what it takes alone after it came, so
-that short ones do not wait for long ones that came shortly before, or by its own deadline if that is earlier. One of
-high priority is served as if it were due a fixed time earlier, one of low priority later. So priority changes nothing
-between tenants, and every job is served in the end: jobs that come after it was due are due later still.
+The jobs of one tenant are served by earliest due time. A job is due at its arrival plus a multiple of the time that it
+takes alone on a worker, so that short jobs do not wait for long ones that came shortly before them. If the job has an
+earlier deadline, it is due then. A job of high priority counts as due a fixed time earlier, and one of low priority
+later. So priorities only order the jobs of one tenant. Every job is served at last, because the jobs that come after
+it was due are due later than it.
 
 Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", JACM 1973
 (earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et al., OSDI
@@ -33,7 +35,7 @@ Weigh = Callable[[str], float]
 
 
 class JobSizes(Protocol):
-    """The lengths of jobs."""
+    """Estimates of how long jobs take."""
 
     def resource_request(self, job: Job) -> ResourceRequest:
         """Return the resources that a job is expected to need. Jobs with equal requests take equally long."""
@@ -71,7 +73,7 @@ class _TenantJobs:
     """A tenant's jobs in the line."""
 
     number: int
-    """Number of tenants that came to the line before and with this one."""
+    """Number of this tenant, counted from 1 in the order in which tenants joined the line."""
     jobs: list[Job] = field(default_factory=list)
     """Jobs in their order."""
     served_by: list[float] = field(default_factory=list)
@@ -162,7 +164,7 @@ class Line:
         self._waiting[job.job_id] = job
 
     def add_first(self, job: Job) -> None:
-        """Add a job before all others: it had its turn, and was lost."""
+        """Add a job before all others, because it had already begun and its attempt was lost."""
         self._lost.insert(0, job)
         self._waiting[job.job_id] = job
 
@@ -181,7 +183,7 @@ class Line:
             self._order.idle()
 
     def begin(self, job: Job) -> None:
-        """Remove a job that is served now. Charge its tenant the expected seconds, until `settle` corrects them."""
+        """Remove a job that begins now. Charge its tenant the expected seconds, until `settle` corrects them."""
         tenant = job.request.tenant
         least = min((self._order.next_tag(name) for name in self.tenants), default=0.0)
         self._order.served(max(least, self._order.next_tag(tenant) - _MAX_BEHIND_S))
@@ -194,7 +196,7 @@ class Line:
         """Charge the seconds that an attempt took, in place of the expected seconds.
 
         Args:
-            job: A job that began, here or in an earlier life of the gateway.
+            job: A job that began, possibly before a restart of the gateway.
             device_s: Seconds of the worker's device; None if unknown: then the expected seconds stay charged.
         """
         tenant = job.request.tenant
@@ -219,7 +221,7 @@ class Line:
         return list(islice(self, self._before(job.request.tenant, at)))
 
     def _placed(self, name: str, own: _TenantJobs) -> Iterator[tuple[float, int, Job]]:
-        """Yield a tenant's jobs with what orders them."""
+        """Yield a tenant's jobs with the keys by which jobs of all tenants are ordered."""
         tag, begins = self._order.next_tag(name), tuple(own.begins)
         for begin, job in zip(begins, tuple(own.jobs), strict=True):
             yield tag + (begin - begins[0]), own.number, job

@@ -1,4 +1,4 @@
-"""How jobs end, and when they are expected to: deadlines, estimates, the writing of outcomes, and the retry policy.
+"""The end of jobs: deadlines, estimates of the completion time, the writing of outcomes, and the retry policy.
 
 Estimates say where each pending job is in its queue, when it completes, and whether it can meet its deadline. A queue
 and a fleet may be large, so the estimates of all jobs are made once a second, in a thread.
@@ -168,7 +168,7 @@ class QueueEstimates:
         raise unmeetable(estimate_s, left_s, retry_after_s=None if hopeless else self._queue.retry_after_s())
 
     def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
-        """Yield the waiting jobs that would be too late even if they ran now and alone, with the error for each."""
+        """Yield the waiting jobs that would miss their deadline even if they ran now and alone, each with its error."""
         jobs = [job for job in self._queue.line(model) if job.deadline is not None]
         if not jobs:
             return
@@ -202,7 +202,7 @@ def _whose(job: Job) -> tuple[str, str]:
 
 
 def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:
-    """Return whether a job that has `left_s` seconds would be done in time, as far as can be known."""
+    """Return whether a job would complete within `left_s` seconds; True if that cannot be estimated."""
     estimate_s = forecast.next_completion_s(request)
     allowed_s = left_s * (1 - _SPARE) if forecast.size else left_s * (1 + _TOLERANCE)
     return estimate_s is None or estimate_s <= allowed_s
@@ -233,7 +233,7 @@ class Deadlines:
             timer.cancel()
 
     def has_passed(self, job: Job) -> bool:
-        """Return whether a job's deadline has passed, as far as two clocks can agree."""
+        """Return whether a job's deadline has passed, with a tolerance for the difference between two clocks."""
         return job.deadline is not None and self._clock.monotonic() > job.deadline - _AT_DEADLINE_S
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class JobFinisher:
         self._writing.start(self._write(job))
 
     async def join(self) -> None:
-        """Return when all outcomes are written, or the repository takes no more."""
+        """Wait until all outcomes are written, or the repository is closed."""
         await self._writing.join()
 
     async def _write(self, job: Job) -> None:
@@ -276,7 +276,7 @@ class JobFinisher:
 
 
 async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool]) -> None:
-    """Return when no worker has any of the jobs.
+    """Detach each job as soon as no worker runs it, and return when all are detached.
 
     Args:
         jobs: Jobs that have not ended.
@@ -293,7 +293,7 @@ async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool
 
 
 def draining() -> Draining:
-    """Return the error of callers that follow a job at a gateway that stops."""
+    """Return the error for callers that watch a job while the gateway stops."""
     return Draining("the gateway is stopping; retry", retry_after_s=1.0)
 
 

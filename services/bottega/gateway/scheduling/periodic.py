@@ -1,4 +1,4 @@
-"""Checks by the clock: the leases of the fleet, and once a second the queue.
+"""Periodic checks of the fleet's leases and, once a second, of the queue.
 
 They end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members report,
 nothing is due before a lease could end, so a gateway at rest sleeps. When the lease of a member is about to end, leases
@@ -76,15 +76,15 @@ class PeriodicChecks:
         return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def start_grace(self) -> None:
-        """Begin the grace of the jobs of an earlier life, which are queued now."""
+        """Start the time for which queued jobs from before a restart wait for a worker."""
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
 
     def start(self) -> None:
-        """Check from now on."""
+        """Start the background checks."""
         self._checking.start(self._keep_checking())
 
     async def stop(self) -> None:
-        """Stop checking. Harmless if it was not started."""
+        """Stop the background checks. Harmless if they were not started."""
         await self._checking.cancel()
         await self._publishing.cancel()
 

@@ -2,18 +2,20 @@
 
 Three rules, in the order of `assign`:
 
-1. The order of the queue (`bottega.gateway.scheduling.line`). No job takes what one before it waits for: when no worker
-   has slack for a job, the round is over. Only a job that few workers may have waits without holding up the others.
+1. The order of the queue (`bottega.gateway.scheduling.line`). A job never takes the place that an earlier job waits
+   for: when no worker has slack for a job, the round is over. The exception is a job that only few workers may run: it
+   waits without holding up the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
-   after what runs there, what was planned for it in this round, and what the job has to load there before it begins.
-   An edit counts by the part of it that a worker computes: where its template's activations are at hand, that is little
-   more than its mask.
-3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
-   of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
-   stays in the queue, and the worker's plan counts it in. Where turns become hardly cheaper by it, a job also stays in
-   the queue while beside it one of the group would end after it is due, unless many wait. A job of a tenant that has
-   less than its share of what runs is bound to a worker whose group is full, if few are beyond it, or if none of the
-   tenant's jobs runs: the worker's turns are shared by their seconds.
+   after the jobs that run there, the jobs planned for it in this round, and the loading that the job needs there.
+   An edit counts by the share of tokens that the worker would compute: a worker that can read the template's recorded
+   activations computes little more than the mask.
+3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the
+   worker's group has a free place, or will have one within the lead time, which is long enough to encode the prompt.
+   Until then the job stays in the queue, and the worker's plan counts it. If running the job in the group saves hardly
+   any time, it also stays in the queue while it would make a job of the group late, unless many jobs wait.
+   A tenant that has less than its share of the running jobs may exceed a full group: its job is bound if the group is
+   only a few jobs over its width, or if none of the tenant's jobs runs. The worker shares its turns among tenants by
+   seconds.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
@@ -49,9 +51,10 @@ class PendingJob:
     exclusive: bool = False
     """Whether the job may only run alone, because a worker may have died of it."""
     within_share: bool = False
-    """Whether the tenant stays within its share of the running jobs, this job included, while others have jobs."""
+    """Whether the tenant would stay within its share of the running jobs with this one, while other tenants have jobs.
+    """
     none_runs: bool = False
-    """Whether no job of its tenant runs while others have jobs."""
+    """Whether none of its tenant's jobs runs, while other tenants have jobs."""
     eligible: frozenset[str] | None = None
     """The only workers that may get the job; None means all."""
     load_s: Mapping[str, float] = field(default_factory=dict)
@@ -79,11 +82,11 @@ class Assignment:
     estimate_s: float | None
     """Seconds until it completes, loads included; None while nothing was measured."""
     exclusive: bool = False
-    """Whether the worker has nothing else."""
+    """Whether the worker runs no other job."""
 
 
 class RunningShares:
-    """The tenants' shares of the running jobs of a model, for one look at its queue.
+    """The tenants' shares of the running jobs of a model, in one round of scheduling.
 
     A job of a tenant that has less than its share need not wait for a place that another tenant has.
 
@@ -140,7 +143,7 @@ class RunningShares:
 def assign(
     pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, waiting: int, contended: bool = False
 ) -> list[Assignment]:
-    """Return which of the pending jobs leave the queue now.
+    """Return the pending jobs that start now, each with its worker.
 
     An exclusive job takes an idle worker; without one, a worker is drained for it: never more than one at a time, so
     that the other jobs go on.
@@ -186,7 +189,7 @@ def assign(
 
 
 def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
-    """Return the workers that are looked at closely."""
+    """Return the few workers for which completion times are computed."""
     plans = [plan for plan in candidates if not plan.closed]
     if len(plans) <= _NEAREST + _IDLEST:
         return plans

@@ -99,7 +99,7 @@ class JobQueue:
         self._hold(job)
 
     def add(self, job: Job, *, first: bool = False) -> None:
-        """Add a job: `first` puts it before the others, because it had its turn and was lost."""
+        """Add a job. With `first`, it goes before all others, because it had already begun and its attempt was lost."""
         self._release(job)
         if not self._bytes:
             self._skip_idleness()
@@ -122,7 +122,7 @@ class JobQueue:
         self._drop_if_idle(job.bare.model)
 
     def begin(self, job: Job) -> None:
-        """Remove a job that is served now. Charge its tenant the expected seconds, until `settle` corrects them."""
+        """Remove a job that begins now. Charge its tenant the expected seconds, until `settle` corrects them."""
         self._lines[job.bare.model].begin(job)
         self.remove(job)
 
@@ -171,7 +171,7 @@ class JobQueue:
         return now - min(queued_at, default=now)
 
     def count_completed(self) -> None:
-        """Count a completed job for the measured rate."""
+        """Count a completed job, to measure the rate at which jobs complete."""
         self._completed_at.append(self._clock.monotonic())
 
     def retry_after_s(self) -> float:
@@ -223,7 +223,7 @@ class JobQueue:
         return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _rate(self) -> float:
-        """Return the completed jobs per second, and no more than if the next one completed now."""
+        """Return the completed jobs per second. The time since the last one counts, so the rate falls in a stall."""
         now = self._clock.monotonic()
         recent = sum(at > now - _RATE_WINDOW_S for at in self._completed_at)
         ends = list(self._completed_at)[-max(recent, _MIN_RATE_JOBS) :]

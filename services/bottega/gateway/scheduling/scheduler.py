@@ -1,12 +1,12 @@
-"""The scheduler, which looks at the queue of a model whenever something changes and hands its jobs to workers.
+"""The scheduler, which assigns the jobs of a model's queue to workers whenever something changes.
 
-It looks at once after events that free a worker or bring a job, and a moment later after frequent ones, such as
-progress. The policy decides which job goes where.
+It schedules at once when a worker becomes free or a job arrives, and some milliseconds later after frequent events,
+such as progress. The policy decides which worker gets which job.
 
-After a restart of the gateway, jobs that ran go on at the workers that still have their attempts. Such a job is held
-for a moment, so that its worker can come back. The attempts of every worker that joins are listed: those that count go
-on, the others are stopped. A job that no worker claims in time is queued again, before the others. If its worker comes
-later, its attempt still goes on unless another one was started.
+After a restart of the gateway, jobs continue on the workers that still run their attempts. Such a job is held for a
+while, so that its worker can join again. The scheduler lists the attempts of every worker that joins. Current attempts
+continue, and outdated ones are stopped. A job that no worker claims in time is queued again, before the others. If its
+worker joins later, its attempt still continues unless another one was started.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _HELD_UP = 1.2
 
 
 class Scheduler:
-    """The scheduler, which hands out the jobs of a queue.
+    """The scheduler, which assigns the jobs of a queue to workers.
 
-    It hands out nothing while the disk cannot be written, because results could not be stored, nor while `draining`.
+    It assigns no jobs while the disk cannot be written, because results could not be stored, nor while `draining`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         self.draining = False
 
     def schedule(self, model: str, *, free_at: float | None = None) -> None:
-        """Hand out what should run now.
+        """Run one round of scheduling for a model.
 
         Args:
             model: Model whose queue is looked at.
@@ -99,12 +99,12 @@ class Scheduler:
         self._report_backlog(model)
 
     def schedule_all(self) -> None:
-        """Hand out what should run now of every model."""
+        """Run one round of scheduling for every model."""
         for model in self._queue.models():
             self.schedule(model)
 
     def schedule_soon(self, model: str) -> None:
-        """Hand out what should run within some milliseconds, together with other changes of that time."""
+        """Run a round of scheduling within some milliseconds, once for all changes of that time."""
         if model in self._due or not self._queue.waiting(model):
             return
         now = self._clock.monotonic()
@@ -128,22 +128,22 @@ class Scheduler:
             job.set_queue_position(0)
 
     def hold_back(self, member: Member) -> None:
-        """Give a worker nothing until `add_worker` or `stop_holding_back`."""
+        """Assign no jobs to a worker until `add_worker` or `stop_holding_back` is called."""
         self._held_back.add(member)
 
     def stop_holding_back(self, member: Member) -> None:
-        """Let a worker get jobs from the next look at the queue on."""
+        """Let a worker get jobs again, from the next round on."""
         self._held_back.discard(member)
 
     def add_worker(self, member: Member) -> None:
-        """Hand a worker that has joined what waited for it."""
+        """Assign waiting jobs to a worker that has joined."""
         self._held_back.discard(member)
         for model in member.models:
             self.schedule(model.name)
         self._report_backlog_to(member)
 
     def close(self) -> None:
-        """Stop looking at queues."""
+        """Stop scheduling."""
         for due in self._due.values():
             due.cancel()
         self._due.clear()
@@ -200,12 +200,12 @@ class Scheduler:
         member.report_backlog(self._backlog_of(member))
 
     def _backlog_of(self, member: Member) -> int:
-        """Return how many jobs wait for a member's models, as far as it matters: each report wakes a stream."""
+        """Return how many jobs wait for a member's models, up to a bound, because each new value wakes a stream."""
         return min(sum(self._queue.waiting(model) for model in member.served), MAX_BACKLOG)
 
 
 class AttemptRecovery:
-    """The recovery of the jobs that were running in an earlier life of the gateway.
+    """Recovers the jobs that were running when the gateway was restarted.
 
     Args:
         hold_s: How long a job waits for its worker, in seconds.
@@ -225,7 +225,7 @@ class AttemptRecovery:
         self._listing = BackgroundTasks("lists of the attempts of workers")
 
     def restore(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs of an earlier life, the oldest first, and hold those that were running."""
+        """Queue the jobs from before a restart, oldest first, and hold those that were running."""
         for job in jobs:
             if job.state == JOB_STATE_QUEUED:
                 self._queue.add(job)
@@ -254,7 +254,7 @@ class AttemptRecovery:
         self._listing.start(self._list_attempts(member, held_back=hold_back))
 
     def stop_stale_attempts(self, member: Member) -> None:
-        """Stop a worker's attempts that no longer count, such as after it was frozen for a while."""
+        """Stop a worker's outdated attempts, such as those of a worker that was frozen while its jobs were retried."""
         connection = self._dispatcher.connections.get(member)
         for running in member.load.running if connection else ():
             job = self._jobs.find_live(running.attempt.job_id)

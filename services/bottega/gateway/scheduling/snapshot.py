@@ -1,4 +1,4 @@
-"""Converts workers and jobs to what the scheduling policy sees: what still denoises where, and what pending jobs need.
+"""Converts workers and jobs to the values of the scheduling policy: running jobs, and the needs of pending ones.
 
 The state of a worker is made anew only when it has changed: the queue is looked at after every step of every job, and
 most workers do not move between two looks.
@@ -65,17 +65,17 @@ class _CachedState:
 class AddOnCosts:
     """The slowdowns of jobs with ControlNets and LoRAs, relative to plain jobs of their rows, shape and steps.
 
-    Step times are of plain rows. How much add-ons slow them down depends on the add-ons, on where they run and on the
-    link to there, so it is measured from what finished jobs used of their devices: by tenant, so that no tenant's jobs
-    change what another's are expected to take, and by turns, so that a job of few steps, most of which is loading,
-    counts for little beside a long one.
+    Measured step times are those of plain rows. How much add-ons slow a job down depends on the add-ons, on the server
+    that runs them and on the link to it. So the slowdown is learned from the device seconds of finished jobs. It is
+    learned for each tenant, so that no tenant's jobs change the estimates of another's. Jobs are weighted by turns,
+    because a job of few steps mostly measures loading.
     """
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[Hashable, _Ratio] = OrderedDict()
 
     def note(self, job: Job, *, plain_s: float, device_s: float) -> None:
-        """Learn from a finished job, unless its seconds say nothing.
+        """Learn from the device seconds of a finished job, if they can be compared with those expected.
 
         Args:
             job: A job that was drawn from its beginning by one attempt.
@@ -107,12 +107,12 @@ class AddOnCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ratio:
-    """The seconds that jobs of a kind took over those expected of plain jobs."""
+    """The seconds that jobs of a kind took, divided by the seconds that plain jobs would have taken."""
 
     log: float
     """Natural logarithm of the mean ratio."""
     turns: float
-    """Turns that the mean is of, at most _AVERAGED_TURNS."""
+    """Turns over which the mean was taken, at most _AVERAGED_TURNS."""
 
 
 def _kind(job: Job) -> Hashable:

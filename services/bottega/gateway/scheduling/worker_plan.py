@@ -1,4 +1,4 @@
-"""Workers as the scheduling policy sees them: what each runs, and what it would do with one more job."""
+"""The scheduling policy's model of workers: the jobs of each, and when it would complete one more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ResourceRequest(NamedTuple):
     shape: Shape
     """Height and width of its latent; (0, 0) is unknown."""
     share: float = 1.0
-    """Share of the tokens of its rows that is computed; below 1 for an edit whose activations are at hand."""
+    """Share of its rows' tokens that is computed; below 1 for an edit that reuses recorded activations."""
     slowdown: float = 1.0
     """How many times as long its turns take because of its ControlNets and LoRAs."""
 
@@ -61,16 +61,16 @@ Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Results computed from a worker's state, by question, which later rounds reuse."""
+    """A cache of results computed from a worker's state, which later rounds reuse."""
 
     widths: dict[Question, int] = field(default_factory=dict)
     """Widths of groups. They outlive the state while the same jobs run: a step or two changes none of them."""
     slack: dict[Question, bool] = field(default_factory=dict)
     ends_s: dict[Question, float] = field(default_factory=dict)
     alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
-    """Rows of one job in plain rows, and the seconds of its turn alone, by rows, shape and share, until a report."""
+    """Plain rows of a job, and the seconds of its turn alone; by rows, shape and share. Cleared at each report."""
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
-    """Seconds of a turn by its rows, by shape, until a report."""
+    """Seconds of a turn as a function of its rows, by shape. Cleared at each report."""
     load_s: float | None = None
 
 
@@ -81,10 +81,10 @@ class WorkerState:
     worker: str
     """Name of the worker."""
     running: tuple[ResourceRequest, ...]
-    """What still denoises there, first come first."""
+    """Jobs that still denoise there, in order of arrival."""
     times: StepTimes
     fixed_s: float
-    """Seconds that a job takes beside its turns."""
+    """Seconds that a job takes outside its denoising turns."""
     max_rows: int
     """Upper bound on the rows of a turn; 0 means no bound."""
     due_s: tuple[float, ...] = ()
@@ -92,11 +92,11 @@ class WorkerState:
     finishing: int = 0
     """Number of attempts there that no longer denoise."""
     exclusive: bool = False
-    """Whether a job there must be left alone."""
+    """Whether a job there runs exclusively, so that no other may join it."""
     fractions: RowFractions = field(default_factory=RowFractions, compare=False)
     """Costs of rows that are computed in part."""
     findings: Findings = field(default_factory=Findings, compare=False, repr=False)
-    """Findings of this state; a worker that has moved or reported gets new ones."""
+    """Cached results for this state; replaced when the worker's jobs or its report change."""
 
     @property
     def row_limit(self) -> int:
@@ -169,7 +169,7 @@ class WorkerPlan:
     def has_slack(
         self, request: ResourceRequest, behind: int, *, within_share: bool = False, none_runs: bool = False
     ) -> bool:
-        """Return whether a job may begin here now. It may not overtake one that is planned here and not bound yet.
+        """Return whether a job may begin here now. It must not overtake a job that is planned here but not bound.
 
         Args:
             request: What it needs.
@@ -214,7 +214,7 @@ class WorkerPlan:
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
-        """Return whether nothing is known of turns of the request's shape."""
+        """Return whether no turn of the request's shape was measured yet."""
         return self.state.times.seconds(request.shape, request.rows) is None
 
     def completions_s(self, *more: ResourceRequest) -> list[float]:
@@ -236,9 +236,9 @@ class WorkerPlan:
         return [*self.state.running, *self._added]
 
     def _free_width(self, request: ResourceRequest, behind: int) -> int:
-        """Return how many jobs may run together here: no more than now while one more would make one of them late.
+        """Return how many jobs may run together here: no more than now if one more would make one of them late.
 
-        Where many jobs wait, holding back helps nobody: what turns share counts for all of them, however little it is.
+        If many jobs wait, a wider group is used all the same: even a small saving per turn helps all that wait.
         """
         width, here = self._width(as_typical(request), behind), len(self._planned)
         return here if here < width and behind < LOOK_AHEAD and self._makes_late(request) else width

@@ -28,12 +28,12 @@ class StepActivations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projections:
-    """Keys and values of a block's self-attention that follow from recorded activations, [tokens, channels] each."""
+    """Keys and values of a block's self-attention, computed from recorded activations; [tokens, channels] each."""
 
     keys: Tensor
     values: Tensor
     unknown: int
-    """Tokens whose projections do not follow from the recording, as `TokenSet.bits`."""
+    """Tokens without projections, because the recording does not determine theirs; as `TokenSet.bits`."""
 
     @property
     def size_bytes(self) -> int:
@@ -44,7 +44,7 @@ class Projections:
 class KeptProjections(Protocol):
     """Projections of one recorded step, by the name of their block.
 
-    They follow from the recording, and are kept only where memory is cheaper than computing them again.
+    They can be computed again from the recording, so they are kept only on devices where that is slow.
     """
 
     def get(self, name: str) -> Projections | None:
@@ -96,9 +96,9 @@ class EditActivations:
     share: float = 1.0
     """Share of the tokens that are computed, at the finest level of attention."""
     recorded: RecordedActivations | None = None
-    """Where the rest is read from; None if all is computed."""
+    """Recording that supplies the outputs of tokens that are not computed; None if all are computed."""
     sink: StepActivations | None = None
-    """Where outputs are written; None to keep none."""
+    """Recording that the row's outputs are written to; None to record nothing."""
 
     @property
     def reads(self) -> bool:
@@ -110,5 +110,5 @@ class EditActivations:
 
 
 def edit_activations(activations: RowActivations | None) -> EditActivations | None:
-    """Return the activations of a row if they are those of an edit, else None."""
+    """Return a row's activations as EditActivations, or None if the row does not belong to an edit."""
     return activations if isinstance(activations, EditActivations) else None

@@ -114,7 +114,7 @@ class EngineEdits(EngineAddOn):
             blocks=frozenset(self.blocks),
         )
         self.cosines: PromptCosines | None = None
-        """How much blocks follow the prompt; None until an edit first needs to know."""
+        """How much the outputs of blocks depend on the prompt; None until the first edit that needs it measures it."""
         self.step_table = StepTable()
         """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
@@ -137,13 +137,13 @@ class EngineEdits(EngineAddOn):
     def counts(self) -> Mapping[str, int]:
         """Counts of the source, and of edits by the names in `EVENTS`.
 
-        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used loaded activations; recomputed
-        ones did without because their activations were late.
+        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used loaded activations. Recomputed
+        blocks were computed although they are recorded, because their activations were late.
         """
         return {**self.source.counts, **self._events}
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the counts, the size of the recordings, and the times by which the gateway estimates edits."""
+        """Add counts, the size of the recordings, and the measured times from which the gateway estimates edits."""
         add_counts(beat, self.kind, self.counts)
         recordings = self.source.recordings
         beat.metrics.add(name="bottega_worker_recordings", text="Templates recorded for edits.", value=len(recordings))
@@ -234,7 +234,7 @@ class EngineEdits(EngineAddOn):
         self.source.stop()
 
     def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
-        """Ask the source whether a template is recorded; a given `recording` is the only acceptable one."""
+        """Ask the source whether a template is recorded. If `recording` is given, only that one is acceptable."""
         origin = read_order(order).source
         query = TemplateQuery(
             key=key,
@@ -346,7 +346,7 @@ class EngineEdits(EngineAddOn):
 
     @property
     def said_cosine(self) -> str:
-        """How much blocks follow the prompt, in words."""
+        """Describe in words how much the outputs of blocks depend on the prompt."""
         if self.cosines is None:
             return "not measured"
         return f"cosine {self.cosines.mean:.2f}, below {LEAST_COSINE:g}"

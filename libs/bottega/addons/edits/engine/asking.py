@@ -1,4 +1,4 @@
-"""A job's question to its source of recordings. Without an answer in time, the job computes everything."""
+"""A job's query to its source of recordings. If the answer is late, the job computes everything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PendingAnswer:
 
     def __init__(self, asked: Future[StoreWork | None], timeout_s: float) -> None:
         self.asked: Future[StoreWork | None] | None = asked
-        """None once the answer has come or the job has stopped waiting."""
+        """The pending answer; None once it has come or the job has stopped waiting."""
         self.waited_s = 0.0
         """Seconds from the first call of `ready` to the last."""
         self.work: StoreWork | None = None

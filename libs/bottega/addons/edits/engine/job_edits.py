@@ -84,7 +84,7 @@ class JobEdits(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The answer that the job waits for."""
+        """The source's answer that the job still waits for; None if it waits for none."""
         return self._answer.asked if self._answer is not None else None
 
     @property
@@ -123,7 +123,7 @@ class JobEdits(JobAddOn):
 
     @property
     def decision(self) -> bytes | None:
-        """The serialized EditDecision: whose latents are used outside the mask. None before `attach`."""
+        """The serialized EditDecision, which names the latents used outside the mask. None before `attach`."""
         if self._job is None or self._decided is None:
             return None
         return self._taken(self._decided).SerializeToString()
@@ -134,7 +134,7 @@ class JobEdits(JobAddOn):
         return not self._readers and self._recorder is None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Return how many seconds this job waited for pending loads."""
+        """Return the seconds that the last forward waited for this job's loads."""
         waited_s = sum(wait_s for row, wait_s in prediction.load_waits_s.items() if row.owner in self._readers)
         self._waited_s += waited_s
         return waited_s
@@ -323,7 +323,7 @@ class JobEdits(JobAddOn):
             self._compose(request, drawn.image_latent, drawn.noise)
 
     def _compose(self, request: Request, image_latent: Tensor, noise: Tensor) -> None:
-        """Use the recording's noise outside the mask and the request's own inside. Resumed requests already do."""
+        """Use the recording's noise outside the mask and the request's own inside. Skip requests that were resumed."""
         self._common = True
         edit = _edit(request)
         if request.step == request.begin:
@@ -347,14 +347,14 @@ class JobEdits(JobAddOn):
 
 
 def _gone(requests: Sequence[Request]) -> str:
-    """Return why this attempt computed everything although an earlier one may have reused blocks."""
+    """Return why this attempt computed everything: the recording that an earlier attempt used no longer exists."""
     gone = "the recording that an earlier attempt used is gone"
     resumed = [request.step - request.begin for request in requests if request.step > request.begin]
     return f"{gone}; step {min(resumed) + 1} is the first that was made without it" if resumed else gone
 
 
 def _unusable(spec: ResolvedSpec) -> str:
-    """Return why an edit can neither read nor record, as a clause; empty if it can."""
+    """Return why an edit can neither read nor write recordings, as a clause; empty if it can."""
     if spec.loras_measured or any(control.measured for control in spec.controlnets):
         return "the effect of a LoRA or ControlNet is being measured"
     if not all(control.digest for control in spec.controlnets):

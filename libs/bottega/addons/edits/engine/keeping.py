@@ -108,7 +108,7 @@ class JobKeeping(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The first answer that the job still waits for; a source says how much room there is to record."""
+        """The first answer that the job still waits for: whether the source has room for a recording."""
         return next((answer.asked for answer in self._answers if answer.asked is not None), None)
 
     @property

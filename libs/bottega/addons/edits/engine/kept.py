@@ -1,4 +1,4 @@
-"""The latents that `keep_for_editing` keeps of a picture, for edits to put back, and their format as bytes.
+"""The latents that `keep_for_editing` stores with a picture, from which later edits restore it, and their format.
 
 The format is safetensors with a JSON header. This module does not know where the bytes are stored or who may read them.
 """
@@ -45,7 +45,7 @@ class KeptLatents:
     """Noise level of each step, from high to low; see `Sampler`."""
     seed: int
     template: str
-    """32 hex digits that the picture's recordings are found by."""
+    """Name under which the picture's activations are recorded, 32 hex digits."""
 
     @property
     def image_latent(self) -> Tensor:
@@ -72,7 +72,7 @@ def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
-    """Serialize latents in the model's dtype, or in float16 if that is too large; None if float16 is, too."""
+    """Serialize latents in the model's dtype, or in float16 to save space. Return None if both are too large."""
     header = {
         "version": VERSION,
         "model_hash": model.digest,

@@ -1,4 +1,4 @@
-"""The activations part of an order: what the gateway says, and what earlier attempts decided."""
+"""The activations part of an order: the gateway's instructions, and the decisions of earlier attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOURCE = re.compile("([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """The decision of an attempt: whose image latent and noise are used outside the mask."""
+    """The decision of an attempt: which recording supplies the image latent and noise outside the mask."""
 
     recording: str = ""
     """Id of the recording whose latent and noise are used; empty if the edit has its own."""

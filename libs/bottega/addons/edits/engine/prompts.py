@@ -52,7 +52,7 @@ class PromptCosines:
 def measure_prompts(
     model: Model, spec: ResolvedSpec, conditions: Conditions, edit: Edit, blocks: Sequence[str]
 ) -> PromptCosines:
-    """Compare what blocks put out for an edit's template under its own prompt and under `PROBE_PROMPT`.
+    """Compare the outputs of blocks for an edit's template under the edit's prompt and under `PROBE_PROMPT`.
 
     Both rows see the image with the noise of the middle step. `blocks` are module paths.
     """

@@ -116,7 +116,7 @@ class JobRecord:
     error: bytes = b""
     """Serialized JobError; empty if there is none."""
     result_key: str = ""
-    """Key of the requests that the pictures of a completed job answer; empty if they answer none."""
+    """The `result_key` of the requests that the pictures of a completed job may answer; empty if there are none."""
     steps_done: int = 0
     """Denoising steps that a failed or cancelled job had made."""
     sequence: int = 0
@@ -129,7 +129,7 @@ class JobRecord:
 
     @property
     def answer_bytes(self) -> int:
-        """Bytes that the job adds to an answer, within some hundred bytes."""
+        """Bytes that the job adds to a response, to within a few hundred bytes."""
         return len(self.spec) + len(self.provenance) + len(self.error)
 
     @property
@@ -252,7 +252,7 @@ class JobStore(Protocol):
         """Whether the open store has lost its files: methods raise StorageUnavailable until `remake` succeeds."""
 
     async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
-        """Make a lost store anew with these live jobs and their inputs. Harmless if it is not lost.
+        """Create a lost store again, with these live jobs and their inputs. Harmless if it is not lost.
 
         It may be called again after it failed.
         """
@@ -271,7 +271,7 @@ class JobStore(Protocol):
         """
 
     async def update(self, job_id: str, change: Change) -> bool:
-        """Write what `change` makes of a job, and return whether it changed anything; False for an unknown job.
+        """Apply `change` to a job and write the result. Return whether anything changed; False for an unknown job.
 
         The inputs of a job that ends are removed.
         """
@@ -324,7 +324,7 @@ class JobStore(Protocol):
         """Return the inputs of a live job; empty if it has none or has ended."""
 
     async def last_end(self) -> EndTime | None:
-        """Return the latest end of a job by the steady clock, when an earlier process ran; or None."""
+        """Return the latest time on the steady clock at which a job ended, or None if none has ended."""
 
     async def live(self) -> list[JobRecord]:
         """Return all jobs that have not ended, oldest first."""
@@ -340,12 +340,13 @@ class JobStore(Protocol):
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         """Forget up to `limit` jobs and return how many; call it again while that is `limit`.
 
-        Jobs that ended before `ended_before` are forgotten, those that ended first before others. Then more ended ones
-        are, until at most `max_jobs` are remembered, live ones included, with records of at most `max_bytes`. Of these,
-        cancelled and failed ones go first, and completed ones if there are no others; always the oldest end of the peer
-        that has the most of the kind, in number while there are too many, else in bytes (of two peers with as much, the
-        first by name). So a peer that makes many jobs loses its own.
+        First, jobs that ended before `ended_before` are forgotten, the earliest end first. Then further ended jobs are
+        forgotten until at most `max_jobs` are left, live ones included, and their records take at most `max_bytes`:
+        cancelled and failed jobs first, completed ones only when there are no others. Each time, the job that goes is
+        the one that ended first among those of the peer with the most jobs, or with the most bytes once the number of
+        jobs is within its bound (of two peers with as much, the first by name). So a peer that submits many jobs loses
+        its own jobs, not those of others.
         """
 
     async def probe(self) -> None:
-        """Write something that changes nothing, and return when that succeeded."""
+        """Test the disk with a write that changes nothing. Return when it has succeeded."""

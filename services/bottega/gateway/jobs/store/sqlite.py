@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 def _ignore(_: float) -> None:
-    """Measure nothing."""
+    """Ignore the time of a commit."""
 
 
 class SqliteJobStore:
-    """A JobStore in a SQLite file, which one process at a time may have open, with several stores.
+    """A JobStore in a SQLite file. Only one process at a time may open the file; it may have several stores on it.
 
     Args:
         path: The file.
@@ -270,7 +270,7 @@ class SqliteJobStore:
             self._inspect()
 
     def _inspect(self) -> None:
-        """Check that the file is ours and sound, before anything is written to it."""
+        """Check, before the first write, that the file is a job store of this version and not damaged."""
         with os_errors.translated():
             sqlite_files.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look

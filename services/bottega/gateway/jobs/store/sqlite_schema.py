@@ -324,9 +324,10 @@ def _expected_schema() -> list[tuple[str, str]]:
 
 
 def typed_error(error: sqlite3.Error) -> BottegaError | None:
-    """Return DataLoss or StorageUnavailable, without SQLite's text; None for what only a fault of ours can cause.
+    """Return the DataLoss or StorageUnavailable for an error of SQLite, or None if only a bug of ours can cause it.
 
-    SQLite does not say why it could not open a file. If no file can be opened at all, that is the reason.
+    The returned error does not contain SQLite's text. SQLite does not say why it could not open a file. If the process
+    cannot open any file at all, that is given as the reason.
     """
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:

@@ -82,7 +82,7 @@ def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -
 
 
 def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
-    """Write what `change` makes of a job, and return whether it changed anything."""
+    """Apply `change` to a job and write the result. Return whether anything changed."""
     record = of_job(connection, job_id)
     after = change(record) if record else None
     if record is None or after is None:
@@ -96,7 +96,7 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
 
 
 def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: float) -> list[str] | None:
-    """Delete an ended job and return what no other job of its tenant has; see JobStore.delete."""
+    """Delete an ended job, and return the digests of contents that no other job of its tenant has."""
     record = of_job(connection, job_id, tenant=tenant)
     if record is None:
         digests = deleted_contents(connection, job_id, tenant)
@@ -139,7 +139,7 @@ def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) 
 
 
 def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) -> TenantUsage:
-    """Return what quotas need to know of a tenant."""
+    """Return the numbers of a tenant that quotas bound."""
     query = (
         "SELECT COALESCE((SELECT jobs FROM days WHERE tenant = ?1 AND day = ?2), 0), "
         "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0)"
@@ -173,7 +173,7 @@ def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
 
 
 def last_end(connection: sqlite3.Connection) -> EndTime | None:
-    """Return the latest end of a job, by the first of the last few that is not damaged."""
+    """Return the latest end of a job. If the newest rows are damaged, use the first intact one of the last few."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
     for record in _listing(connection.execute(query).fetchall()).records:
         if record.ended_wall is not None and record.ended_steady is not None:
@@ -338,7 +338,7 @@ def _images_of(column: str) -> tuple[StoredImage, ...]:
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:
-    """Return `data` if it has its checksum. Raises DataLoss otherwise."""
+    """Return `data` if its checksum is right. Raises DataLoss otherwise."""
     if checksum([data]) != expected:
         raise _damaged_row(sequence)
     return data

@@ -1,9 +1,9 @@
-"""The writer of the job store's file: operations that wait go into one transaction, in a file that keeps its place.
+"""The writer of the job store's file: it commits waiting operations in groups, and checks that the file still exists.
 
 One thread has the connection that writes. While it waits for the disk, other operations wait and form the next group.
 
-SQLite goes on writing to a file that was deleted or replaced, and over one that was truncated; what it commits then is
-lost when the process ends. So the writer checks before and after each commit whether the open file still has its name.
+SQLite goes on writing to a file that another program deletes, replaces or truncates. Such commits are lost when the
+process ends. So the writer checks before and after each commit that the name still belongs to the file that is open.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """A queue of operations that run in the order in which they came. Each is durable when its future is done.
+    """A queue of operations that run in order of arrival. Each is durable when its future is done.
 
     Args:
         connect: Opens a connection without implicit transactions; called in the thread, and again after a failure.
-        typed: Returns what to raise for an error of SQLite, or None if the error is a fault of ours.
+        typed: Returns the error to raise for an error of SQLite, or None if that can only come from a bug.
         on_commit: Called in the thread with the seconds that each group took.
         check: Called in the thread before each group and after its commit, with whether it was committed, before any
             caller gets its result. It raises if what is committed would not last.
@@ -74,20 +74,20 @@ class GroupCommit:
         return self._thread.waiting
 
     async def run(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
-        """Return what `operation` returns, once it is durable.
+        """Run `operation`, and return its result once it is durable.
 
         An operation that raises is undone alone. If the commit fails, its whole group fails with the typed error, and
         later operations are tried again. `operation` may be called twice: if another one of its group fails, the first
         call is undone.
 
         Args:
-            operation: What to do with the connection.
-            size_bytes: About how much it writes, if that is much.
+            operation: Executes SQL on the connection.
+            size_bytes: Approximate bytes that it writes; 0 if they are few.
         """
         return await self._thread.run(lambda: operation(self._open()), size_bytes=size_bytes)
 
     async def close(self) -> None:
-        """Close after the operations that wait."""
+        """Run the waiting operations, then close the connection."""
         await self._thread.close()
         await asyncio.to_thread(self._close)
 
@@ -121,8 +121,8 @@ class GroupCommit:
     def _all_went_well(self, group: Sequence[SerialTask]) -> bool:
         """Run all operations, or those up to the first that fails by itself. Return whether none failed.
 
-        Nearly none fails, and undoing one alone takes two more statements for each, at each of which this thread waits
-        for the interpreter.
+        Operations rarely fail. So they run without savepoints first, which would take two more statements for each
+        operation, and with each statement this thread may wait for the interpreter lock.
         """
         try:
             for work in group:
@@ -133,7 +133,7 @@ class GroupCommit:
         return True
 
     def _attempt(self, connection: sqlite3.Connection, work: SerialTask) -> None:
-        """Run an operation so that it is undone alone if it fails."""
+        """Run an operation in a savepoint, so that its failure does not undo the others."""
         connection.execute("SAVEPOINT operation")
         try:
             work.result = work.do()
@@ -144,7 +144,7 @@ class GroupCommit:
         connection.execute("RELEASE operation")
 
     def _raise_for_all(self, error: Exception) -> None:
-        """Raise an error of the disk or the file: every operation of the group gets it."""
+        """Raise an error of the disk or the file, so that all operations of the group fail with it."""
         if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
             raise error
 
@@ -198,7 +198,7 @@ class _Seen:
 
 
 class FilePlace:
-    """The place of a database and of its log. `remember` it when the file is opened."""
+    """Tells whether a database and its log are still the files that were opened. Call `remember` after opening."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -207,12 +207,12 @@ class FilePlace:
         self._log: _Seen | None = None
 
     def remember(self) -> None:
-        """Remember which file has the name now, and that its log is unknown. Raises OSError if there is no file."""
+        """Remember the inode of the file, and forget that of its log. Raises OSError if there is no file."""
         self._file = _seen(self._path.stat())
         self._log = None
 
     def forget_log(self) -> None:
-        """Forget the log, which may be another one from now on: SQLite deletes it with its last connection."""
+        """Forget the inode of the log. SQLite deletes the log when the last connection closes."""
         self._log = None
 
     def follow(self) -> None:

@@ -36,14 +36,14 @@ class ComingRow:
     key: StepKey
     step: RecordedStep
     computed: Tensor
-    """bool [latent height, latent width]: where blocks are computed."""
+    """Latent elements that the edit computes, bool [latent height, latent width]."""
     share: float
     loads: dict[StepKey, StepLoads]
     """The reader's decisions, by the key of the row's step; `decide` adds to it."""
 
     @property
     def decided(self) -> StepLoads | None:
-        """The decision for the step; None if there is none, or if the step was replaced since."""
+        """The load decision for the step; None if none was made, or if the recorded step was replaced since then."""
         known = self.loads.get(self.key)
         return known if known is not None and known.step is self.step else None
 
@@ -66,7 +66,7 @@ class EditReader(Protocol):
         ...
 
     def coming(self, turn: int) -> Coming:
-        """Return the rows of the step that the image makes in `turn` turns; 0 is the next one."""
+        """Return the rows of the image's step that is `turn` turns ahead; 0 is the next one."""
         ...
 
     @property
@@ -77,11 +77,11 @@ class EditReader(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _New:
-    """A row without a decision. Lists are by block."""
+    """A row whose loads are not decided yet. Its lists have one item for each block."""
 
     row: ComingRow
     away: Sequence[Sequence[str]]
-    """Recorded names that must be loaded; empty if the block is not reused or all is here."""
+    """Outputs that must be loaded to reuse the block; empty if it is computed, or if nothing is missing."""
     full_s: Sequence[float]
     masked_s: Sequence[float]
     """Seconds if the block is reused; equal to `full_s` if it cannot be."""
@@ -101,7 +101,7 @@ class _Turn:
 
 
 def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
-    """Return the plans that end first; see `bottega.planning.plan_steps`."""
+    """Return the plans with the earliest end; see `bottega.planning.plan_steps`."""
     return plan_steps(steps, load_busy_s=load_busy_s)
 
 
@@ -113,7 +113,7 @@ class LoadPolicy:
     """Plans the steps, given the seconds until the load stream is free; see `bottega.planning.plan_steps`."""
     turns: int = 3
     """Turns that are decided at once: the next one and two more. The load stream then has work while a turn is planned,
-    and little is loaded in vain for an edit that ends or is cancelled.
+    and little is loaded for nothing if an edit ends or is cancelled.
     """
     outlook: int = 2
     """Further turns that a plan assumes to be like the last one. Without them it would not load ahead for later turns,
@@ -130,7 +130,7 @@ class PlannedStep:
 
     size: Size
     row_equivalents: float
-    """The step's rows, each as the fraction of a whole row's time that it takes with all loads done."""
+    """Sum over the step's rows. A row counts as its compute time without loads, divided by that of a whole row."""
     seconds: float
     """Planned compute seconds of the step."""
 
@@ -144,9 +144,9 @@ class LoadOutlook:
     """The state of the load stream when a plan is made."""
 
     ends_s: Mapping[_Name, float]
-    """Seconds from now until each pending tensor is here."""
+    """Seconds from now until each pending tensor has arrived."""
     behind: int
-    """Number of turns after the decided ones in which images still read."""
+    """Number of turns, after the decided ones, in which images will still read recordings."""
 
     @property
     def busy_s(self) -> float:
@@ -237,7 +237,7 @@ class LoadPlanner:
 
 
 def _on_their_way(readers: Sequence[EditReader], rate: float) -> Mapping[_Name, float]:
-    """Return for each pending tensor the seconds until it is here, in the order of the requests."""
+    """Return the seconds until each pending tensor arrives, in the order of the requests."""
     waited = [
         (number, each.step, name)
         for reader in readers

@@ -54,7 +54,7 @@ class RowWork:
     """Share of the tokens or elements at the block's level, by block; 1 computes all."""
     share: float
     saved: dict[frozenset[str], _Done] = field(default_factory=dict, repr=False)
-    """The work that was not done in the last step, by the set of reused names."""
+    """The work that the last step saved by reusing recorded outputs, by the set of reused names."""
 
 
 class BlockTimes:
@@ -119,7 +119,7 @@ class BlockTimes:
         return [_flops_s(cost, block, block.flops) for block in self.blocks(size)]
 
     def masked_s(self, size: Size, work: RowWork) -> list[float]:
-        """Return the seconds of one row that reuses all that it does not compute, by block."""
+        """Return the seconds of one masked row, by block, if a recording supplies all that it does not compute."""
         profile = self._profiles.get(size)
         if profile is not None:
             scale, measured = self._calibration(size, profile), {each.name: each for each in profile.blocks}

@@ -49,7 +49,10 @@ class TokensIn:
 
 
 class FeatureMaps(Protocol):
-    """Operations on feature maps [rows, channels, height, width]; `path` begins the names of recordings."""
+    """Operations on feature maps [rows, channels, height, width].
+
+    Recorded outputs have names that begin with `path`.
+    """
 
     def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
         """Apply the first convolution."""

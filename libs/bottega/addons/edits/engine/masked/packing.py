@@ -1,7 +1,8 @@
 """Packs the computed tokens of all rows, so that rows with different masks share a network's layer calls.
 
 "Whole" tensors are [rows, tokens, channels]. Packed ones are [items, channels]: the computed tokens of the first row,
-then those of the second, and so on. Padding would not do: one row that is computed in full would make all rows full.
+then those of the second, and so on. Padding instead would lose the saving as soon as one row is computed in full,
+because all other rows would be padded to its length.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def is_plain(resnet: ResnetBlock2D) -> bool:
 
 
 def computes_in_place(resnet: ResnetBlock2D, hidden: Tensor) -> bool:
-    """Return whether `residual` supports a block, bit for bit. Other devices than CPUs have kernels of their own."""
+    """Return whether `residual` supports a block, bit for bit. Only on CPUs: elsewhere other kernels are used."""
     return is_plain(resnet) and type(resnet.nonlinearity) is nn.SiLU and hidden.device.type == "cpu"
 
 

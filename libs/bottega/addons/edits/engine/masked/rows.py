@@ -1,4 +1,4 @@
-"""The rows of one masked forward: which tokens are computed, what is recorded, and what they record."""
+"""The rows of one masked forward: the tokens that they compute, and the activations that they reuse or record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.diffusion.operations import Moves
 
 @dataclass(slots=True, kw_only=True)
 class MaskedActivations(Activations):
-    """The state that the blocks of a masked backbone pass on."""
+    """The state of a masked forward that each block receives from the block before it."""
 
     edits: list[EditActivations | None]
     """By row; None for a plain one."""

@@ -1,4 +1,4 @@
-"""Reads activations for one image's steps from a recording, and adds to the recording what it lacks.
+"""Reads activations for one image's steps from a recording, and adds the steps and areas that the recording lacks.
 
 The engine asks for a row's activations each time that it tries a step, and reports when the step is done.
 """
@@ -34,15 +34,17 @@ class ReadTerms:
     """The permissions of an image on its recording."""
 
     completes: bool
-    """Whether it may write."""
+    """Whether it may add to the recording."""
     any_prompt: bool
-    """Whether it may reuse another prompt's activations. If not, it computes that half of guidance in full and replaces
-    its recording. The unconditional half has the same prompt in most edits.
+    """Whether it may reuse activations that were recorded with another prompt.
+
+    If not, the half of guidance whose prompt differs is computed in full and recorded anew. That is rarely the
+    unconditional half, because most edits have the same negative prompt.
     """
 
 
 class ImageReader:
-    """Reads what one image does not redraw from a recording, and completes the recording.
+    """Supplies an image with recorded outputs outside its mask, and completes the recording.
 
     `mask` is dilated, bool [height, width] of the latent.
     """
@@ -63,7 +65,7 @@ class ImageReader:
         self.other_prompt = False
         """Whether a step was recorded with another prompt and not reused."""
         self.computed_all_because = ""
-        """Why the newest row that reused nothing did not, in words."""
+        """Why a row reused nothing, in words; that of the newest such row."""
         self.reused = 0
         """Number of transformer blocks that reused activations so far."""
         self.most_share = 0.0
@@ -91,7 +93,7 @@ class ImageReader:
         recording.users.add(self)
 
     def row(self, half: Half) -> EditActivations | None:
-        """Return the activations of a row of the next step. A step that is retried asks again."""
+        """Return the activations of a row of the next step. A step that is retried may call this again."""
         if lacks_loras(self._request):
             return None  # The recording was made with other weights.
         if begins_with_noise(self._request):

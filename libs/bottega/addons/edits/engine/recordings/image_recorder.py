@@ -17,7 +17,7 @@ from bottega.diffusion.rows import Half
 
 
 class ImageRecorder:
-    """Records one image into a new recording; `valid`, bool [height, width], marks where the template stands."""
+    """Records one image into a new recording. `valid`, bool [height, width], is True where it shows the template."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ImageRecorder:
         kept: frozenset[str] | None = None,
     ) -> None:
         self.lost = ""
-        """Why the recording was given up; empty while it was not."""
+        """Why the recording was abandoned; empty if it was not."""
         self._kept = kept
         self.request = request
         self.recording = recording
@@ -38,7 +38,7 @@ class ImageRecorder:
         self._pending: dict[StepKey, StepRecorder] = {}
 
     def row(self, half: Half) -> EditActivations | None:
-        """Return the activations of a row of the next step. A step that is retried asks again."""
+        """Return the activations of a row of the next step. A step that is retried may call this again."""
         if not self.lost and lacks_loras(self.request):
             self.give_up("a LoRA came late")
         if not self.lost and self._kept is not None and not self._kept:
@@ -68,7 +68,7 @@ class ImageRecorder:
 
     @property
     def next_share(self) -> float:
-        """Share of the tokens that the next step computes: all."""
+        """Share of the tokens that the next step computes; always 1, because recording needs all of them."""
         return 1.0
 
     def complete(self) -> bool:

@@ -43,7 +43,7 @@ class MemoryActivations:
         return self._events
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """Do nothing: this source uses no stores."""
+        """Ignore the stores: this source keeps recordings in memory only."""
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         known: Future[StoreWork | None] = Future()
@@ -104,7 +104,7 @@ class MemoryActivations:
         return begun
 
     def changed(self, recording: Recording, key: StepKey) -> None:
-        """Do nothing: recordings are not shared with other processes."""
+        """Ignore the change: recordings are not shared with other processes."""
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
         more_bytes = size_bytes - recording.size_bytes

@@ -1,7 +1,7 @@
 """Attention keys and values of recorded tokens, kept in spare memory.
 
 Masked blocks attend to all tokens. For tokens that are not computed, keys and values are projected from the recorded
-output of the block before, in every edit anew. Keeping them saves a third of a masked block's time on a CPU and takes
+output of the block before, again in every edit. Keeping them saves a third of a masked block's time on a CPU and takes
 four times the bytes of the recorded outputs (two tensors in the model's dtype).
 """
 

@@ -41,19 +41,19 @@ class RecordingUser(Protocol):
     """An image whose steps read from a recording."""
 
     def turns_until(self, key: StepKey) -> float:
-        """Return in how many turns it reads this forward: 0 in the next one, infinity if never again."""
+        """Return the number of turns until the image reads this forward: 0 for the next turn, infinity for never."""
         ...
 
 
 class Recording:
     """The recorded activations of one template.
 
-    A step's `valid`, bool [height, width] of the latent, marks where the template stood when the step was recorded. A
-    token's outputs may be reused if all elements under it are valid.
+    A step's `valid`, bool [height, width] of the latent, is True where the recorded image was the unchanged template.
+    A token's outputs may be reused if all elements under it are valid.
 
     Args:
         shape: Height and width of the latent.
-        drawn: None if edits put back latents that a generation kept.
+        drawn: Image latent and noise that its edits share; None if edits restore latents that a generation kept.
         origin: See `ActivationsOrder.source`.
         id: 32 hex digits; new by default.
     """
@@ -73,7 +73,7 @@ class Recording:
         self.drawn = drawn
         self.origin = origin
         self.steps: dict[StepKey, RecordedStep] = {}
-        """The newest recording of each forward, with whatever prompt; `step` finds others."""
+        """The newest recording of each forward, for any prompt; `step` also finds older ones for another prompt."""
         self._others: dict[StepKey, RecordedStep] = {}
         # Keyed weakly by step, so that projections are freed with their step.
         self._projections: MutableMapping[RecordedStep, StepProjections] = weakref.WeakKeyDictionary()
@@ -86,7 +86,7 @@ class Recording:
         self.readers = 0
         """Number of edits that read it now."""
         self.users: set[RecordingUser] = set()
-        """Images of these edits; each knows which steps it still needs."""
+        """Images of the edits that read it now."""
         self.used_s = 0.0
         self.reserved_bytes = 0
         self.budget_bytes = 0
@@ -123,7 +123,7 @@ class Recording:
         return self.complete and self.readers == 0
 
     def turns_until(self, key: StepKey) -> float:
-        """Return in how many turns the first user reads this forward; infinity if none does."""
+        """Return the number of turns until any user reads this forward; infinity if none will."""
         return min((user.turns_until(key) for user in self.users), default=math.inf)
 
     @property
@@ -133,7 +133,7 @@ class Recording:
 
     @property
     def valid_share(self) -> float:
-        """Share of the template that can be reused, in the step that has least."""
+        """Smallest share of the template, over all steps, that can be reused."""
         return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
 
     def step(self, key: StepKey, prompt: str) -> RecordedStep | None:
@@ -168,7 +168,7 @@ class Recording:
         self._others.pop(key, None)
 
     def forget_steps(self, gone: Callable[[RecordedStep], bool]) -> None:
-        """Remove the steps for which `gone` holds. One with another prompt takes the place of a removed one."""
+        """Remove the steps for which `gone` returns True. A step that is kept for another prompt replaces it."""
         self._others = {key: step for key, step in self._others.items() if not gone(step)}
         for key in [key for key, step in self.steps.items() if gone(step)]:
             del self.steps[key]
@@ -201,7 +201,7 @@ class Recording:
         step.prompt = prompt if step.prompt == prompt else ""
 
     def _shared(self, valid: Tensor) -> Tensor:
-        """Return the one tensor that all steps with an equal map share, because plans are kept by tensor."""
+        """Return the same tensor for all equal maps, because plans are cached by the identity of their tensor."""
         known = next((each for each in self._maps if torch.equal(each, valid)), None)
         if known is None:
             self._maps = [each for each in self._maps if any(step.valid is each for step in self.all_steps)]

@@ -17,7 +17,7 @@ EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateQuery:
-    """A question whether a template is recorded."""
+    """A query for the recording of a template."""
 
     key: RecordingKey
     recording: str = ""
@@ -50,7 +50,7 @@ class ActivationSource(Protocol):
         ...
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
-        """Find out in the background what `find` and `begin` need to know about a template.
+        """Look up a template in the background, so that `find` and `begin` can answer at once.
 
         The future never fails. It yields the work of the store that was asked, if any. Cancel it to stop waiting.
         """
@@ -70,7 +70,7 @@ class ActivationSource(Protocol):
         ...
 
     def changed(self, recording: Recording, key: StepKey) -> None:
-        """Note that a step was added, replaced or extended. Others get it once the recording is complete."""
+        """Note that a step was added, replaced or extended. Other processes get it when it is complete."""
         ...
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""The recorded outputs of one forward, which may be in this process or still on their way here."""
+"""The recorded outputs of one forward, in this process or still being loaded from a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.diffusion.engine.store_work import StoreWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTime:
-    """How long a load took."""
+    """The time, size and cause of one load."""
 
     began_s: float
     """When it was requested, on CLOCK_MONOTONIC."""
@@ -53,7 +53,7 @@ class RecordedStep(Protocol):
 
     @property
     def mapped(self) -> bool:
-        """Whether requested tensors are memory of this host, which comes at once and does not use the load stream."""
+        """Whether the store's memory is mapped, so that requested tensors need no transfer and no load stream."""
         ...
 
     def bytes_of(self, name: str) -> int:
@@ -69,7 +69,7 @@ class RecordedStep(Protocol):
         ...
 
     def wait(self, name: str, timeout_s: float) -> bool:
-        """Wait for a requested output, and return whether it is here. Returns at once if it will not come."""
+        """Wait for a requested output, and return whether it arrived. Return at once if it will not arrive."""
         ...
 
     def drop_requests(self) -> None:
@@ -109,13 +109,13 @@ class MemoryStep:
         return self.outputs.get(name)
 
     def request(self, names: Sequence[str]) -> None:
-        """Do nothing: everything is here."""
+        """Ignore the request: all outputs are in memory."""
 
     def wait(self, name: str, timeout_s: float) -> bool:
         return name in self.outputs
 
     def drop_requests(self) -> None:
-        """Do nothing: there are no requests."""
+        """Return at once: a step in memory has no requests."""
 
     def take_load_times(self) -> Sequence[LoadTime]:
         return ()

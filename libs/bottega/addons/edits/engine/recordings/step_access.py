@@ -57,7 +57,7 @@ class StepReader:
         return self._step.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Do nothing: another object records the row's outputs."""
+        """Ignore the output: the row's `sink` records it."""
 
     def _awaited(self, name: str, loads: StepLoads) -> Tensor | None:
         before_s = loads.waited_s
@@ -99,7 +99,7 @@ class StepRecorder:
 
 
 class StepCompleter:
-    """The StepActivations of a row that computes parts of the template which a recorded, writable step lacks.
+    """The StepActivations of a row that adds missing parts of the template to a recorded, writable step.
 
     All outputs inside `area`, bool [height, width] of the latent, are the template's, even if the forward fails.
     """
@@ -127,7 +127,7 @@ class StepCompleter:
     def write(self) -> bool:
         """Write the outputs into the step, waiting for the device, and return whether any were written.
 
-        All or nothing: values beyond float16 would spoil every edit that reads the step.
+        If one output has values beyond float16, none is written, because edits that read the step would fail.
         """
         outputs = {name: copy.take() for name, copy in self._copies.items()}
         self._copies = {}

@@ -16,11 +16,11 @@ _LEAST_WAIT_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWait:
-    """A wait of the engine for a block's activations."""
+    """A period in which the engine waited for a block's activations."""
 
     block: str
     began_s: float
-    """On CLOCK_MONOTONIC."""
+    """Start of the wait, on CLOCK_MONOTONIC."""
     seconds: float
 
 
@@ -35,7 +35,7 @@ class StepLoadCounts:
     waited_s: float = 0.0
     """Seconds of waiting for loads."""
     waits: list[LoadWait] = field(default_factory=list)
-    """The waits that were not mere look-ups."""
+    """Waits of at least 0.1 ms; shorter ones are mere look-ups."""
     came: list[LoadTime] = field(default_factory=list)
     """Times of the loads whose data arrived."""
 
@@ -61,11 +61,11 @@ class StepLoads:
         self._outstanding: deque[tuple[int, str]] = deque()
 
     def compute(self, block: BlockWork) -> None:
-        """Compute a block although its activations are recorded elsewhere."""
+        """Plan to compute a block, although a store has its activations."""
         self._away.append(block)
 
     def take(self, block: BlockWork, names: Sequence[str], patience_s: float, number: int) -> None:
-        """Reuse a block whose missing outputs, `names`, have been requested; wait for them for `patience_s` in all.
+        """Plan to reuse a block whose missing outputs, `names`, were requested; wait for `patience_s` in all.
 
         `number` is the place of the request among all requests of the planner.
         """
@@ -76,13 +76,13 @@ class StepLoads:
 
     @property
     def outstanding(self) -> Collection[tuple[int, str]]:
-        """Request numbers and names of pending outputs. They come in this order; the first one is not here."""
+        """Request numbers and names of pending outputs. They arrive in this order; the first has not."""
         while self._outstanding and self.step.get(self._outstanding[0][1]) is not None:
             self._outstanding.popleft()
         return self._outstanding
 
     def wait_for(self, name: str) -> bool:
-        """Wait for a planned output as long as its block's patience lasts, and return whether it is here."""
+        """Wait for a planned output, within the time left for its block, and return whether it arrived."""
         block = self._blocks.get(name)
         if block is None or self._patience_s[block] <= 0.0:
             return False
