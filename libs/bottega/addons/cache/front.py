@@ -1,4 +1,4 @@
-"""What cached latents add to the front of a worker: a picture's start is written into its parameters."""
+"""Cached latents in the front process of a worker: it writes a picture's start into the picture's parameters."""
 
 from __future__ import annotations
 

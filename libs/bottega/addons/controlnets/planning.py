@@ -11,7 +11,8 @@ _LEAST_GAIN = 0.1
 def pipelines(similarity: float, *, answer_s: float, transfer_s: float, encoder_s: float, step_s: float) -> bool:
     """Return whether steps should use the residuals of the step before.
 
-    Waiting for a server that computes is no reason: it would be as busy, and the picture would change.
+    They should if that hides the transfer time of a slow link. It cannot save time that the server spends computing:
+    the server has to compute as much as before.
 
     Args:
         similarity: Cosine of a ControlNet's residuals between adjacent steps, from its profile.

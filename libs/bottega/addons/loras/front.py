@@ -1,4 +1,4 @@
-"""What LoRAs add to the front of a worker: the step in which they came is written into the parameters."""
+"""LoRAs in the front process of a worker: it writes the first step that used them into a picture's parameters."""
 
 from __future__ import annotations
 

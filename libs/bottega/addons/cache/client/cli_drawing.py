@@ -247,7 +247,7 @@ def _draw_all(
     at_once: int,
     show: Callable[[int], None],
 ) -> Counter[_Outcome]:
-    """Draw all prompts. Raise an error that concerns all of them, and draw no further ones then."""
+    """Draw all prompts. Stop and raise at the first error that would fail every other prompt too."""
     counts = Counter([_draw_first(client, prompts[0], options)])
     show(1)
     with ThreadPoolExecutor(at_once) as pool:
@@ -264,7 +264,7 @@ def _draw_all(
 def _in_turn(
     pool: ThreadPoolExecutor, draw: Callable[[str], _Outcome], prompts: Sequence[str], at_once: int
 ) -> Iterator[_Outcome]:
-    """Yield outcomes as they come, with at most `at_once` concurrent requests."""
+    """Yield outcomes in order of completion, with at most `at_once` concurrent requests."""
     waiting = iter(prompts)
     running: set[Future[_Outcome]] = {pool.submit(draw, prompt) for prompt in itertools.islice(waiting, at_once)}
     while running:

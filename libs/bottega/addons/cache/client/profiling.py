@@ -1,4 +1,4 @@
-"""Measures from which similarity a cached latent is good enough, with pictures that the running suite draws.
+"""Measures the prompt similarity from which a cached latent is good enough, with pictures drawn by the running suite.
 
 The first prompt of each pair is drawn exactly, so that the cache records it. The second prompt is drawn from noise, and
 then from each latent of the first one, with the same seed. Seeds differ from draw to draw: a single picture may be
@@ -57,7 +57,7 @@ class CacheMeasurement:
     model: str | None = None
     """Name of the model; None for the only one that is served."""
     samples: Path | None = None
-    """File that keeps every measured pair. Pairs that it has already are not drawn again."""
+    """File that records every measured pair. Pairs that it already contains are not drawn again."""
 
     def check(self) -> None:
         """Raise InvalidRequest if it breaks a rule, naming all of them."""
@@ -84,7 +84,7 @@ class DrawingEstimate:
 
 
 def estimate_drawing(wanted: CacheMeasurement, fleet: FleetStatus) -> DrawingEstimate:
-    """Return how much a measurement draws, and how long that takes by the step times of the model's workers."""
+    """Estimate the number of pictures of a measurement, and their time by the step times of the model's workers."""
     draws = len(set(wanted.pairs)) * wanted.draws
     # A draw makes two pictures from noise, and one from each latent.
     pictures = draws * (2 + len(FRACTIONS))
@@ -103,7 +103,7 @@ def estimate_drawing(wanted: CacheMeasurement, fleet: FleetStatus) -> DrawingEst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCache:
-    """A measured profile with the samples that it was made of."""
+    """A measured profile, with the samples from which it was computed."""
 
     profile: CacheProfile
     method: Method
@@ -123,7 +123,7 @@ class Scores(Protocol):
 async def measure_cache(
     drawer: PairDrawer, scores: Scores, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None]
 ) -> MeasuredCache:
-    """Draw and score all pairs, and return the profile that they make.
+    """Draw and score all pairs, and return the profile computed from them.
 
     Args:
         drawer: Draws with the running suite.
@@ -156,7 +156,7 @@ async def measure_cache(
 
 
 def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
-    """Return a sentence for people that says how a profile was measured."""
+    """Describe in a sentence how a profile was measured."""
     return (
         f"{len(samples)} pairs of prompts, {method.draws} seeds each, {method.num_inference_steps} steps; quality by "
         f"{method.judge}, the mean over a pair's pictures; {datetime.now(UTC):%Y-%m-%d}"
@@ -184,7 +184,7 @@ async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, dra
 
 
 def judge_name(clip: Path | None) -> str:
-    """Return the scorer's name for people: the CLIP of a folder, or the embedded model's oracle."""
+    """Return the display name of the scorer: the CLIP model of a folder, or the embedded model's oracle."""
     return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"
 
 
@@ -212,7 +212,7 @@ class _Progress:
 
 
 async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Awaitable[None]]) -> None:
-    """Do the work for all pairs, some of them at a time. Raise the first error, and cancel the rest."""
+    """Run `work` for all pairs, several at a time. Raise the first error, and cancel the others."""
     left = list(reversed(pairs))
 
     async def work_on() -> None:

@@ -33,7 +33,7 @@ _REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPair:
-    """Two prompts; the second one's pictures start from latents of the first one's."""
+    """Two prompts. Pictures of the second one start from latents of the first one's pictures."""
 
     first: str
     second: str
@@ -91,7 +91,7 @@ class Method:
     draws: int
     """Draws of each pair, each with other seeds."""
     judge: str
-    """The scorer of the pictures, for people."""
+    """Display name of the scorer of the pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ _CLASS_BOUNDS = (float(SHORT_WORDS), math.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """The effect of a profile on the pairs that it was made of."""
+    """The effect of a profile on the pairs from which it was computed."""
 
     pairs: int
     shares: Mapping[float, float]
@@ -196,7 +196,7 @@ class Use:
     uncached: float
     """Mean quality of the pairs that start, when drawn from noise; 0 if no pair starts."""
     cached: float
-    """Their mean quality when drawn as the profile says; 0 if no pair starts."""
+    """Mean quality of those pairs when they skip the steps that the profile allows; 0 if no pair starts."""
 
 
 def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:

@@ -26,7 +26,7 @@ class CachedModel:
     entries: int
     """Pictures that were recorded."""
     latents: int
-    """Latents; an entry has several, and loses them one by one."""
+    """Number of latents. An entry has several, which are evicted one by one."""
     keys: int
     """Kinds of requests: entries of different keys never serve the same request."""
     has_profile: bool
@@ -57,7 +57,7 @@ class CacheStats:
     predictor_on: bool
     """Whether the match predictor is in use."""
     trouble: str
-    """Why nothing can be recorded now; empty if all is well."""
+    """Why nothing can be recorded now; empty if recording works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class CachedEntry:
     entry: str
     """Its ID: 32 hex digits."""
     parameters: Parameters
-    """What was drawn."""
+    """The complete parameters of the picture."""
     model_hash: str
     """Hash of the model, hex."""
     key: str
@@ -80,7 +80,7 @@ class CachedEntry:
     hits: int
     """How often a picture started from it."""
     picture: bytes = field(default=b"", repr=False)
-    """A small PNG of it; empty in lists, and if the cache has lost it."""
+    """A small PNG of the picture; empty in lists, and if the cache no longer has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class CacheProfile:
     fast: SkipProfile = _NOTHING
     """Thresholds for requests with fidelity="fast"."""
     about: str = ""
-    """How it was measured, for people; at most 1,000 characters."""
+    """Description of how it was measured; at most 1,000 characters."""
 
 
 def stats_from(message: cache_pb2.GetCacheStatsResponse, cache: str) -> CacheStats:

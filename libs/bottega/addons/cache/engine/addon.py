@@ -1,9 +1,9 @@
-"""The engine add-on for cached latents: a store is asked when a prompt is encoded, and hits are used if in time.
+"""The engine add-on for cached latents: it queries a store when a prompt is encoded, and uses hits that come in time.
 
-A job never waits for latents that are only similar, except until the prompt's embedding has come from the device, and
-for at most a tenth of a step until a store answers. It begins with noise, and its pictures go on from hits that come
-before they have made as many steps themselves. A job does wait for a latent that its request names, and for the
-decision of an earlier attempt, so that all attempts draw the same picture.
+A job hardly waits for similar latents: only until the prompt's embedding has been copied from the device, and for at
+most a tenth of a step until a store responds. After that it begins from noise. When a hit arrives later, a picture
+continues from it, unless the picture has made as many steps itself. A job does wait for a latent that its request or an
+earlier attempt names, so that all attempts draw the same picture.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class JobCachedStarts(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether the question could not be asked yet, or a picture waits for the answer."""
+        """Whether the query was not sent yet, or a picture has to wait for the response."""
         return self.arriving is not None or (
             self.asked is not None and any(picture.blocked for picture in self._pictures)
         )
@@ -189,10 +189,10 @@ class JobCachedStarts(JobAddOn):
             self.arriving = self._addon.model.runtime.to_host(conditions.conditional.pooled.float())
 
     def update(self, now_s: float) -> None:
-        """Ask the question, take the answer, and start pictures from their hits.
+        """Send the query, read the response, and start pictures from their hits.
 
         Raises:
-            CacheEntryGone: The latent that the request names is gone.
+            CacheEntryGone: The latent that the request names no longer exists.
             NoCache: No store can provide it.
         """
         if self.arriving is not None and self.arriving.ready:
@@ -216,8 +216,8 @@ class JobCachedStarts(JobAddOn):
     def blocks(self, request: Request) -> bool:
         """Return whether a request must wait.
 
-        All wait until the question is asked. A request that must start from a certain latent waits until that has come,
-        or is given up.
+        All requests of the job wait until the query is sent. A request that must start from a certain latent waits
+        until that has arrived, or until the wait is given up.
         """
         return self.arriving is not None or any(
             picture.blocked for picture in self._pictures if picture.request is request
@@ -258,7 +258,7 @@ class JobCachedStarts(JobAddOn):
         return replace(record, cached_starts=starts, exact=record.exact and not starts)
 
     def finish(self, record: EngineRecord) -> None:
-        """Hand the recording over, if the store wants it."""
+        """Send the recording to the store, if the store accepted it."""
         recorder, self._recorder = self._recorder, None
         if recorder is None or not recorder.confirmed:
             return
@@ -270,7 +270,7 @@ class JobCachedStarts(JobAddOn):
             self._addon.events["recordings" if taken else "dropped_recordings"] += 1
 
     def close(self) -> None:
-        """Cancel the question, if it is pending."""
+        """Cancel the query, if it is pending."""
         self.arriving = None
         if self.asked is not None:
             self.asked.cancel()
@@ -332,7 +332,7 @@ class JobCachedStarts(JobAddOn):
         )
 
     def _take(self, answer: LatentReply) -> None:
-        """Give each picture its hit."""
+        """Assign the hits of a response to the pictures."""
         if self._recorder is not None:
             self._recorder.confirm(wanted=answer.header.record)
         hits = []
@@ -443,7 +443,7 @@ class JobCachedStarts(JobAddOn):
 
 
 def _has_direction(embedding: Tensor) -> bool:
-    """Whether it has a cosine with others, in single precision. A LoRA's scale can make it as large as one likes."""
+    """Return whether its norm is positive and finite in float32. With a large LoRA scale, it may not be."""
     length = float(torch.linalg.vector_norm(embedding))
     return math.isfinite(length) and length > 0.0
 

@@ -31,7 +31,7 @@ class StartOrder:
     """Name of the job, see `CacheQuestion.job`."""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     pin: CacheStart | None = None
-    """The latent from which the request itself wants its only picture to start."""
+    """The cached latent that the request names for its only picture; None if it names none."""
 
 
 def read_order(order: EngineOrder) -> StartOrder | None:

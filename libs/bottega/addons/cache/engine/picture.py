@@ -21,7 +21,7 @@ class StartingPicture:
     pinned: CacheStart | None = None
     """The latent that it must start from, and waits for before its first step; None if any hit will do."""
     hit: tuple[CacheStart, Tensor] | None = None
-    """A latent that it may start from, which has come."""
+    """A latent that has arrived and that it may start from."""
     started: CachedStart | None = None
     """The start that it made."""
 
@@ -35,7 +35,7 @@ class StartingPicture:
         return self.request.first_step_from(start.step)
 
     def is_beyond(self, start: CacheStart) -> bool:
-        """Return whether it has made that step, or makes it next, so that the start would save nothing."""
+        """Return whether the picture is at the start's step or beyond it, so that the start would save nothing."""
         return self.request.step >= self.first_step(start)
 
     def mark_started(self, start: CacheStart, made_steps: int) -> None:

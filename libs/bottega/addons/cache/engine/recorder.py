@@ -20,7 +20,7 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobRecording:
-    """A job's first picture, computed exactly. Encoding it is left to the sender. Its tensors are never changed."""
+    """The recording of a job's first picture, computed exactly. The sender encodes it. Its tensors never change."""
 
     key: str
     """See `CacheRecording.key`."""
@@ -82,12 +82,12 @@ class LatentRecorder:
             self._steps, self._latents, self._pixels = frozenset(), {}, None
 
     def after_step(self, request: Request) -> None:
-        """Learn that one of the job's pictures has made a step."""
+        """Note that one of the job's pictures has made a step."""
         if request is self._request and request.step in self._steps:
             self._latents[request.step] = request.latent[0]  # Each step makes a new tensor.
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """Learn that one of the job's pictures is finished."""
+        """Note that one of the job's pictures is finished."""
         if index == self._request.index and self._latents:
             self._pixels = pixels
 

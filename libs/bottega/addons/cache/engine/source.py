@@ -1,4 +1,4 @@
-"""The interface through which the engine gets cached latents and hands over recordings."""
+"""The interface through which the engine gets cached latents and stores recordings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentQuestion:
-    """A question for latents that the pictures of a job may start from."""
+    """A query for latents that the pictures of a job may start from."""
 
     header: CacheQuestion
     embedding: Tensor
@@ -55,7 +55,7 @@ class LatentSource(Protocol):
         ...
 
     def report(self, reply: LatentReply, starts: CacheStarts) -> None:
-        """Tell the store that sent a reply what its latents saved, if it counts that."""
+        """Report to the store that sent a reply how many steps its latents saved, if it counts them."""
         ...
 
     def record(self, recording: JobRecording) -> bool:

@@ -68,7 +68,7 @@ def create(context: AddOnContext) -> CacheAddOn:
 
 
 class CacheAddOn(AddOn):
-    """Cached latents, as a gateway deals with them."""
+    """The gateway's part of cached latents: pins, orders to attempts, and expected savings."""
 
     # Another worker would not get the entry of a pin in time either.
     final_errors = (NoCache,)
@@ -93,7 +93,7 @@ class CacheAddOn(AddOn):
         return _asks_for_cache(spec)
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
-        """Yield what contradicts a pin, or the switch of the cache."""
+        """Yield violations for settings that contradict a pin or the cache's switch."""
         return _check_cache(spec)
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
@@ -119,11 +119,11 @@ class CacheAddOn(AddOn):
         decisions.by_kind[kinds.CACHE] = decision.SerializeToString()
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
-        """Return the steps that a job skips by its decision or pin, or else as similar jobs did lately."""
+        """Return the steps that a job skips by its decision or pin, or else the mean of recent similar jobs."""
         return ExpectedSavings(skipped_steps=self._skipped_steps(job)) if _may_skip(job) else NO_SAVINGS
 
     def prepare_attempt(self, job: AddOnJob, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Write whether pictures may start from cached latents, and may be recorded."""
+        """Write into the attempt whether its pictures may start from cached latents, and may be recorded."""
         spec = job.bare
         order = CacheOrder(
             read=may_start(spec) and _may_start_from_latents(job),

@@ -1,1 +1,1 @@
-"""Which latents to keep, which to start from, and whether to predict if there is one, in plain Python without torch."""
+"""Policies of the cache: eviction, the choice of a latent, and the use of a match predictor. Plain Python, no torch."""

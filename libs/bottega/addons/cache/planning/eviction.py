@@ -48,7 +48,7 @@ class Usage:
 
 
 Score = Callable[[Usage], float]
-"""Score of an item; the least goes first. It must not fall when an item is used, nor change while it is not."""
+"""Returns an item's score. The lowest is evicted first. A use must not lower it, and without use it must not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class EvictionHeap(Generic[NameT]):
     def add(self, name: NameT, usage: Usage, *, size_bytes: int = 1) -> None:
         """Add an item. Raises ValueError if there is one of this name.
 
-        Make room before, not after: a new item was never used, and would be among the first to go.
+        Make room before the call: a new item was never used, so an eviction after the call might evict it.
         """
         if name in self._items:
             raise ValueError(f"there is an item {name!r}")

@@ -93,7 +93,7 @@ class PredictorSwitch:
     def on(self) -> bool:
         """Whether predictions are used now.
 
-        They are not if the savings of hits are unknown: lost hits would seem free.
+        While the savings of hits are unknown, they are not used, because lost hits would seem to cost nothing.
         """
         hits = self._predicted_hits + self._missed_hits
         seen = hits + self._false_alarms + self._predicted_misses
@@ -101,7 +101,7 @@ class PredictorSwitch:
         return seen >= self.least_lookups and known and self.rates.pays
 
     def weight(self, predicted_hit: bool) -> float:
-        """Return 0 to skip the search, or the number of questions for which this search counts."""
+        """Return 0 to skip the search, or the number of requests for which this search counts."""
         if predicted_hit or not self.on:
             return 1.0
         self._spared = (self._spared + 1) % self.probe_every

@@ -48,7 +48,7 @@ def is_cacheable(spec: GenerationSpec) -> bool:
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:
-    """Return whether the request itself rules out that it starts from a cached latent or is recorded."""
+    """Return whether the request forbids both starting from cached latents and being recorded."""
     return spec.techniques.HasField("approximate_cache") and not spec.techniques.approximate_cache
 
 

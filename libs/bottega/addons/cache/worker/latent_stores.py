@@ -1,4 +1,4 @@
-"""The fleet's approximate caches as one LatentSource: it asks the first one that is linked.
+"""The fleet's approximate caches as one LatentSource: it queries the first one with an open link.
 
 A question whose cache is lost is asked again, at the next cache or at the same one, while its answer is needed.
 Recordings wait within a budget of bytes for the first cache that is linked. No call blocks.
@@ -38,7 +38,7 @@ _UNAVAILABLE = LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Question:
-    """A question that has no answer yet."""
+    """A query without a response yet."""
 
     question: LatentQuestion
     answer: Future[LatentReply]
@@ -127,7 +127,7 @@ class LatentStores:
         self.set_stores(())
 
     def on_link(self, link: CacheStoreLink) -> None:
-        """Ask pending questions of a cache that is linked now."""
+        """Send pending queries to a cache whose link has opened."""
         with self._lock:
             self._ask_pending()
         link.record()
@@ -147,7 +147,7 @@ class LatentStores:
             asked.answer.set_result(replace(answer, work=work))
 
     def on_lost(self, link: CacheStoreLink) -> None:
-        """Ask the questions of a lost link again, elsewhere or there."""
+        """Send the queries of a lost link again, to the next cache or to the same one."""
         with self._lock:
             for asked in self._questions.values():
                 if asked.link is link:
@@ -174,7 +174,7 @@ class LatentStores:
         return next((link for link in self._links.values() if link.open), None)
 
     def _ask_pending(self) -> None:
-        """Ask questions that have no link and are still wanted. Call it under the lock."""
+        """Send pending queries that have no link. Call it under the lock."""
         for number, asked in self._questions.items():
             if asked.link is None and not asked.answer.done():
                 self._send(number, asked)

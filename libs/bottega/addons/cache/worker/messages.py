@@ -38,7 +38,7 @@ def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentR
 def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheMessage:
     """Return the message of a recording.
 
-    It waits for the device and shrinks the image, so it needs a thread that has time.
+    It waits for the device and shrinks the image, so it must not be called in the engine's thread.
     """
     latents = latents_in_order(recording)
     picture = recording.small_picture()
@@ -60,7 +60,7 @@ def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheM
 
 
 def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.GenerationSpec:
-    """Return the spec of an image for people to read, without input images."""
+    """Return the spec of an image for display, without input images."""
     pb = generation_pb2
     return pb.GenerationSpec(
         model=model_name,

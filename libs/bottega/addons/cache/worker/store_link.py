@@ -90,13 +90,13 @@ class CacheStoreLink(LinkClientHandler):
         return connection is not None and connection.send(messages.question_of(number, question))
 
     def report(self, starts: CacheStarts) -> None:
-        """Report what latents of this cache have saved. Do nothing without a link."""
+        """Report how many steps latents of this cache have saved. Do nothing without a link."""
         connection = self._connection
         if connection is not None:
             connection.send(starts_message(starts))
 
     def record(self) -> None:
-        """Send recordings once there is nothing to ask. Do nothing without a link."""
+        """Send recordings when no query is pending. Do nothing without a link."""
         connection = self._connection
         if connection is not None:
             connection.post(self._begin_recording)

@@ -1,4 +1,4 @@
-"""ControlNets of a suite: who hosts them, how servers are given more, and how they are profiled."""
+"""ControlNets in the client: which services host them, how to add more to servers, and profiling."""
 
 COMMAND = "controlnets"
 """Name of its subcommand of `bottega`."""

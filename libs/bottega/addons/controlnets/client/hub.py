@@ -17,12 +17,12 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class HubError(BottegaError, code=Code.FAILED_PRECONDITION):
-    """The ControlNet is not here, and cannot be downloaded."""
+    """The ControlNet is neither in the folder nor can it be downloaded."""
 
     def __init__(self, message: str, *, todo: str = "") -> None:
         super().__init__(message)
         self.todo = todo
-        """What a person may do about it."""
+        """What the user can do about it."""
 
 
 def fetch(repo: str, revision: str | None, root: Path) -> Path:

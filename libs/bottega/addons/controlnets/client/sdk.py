@@ -70,7 +70,7 @@ def controlnet_servers(fleet: FleetStatus, *, name: str | None = None) -> list[F
 
 
 async def add_to_server(server: FleetMember, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
-    """Have a server host a ControlNet. An error is part of the answer, because other servers may succeed."""
+    """Ask a server to host a ControlNet. An error is returned, not raised, because other servers may succeed."""
     try:
         async with _SERVERS.open(server) as stub:
             answer = await stub.AddControlNet(request, timeout=_ADD_S)
@@ -299,7 +299,7 @@ def _served(fleet: FleetStatus, hosted: list[tuple[FleetMember, HostedItem]]) ->
 
 
 def _profiles(hosted: Iterable[HostedItem]) -> tuple[ResidualProfile, ...]:
-    """Return the profile of each base model with the least similarity, which decides."""
+    """Return the profile with the lowest similarity for each base model, because the lowest one decides."""
     least: dict[str, ResidualProfile] = {}
     for profile in (profile for net in hosted for profile in net.profiles):
         known = least.get(profile.model_hash)

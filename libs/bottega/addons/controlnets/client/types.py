@@ -43,7 +43,7 @@ class ServedControlNet:
 
     @property
     def popularity(self) -> int:
-        """The sum over its hosts."""
+        """Sum of its hosts' popularities."""
         return sum(host.popularity for host in self.hosts)
 
     @property
@@ -54,7 +54,7 @@ class ServedControlNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedControlNet:
-    """The answer of a server that was asked to host a ControlNet."""
+    """The response of a server to the request to host a ControlNet."""
 
     server: str
     size_bytes: int = 0

@@ -181,7 +181,7 @@ class JobControlNets(JobAddOn):
         return prediction.waited_s
 
     def offload(self) -> OffloadedPart | None:
-        """Return what the other worker needs to open sessions with the same ControlNets."""
+        """Return the message from which the pair's other worker opens sessions with the same ControlNets."""
         return controls_part(self.begun) if self.begun else None
 
     def active_in(self, row: Row) -> int:
@@ -223,7 +223,7 @@ class JobControlNets(JobAddOn):
             self._records = self._provider.close(self.handles)
 
     def _opened(self) -> bool:
-        """Return whether every session can be asked. Raises the BottegaError of a failed session."""
+        """Return whether all sessions are open. Raises the BottegaError of a failed session."""
         if self._provider is None or not self.active or self._records is not None:
             return True
         return self._provider.opened(self.handles)
@@ -273,7 +273,7 @@ def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> Con
 class _Control:
     """A ControlNet of a job, without its image and conditions. See ControlInput.
 
-    It does not say whether residuals may be stale: a follower always waits for its own, which is exact.
+    It has no field for stale residuals, because a follower always waits for the residuals of its own step.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200)]

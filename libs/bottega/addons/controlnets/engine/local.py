@@ -26,7 +26,7 @@ class _LocalSession:
     control: ControlInput
     lease: ControlNetLease
     place: int
-    """Place of the ControlNet in the request's lease."""
+    """Index of the ControlNet in the request's lease."""
     session: ControlSession | None = None
     waited_s: float = 0.0
     """Time that forwards waited for the ControlNet to be loaded."""
@@ -78,12 +78,12 @@ class LocalControlNets:
         return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
-        """Compute everything that can be computed now, because no other process does it meanwhile."""
+        """Compute at once all residuals whose ControlNet is loaded, because no other process computes them."""
         self._rows, self._answers, self._shared = rows, {}, set()
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Do nothing, because no other process would compute it meanwhile."""
+        """Return at once: computing ahead in this process would only delay the engine."""
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         return all((row, handle) in self._answers for handle in row.controls)

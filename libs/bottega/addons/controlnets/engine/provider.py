@@ -1,4 +1,4 @@
-"""A request's ControlNets as the engine sees them: a session's input, the provider of sessions, and their results."""
+"""The engine's interface to ControlNets: the input of a session, the provider of sessions, and their results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ControlRecord:
 
 
 class ControlNetProvider(ResidualProvider, Protocol):
-    """A holder of requests' sessions with ControlNets. All calls come from the engine's thread."""
+    """Opens and closes the ControlNet sessions of requests. All calls come from the engine's thread."""
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """Begin the sessions of one request, and return their handles at once; slow parts run in the background.
@@ -101,7 +101,7 @@ class ControlNetProvider(ResidualProvider, Protocol):
         ...
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """Return whether all of these can be asked for residuals. Raises the BottegaError of a failed one."""
+        """Return whether all of these sessions are open. Raises the BottegaError of a failed one."""
         ...
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:

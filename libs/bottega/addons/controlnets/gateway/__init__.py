@@ -1,1 +1,1 @@
-"""ControlNets: which servers an attempt gets, and what these servers prefetch."""
+"""ControlNets in the gateway: it assigns servers to attempts, and lets servers prefetch."""

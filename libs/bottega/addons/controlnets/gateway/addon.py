@@ -1,4 +1,4 @@
-"""ControlNets as an add-on: which workers may have a job, which servers an attempt gets, and what these prefetch.
+"""The gateway's add-on for ControlNets: it chooses eligible workers and servers, and lets servers prefetch.
 
 The add-on reads from the fleet who hosts which ControlNet, and counts the sessions that it assigns.
 """
@@ -78,7 +78,7 @@ def create(context: AddOnContext) -> ControlNetAddOn:
 
 
 class ControlNetAddOn(AddOn):
-    """ControlNets, as a gateway deals with them.
+    """The gateway's part of ControlNets.
 
     Args:
         fleet: The fleet.
@@ -158,7 +158,7 @@ class ControlNetAddOn(AddOn):
         return costs
 
     def unavailable(self, job: AddOnJob) -> NoControlNet | None:
-        """Return the error of a job with a ControlNet that nobody hosts, or did within the grace."""
+        """Return an error if no member hosts one of a job's ControlNets, nor hosted it within the grace; else None."""
         model = job.bare.model
         base = self._fleet.last_seen(model).base
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
@@ -187,7 +187,7 @@ class ControlNetAddOn(AddOn):
         request.addons[kinds.CONTROLNET] = placements.SerializeToString()
 
     def end_attempt(self, job: AddOnJob) -> None:
-        """Count the sessions of the attempt no longer."""
+        """Stop counting the sessions of the attempt."""
         assigned = self._assigned.pop(job.job_id, ())
         self._sessions.subtract(server for server, _ in assigned)
         self._nets.subtract(assigned)
@@ -195,7 +195,7 @@ class ControlNetAddOn(AddOn):
         self._nets += Counter()
 
     def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
-        """Let the servers that an attempt did not reach rest for a moment, or its worker if it had no servers."""
+        """Back off the servers that an attempt could not reach, or its worker if it had no servers."""
         if not isinstance(error, NoControlNet):
             return False
         named = [name for name in error.metadata.get("servers", "").split(",") if name]

@@ -68,7 +68,7 @@ class ControlNetHosts:
         return digests.pop() if len(digests) == 1 else ""
 
     def names(self) -> list[str]:
-        """Return the names of all ControlNets that somebody hosts."""
+        """Return the names of all ControlNets that any member hosts."""
         return list(self._hosts)
 
     def versions(self, name: str, models: Sequence[image_pb2.Model]) -> dict[str, list[str]]:
@@ -176,7 +176,10 @@ def nobody_hosts(names: Iterable[str]) -> NoControlNet:
 
 
 def _fits(made_for: str, base: str) -> bool:
-    """Return whether a ControlNet may fit a base model. If one of the two is unknown, loading it will show."""
+    """Return whether a ControlNet may fit a base model.
+
+    Return True if one of the two is unknown: loading it checks again.
+    """
     return not made_for or not base or made_for == base
 
 

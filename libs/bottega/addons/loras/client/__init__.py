@@ -1,4 +1,4 @@
-"""LoRAs of a suite: calls to their stores, uploaded files, the quarantine, and how they are profiled."""
+"""LoRAs in the client: calls to their stores, uploads, the quarantine, and profiling."""
 
 COMMAND = "loras"
 """Name of its subcommand of `bottega`."""

@@ -118,7 +118,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         await self._call_owner(name, lambda stub: stub.DeleteLora(request, timeout=CALL_S))
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
-        """Have its store keep a LoRA in memory, or let it go. `readiness` says whether it is there yet."""
+        """Pin a LoRA in its store's memory, or unpin it. The result's `readiness` says whether it is loaded yet."""
         request = build_message(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
         return stored_from((await self._call_owner(name, lambda stub: stub.PinLora(request, timeout=CALL_S))).lora)
 
@@ -179,7 +179,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return tuple(found)
 
     async def loras_in_quarantine(self) -> int:
-        """Return how many LoRAs are in quarantine, as far as the stores know without looking for more."""
+        """Return the number of LoRAs known to be in quarantine, without making the stores search for more."""
         number = 0
         for store in await self._lora_stores():
             async with STORES.open(store) as stub:
@@ -306,7 +306,7 @@ ADD_ON = ClientAddOn(kind=kinds.LORAS, title="LoRA store", hosted_title="LoRAs")
 
 
 def latest_step(similarities: Sequence[float]) -> int:
-    """Return the first step at which missing the LoRA leads too far away, or the number of steps if none does.
+    """Return the first step at which the latent without the LoRA differs too much, or the number of steps if none does.
 
     Source: Katz, bounded asynchronous loading: the bound is where the latents begin to differ.
 

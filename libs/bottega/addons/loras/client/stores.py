@@ -32,7 +32,7 @@ STORES: ServiceCalls[LoraServiceAsyncStub] = ServiceCalls(
 
 
 def missing_lora(name: str) -> LoraNotFound:
-    """Return the error of a LoRA that no store has."""
+    """Return the error for a name that no store has."""
     return LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
 
 
@@ -46,7 +46,7 @@ async def find_lora(stores: Sequence[FleetMember], name: str) -> tuple[FleetMemb
 
 
 async def choose_store(stores: Sequence[FleetMember], name: str, base: str | None) -> tuple[FleetMember, str]:
-    """Return the store for a new LoRA and its base: the store that has the name, else one that knows the base.
+    """Return the store and the base model for a new LoRA: the store that has the name, else one that knows the base.
 
     Args:
         base: None if the stores know only one; InvalidRequest is raised if they know more.
@@ -96,7 +96,7 @@ def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
 
 
 async def upload(store: FleetMember, head: UploadLoraHead, files: Sequence[LocalLoraFile]) -> StoredLora:
-    """Send the files to a store, and return the LoRA that it made of them.
+    """Send the files to a store, and return the imported LoRA.
 
     This uses gRPC's blocking call, which runs in threads of its own: the one of asyncio loses the answer of a server
     that refuses an upload before it has read everything.

@@ -68,7 +68,7 @@ class LoraInQuarantine:
     base: str
     """Name of the model that it was made for; empty if that is not known."""
     size_bytes: int | None
-    """Bytes of its weights; None if they are gone."""
+    """Bytes of its weights; None if they are missing."""
     since: datetime
 
 
@@ -89,7 +89,7 @@ class RestoreResult:
 
     lora: StoredLora
     unknown: tuple[str, ...]
-    """Facts that its files do not tell, such as "its trigger words"."""
+    """Facts that its files do not contain, such as "its trigger words"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class EngineLoras(EngineAddOn):
 
     Args:
         model: The model that LoRAs change.
-        source: Provides LoRAs; None if nobody does.
+        source: Provides LoRAs; None if the worker has no LoRAs.
         patches, merges_half, pristine_on_host, stacked_bytes: See LoraWeights.
         timeout_s: Seconds for which a job waits for its LoRAs.
         clock: Monotonic time in seconds.
@@ -97,7 +97,7 @@ class EngineLoras(EngineAddOn):
         return self._events
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the counts, and what it takes to merge other LoRAs."""
+        """Add the counts, and the measured cost of merging other LoRAs."""
         add_counts(beat, self.kind, self.counts)
         if self.weights.swap_s is not None:
             beat.switch_times.add(kind=self.kind, seconds=self.weights.swap_s)
@@ -191,7 +191,7 @@ class EngineLoras(EngineAddOn):
         return bool(moved)
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learn the cost of unmerged LoRAs."""
+        """Measure the cost of unmerged LoRAs by the forward's time."""
         return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
 
     def probes(self, model: Model) -> Mapping[str, Probe]:
@@ -211,7 +211,7 @@ class EngineLoras(EngineAddOn):
         return self._clock()
 
     def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
-        """Note that these requests belong to the part of a job, until they are detached."""
+        """Map these requests to their job's LoRAs, until `detach`."""
         self._parts |= dict.fromkeys(requests, part)
 
     def detach(self, requests: Sequence[Request]) -> None:
@@ -220,7 +220,7 @@ class EngineLoras(EngineAddOn):
             self._parts.pop(request, None)
 
     def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
-        """Return second requests for an order that measures a LoRA, to be denoised without LoRAs in the UNet."""
+        """Return additional requests, without LoRAs in the UNet, for an order that measures a LoRA's effect."""
         return (
             new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
         )
@@ -358,7 +358,7 @@ class JobLoras(JobAddOn):
         self._meter.observe(request)
 
     def offload(self) -> OffloadedPart | None:
-        """Return the message with which the other worker fetches them itself."""
+        """Return the message from which the pair's other worker fetches the LoRAs itself."""
         return loras_part(self.specs)
 
     def active_in(self, row: Row) -> int:

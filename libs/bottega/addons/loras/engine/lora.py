@@ -1,4 +1,4 @@
-"""A LoRA's layers in canonical form, and the interface of a source that brings LoRAs to the engine."""
+"""A LoRA's layers in canonical form, and the interface of a source from which the engine gets LoRAs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraAtScale:
-    """A LoRA at a strength."""
+    """A LoRA's layers, with the scale at which they are used."""
 
     digest: str
     """SHA-256 of its canonical file, in hex."""
@@ -80,7 +80,7 @@ class LoraRef:
 
 
 class LoraHandle(Protocol):
-    """A LoRA that has been requested. Its properties raise the BottegaError of a LoRA that cannot be brought."""
+    """A LoRA that has been requested. Its properties raise a BottegaError if the LoRA cannot be loaded."""
 
     @property
     def text_ready(self) -> bool:
@@ -99,7 +99,7 @@ class LoraHandle(Protocol):
 
     @property
     def work(self) -> StoreWork | None:
-        """A store's work to bring it, perhaps before `begin` for another job; None if no store was needed."""
+        """The store's work to send it, perhaps earlier for another job; None if it was already in memory."""
         ...
 
     def layers(self, component: str) -> Layers:
@@ -118,7 +118,7 @@ class LoraSource(Protocol):
         ...
 
     def begin(self, ref: LoraRef) -> LoraHandle:
-        """Request a LoRA, and bring it in the background. The handle reports failures."""
+        """Request a LoRA, and load it in the background. The handle reports failures."""
         ...
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:

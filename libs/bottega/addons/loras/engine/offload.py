@@ -1,4 +1,4 @@
-"""The LoRAs of a job whose rows are computed by the other worker of a pair: the message, and their use there."""
+"""LoRAs of offloaded rows: the message that names them for the pair's other worker, and their use there."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LatentMeter:
         return tuple(min(float(cosine) for cosine in self._cosines[step]) for step in sorted(self._cosines))
 
     def observe(self, request: Request) -> None:
-        """Take the latent of an image or a shadow after a step."""
+        """Record the latent of an image or a shadow after a step."""
         if not self.shadows:
             return
         key = (request.index, request.step)

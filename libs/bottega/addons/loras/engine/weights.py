@@ -120,7 +120,7 @@ class LoraWeights:
         return known
 
     def put_in_text(self, loras: LoraSet | None) -> float:
-        """Make the text encoders read the next prompt with these LoRAs, or with none.
+        """Make the text encoders use these LoRAs, or none, for the next prompt.
 
         Returns:
             The seconds it took, after waiting for the device; 0 without LoRAs and if nothing is merged.

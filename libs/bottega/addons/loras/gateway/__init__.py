@@ -1,1 +1,1 @@
-"""LoRAs: the weights that a name stands for, what a worker lacks of a set, and what the stores prefetch."""
+"""LoRAs in the gateway: it resolves names, estimates each worker's loading time, and lets stores prefetch."""

@@ -1,4 +1,4 @@
-"""LoRAs as an add-on: the weights behind names, how late they may be applied, and what workers lack of a set."""
+"""The gateway's add-on for LoRAs: it resolves names, decides how late LoRAs may come, and estimates loading times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def create(context: AddOnContext) -> LoraAddOn:
 
 
 class LoraAddOn(AddOn):
-    """LoRAs, as a gateway deals with them."""
+    """The gateway's part of LoRAs."""
 
     adapter_kind = image_pb2.ADAPTER_KIND_LORA
     decides_model = True
@@ -122,7 +122,7 @@ class LoraAddOn(AddOn):
             lora.from_step = use.from_step
 
     def start(self, live_jobs: Callable[[], Iterable[AddOnJob]]) -> None:
-        """Begin to protect the LoRAs that jobs need from deletion."""
+        """Start to protect the LoRAs of live jobs from deletion in the stores."""
         self._resolver.start(lambda: (digest for job in live_jobs() for digest in job.loras))
 
     def member_lost(self, member: Member) -> None:
@@ -233,13 +233,13 @@ def lora_costs(loras: _LoraSetKey, members: Mapping[str, Member], sizes: LoraSiz
 
 
 def _restore_s(member: Member) -> float:
-    """Return the seconds until a worker has no set in its weights."""
+    """Return the seconds that a worker needs to restore its weights; 0 if no set is merged."""
     hosted = member.hosts(kinds.LORAS)
     return _OUT_SHARE * hosted.switch_s if hosted.applied else 0.0
 
 
 def _swap_s(loras: _LoraSetKey, member: Member) -> float:
-    """Return the seconds until a worker has a set in its weights."""
+    """Return the seconds that a worker needs to merge a set into its weights; 0 if it is merged already."""
     hosted = member.hosts(kinds.LORAS)
     if loras == hosted.applied:
         return 0.0

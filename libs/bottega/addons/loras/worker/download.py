@@ -1,4 +1,4 @@
-"""A LoRA that is here or on its way: its layers as tensors, or the error because of which it will not come.
+"""The download of a LoRA from a store: its layers as tensors once they have arrived, or the error of the download.
 
 The thread that receives fills it, the thread that checks may fail it, and the engine's thread reads it. What is here
 never changes again. Within a host the layers are views of the store's own sealed memory (bottega.transport, files),
@@ -34,7 +34,7 @@ _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": t
 
 
 class LoraDownload:
-    """A download of one LoRA, shared by all who need it.
+    """A download of one LoRA, shared by all jobs that need it.
 
     Args:
         device: Device of the layers.
@@ -67,12 +67,12 @@ class LoraDownload:
 
     @property
     def text_ready(self) -> bool:
-        """Whether the layers of the text encoders are here."""
+        """Whether the layers of the text encoders have arrived."""
         return len(self._layers) >= len(COMPONENTS) - 1
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is here and has the digest that was asked for."""
+        """Whether all of it has arrived and has the requested digest."""
         return self.arrived_s is not None
 
     @property
@@ -85,13 +85,13 @@ class LoraDownload:
         return self._layers[component]
 
     def restart(self) -> None:
-        """Drop the incomplete part, which will come again. Layers that the engine may be reading stay until then."""
+        """Drop the incomplete part, which will be sent again. Layers that the engine may be reading stay until then."""
         self._lora = None
         self._unet = torch.empty(0, dtype=torch.uint8)
         self.size_bytes = 0
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """Note that the store's answer begins to come.
+        """Note that the store has begun to respond.
 
         Args:
             times: Seconds that the store has spent until then.
@@ -99,7 +99,7 @@ class LoraDownload:
         self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=time.monotonic())
 
     def take_head(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
-        """Take the header and the first section.
+        """Read the header and the first section.
 
         Args:
             unet_bytes: Size of the second section, which comes in pieces.
@@ -121,7 +121,7 @@ class LoraDownload:
             self._complete(lora)
 
     def take_whole(self, file: memoryview) -> None:
-        """Take all of it, in the store's own memory. `check` comes next. Raises DataLoss if it is not a LoRA."""
+        """Use the whole file in the store's own memory. Call `check` next. Raises DataLoss if it is not a LoRA."""
         self.restart()
         try:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
@@ -136,14 +136,14 @@ class LoraDownload:
         self._unet = _shared(file[middle:])
 
     def check(self) -> None:
-        """Hash what `take_whole` took, and complete it. Raises DataLoss if it has another digest."""
+        """Hash the file that `take_whole` got, and complete the download. Raises DataLoss for a wrong digest."""
         assert self._lora is not None, "take_whole comes first"
         for first in range(0, len(self._unet), _PIECE_BYTES):
             self._hash.update(self._unet[first : first + _PIECE_BYTES].numpy().data)
         self._complete(self._lora)
 
     def take_piece(self, piece: memoryview) -> None:
-        """Take the next bytes of the second section.
+        """Read the next bytes of the second section.
 
         Raises:
             DataLoss: The LoRA is complete but has another digest than was asked for.

@@ -55,7 +55,7 @@ class StoreLink(LinkClientHandler):
     """A link to one store. It requests the LoRAs of `fetch` until they have arrived. Any thread may call it.
 
     Args:
-        on_progress: Called when more of a LoRA is here.
+        on_progress: Called when more of a LoRA has arrived.
         on_refused: Called with a LoRA that the store does not send, and the reason.
         on_lost: Called when the store is lost or cannot be reached. It may move pending downloads to other stores.
     """
@@ -97,7 +97,7 @@ class StoreLink(LinkClientHandler):
 
     @property
     def wants_link(self) -> bool:
-        """Whether something is to be fetched."""
+        """Whether any LoRA is still to be fetched."""
         return bool(self._wanted)
 
     def fetch(self, download: LoraDownload) -> None:
@@ -118,7 +118,7 @@ class StoreLink(LinkClientHandler):
                     self._connection.send(number_message(LoraMessageKind.CANCEL, number))
 
     def wanted(self) -> list[LoraDownload]:
-        """Return the downloads that have not come."""
+        """Return the pending downloads."""
         with self._lock:
             return list(self._wanted.values())
 
@@ -130,7 +130,7 @@ class StoreLink(LinkClientHandler):
         self._checks.shutdown(wait=False)  # checks that wait still run, because a job may need them
 
     def on_open(self, connection: Connection) -> None:
-        """Ask for everything that is wanted, on the new link."""
+        """Request all pending downloads on the new link."""
         with self._lock:
             self._connection = connection
             for number, download in self._wanted.items():
@@ -141,7 +141,7 @@ class StoreLink(LinkClientHandler):
         _log.info("linked to a LoRA store", extra=facts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Report the loss. What has not come is asked for again, here or elsewhere."""
+        """Report the loss. Pending downloads are requested again, on a new link or from another store."""
         with self._lock:
             self._connection = None
         _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": cause.message})
@@ -184,7 +184,7 @@ class StoreLink(LinkClientHandler):
         self._take(read_number(layout, views), take)
 
     def _take(self, number: int, take: Callable[[LoraDownload], None]) -> None:
-        """Take a part of a LoRA. A part that nobody wants any more is ignored."""
+        """Pass a part of a LoRA to its download. Ignore it if the download was given up."""
         download = self._wanted.get(number)
         if download is None:
             return
