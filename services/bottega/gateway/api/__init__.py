@@ -1,4 +1,4 @@
-"""The gRPC services of the gateway, and what happens to a request before it is a job.
+"""The gRPC services of the gateway, and the checks of a request before it becomes a job.
 
 Requests are checked, completed with defaults and admitted; messages are converted to the gateway's values and back.
 """

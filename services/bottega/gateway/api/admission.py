@@ -1,9 +1,9 @@
-"""Admission: checks a request, fills in the rest, and makes it a job or attaches it to the job of its request_id.
+"""Admission: checks a request, fills in defaults, and creates a job or finds the existing job of its request_id.
 
-Nothing is acknowledged before every check has passed, including the pixels of input images, and the job is durable. A
-request that is identical to one that was drawn becomes a job of its own that has that one's stored result. It never
-waits, whether or not there is room in the queue or a worker is here, and its images are not decoded again. Identical
-requests that come while the first one is drawn are all drawn.
+A request is acknowledged after every check has passed, including those of the pixels of input images, and the job is
+durable. If an identical request was drawn before, the new job gets its stored result at once: it needs no worker and no
+place in the queue, and its images are not decoded. Identical requests that arrive while the first one is being drawn
+are all drawn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
 
 class Admission:
-    """The admission of requests, which is the only way in for jobs."""
+    """The admission of requests. Every job of the gateway is created here."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Admission:
 
         Args:
             spec: The spec as the caller sent it.
-            request: The rest of the request as the caller sent it; what admission finds is added.
+            request: The other fields of the request as the caller sent them. Admission adds facts to it.
             access: The models, LoRAs and ControlNets that the caller may name.
 
         Raises:
@@ -239,7 +239,7 @@ class Admission:
         )
 
     def _decisions_of(self, before: Job) -> AttemptDecisions:
-        """Return what timing decided when the same request was drawn, which the new job keeps to."""
+        """Return the decisions that depended on timing when the same request was drawn. The new job repeats them."""
         decisions = AttemptDecisions()
         decisions.CopyFrom(before.decisions)
         for addon in self._addons:
@@ -247,7 +247,7 @@ class Admission:
         return decisions
 
     async def _store_though_cancelled(self, job: Job, place: Admittance, *, replaces: str) -> bool:
-        """Store the job even if the caller leaves; in that case abandon it if it has no request_id."""
+        """Store the job even if the caller disconnects. If it did and gave no request_id, abandon the job."""
 
         def abandon(stored: bool) -> None:
             if stored and not job.request.request_id:
@@ -258,7 +258,7 @@ class Admission:
     def _store_counted(self, job: Job, place: Admittance, replaces: str) -> Coroutine[Any, Any, bool]:
         """Return the coroutine that stores a job and counts it for its tenant's quotas, even if its caller leaves.
 
-        The place is held from this call on, not only when the coroutine runs.
+        The quota is reserved by this call, not only when the coroutine runs.
         """
         held = contextlib.ExitStack()
         held.enter_context(place.held())
@@ -314,7 +314,7 @@ class Admission:
         model: Model,
         resolutions: Sequence[Resolution],
     ) -> IdenticalResult | None:
-        """Return what answers a request that is valid, its images aside."""
+        """Return the stored result of an identical request, or None. The spec must be valid apart from its images."""
         if before is not None and before.images:
             return None  # they have gone, and those of another job may differ unless they are exact
         return await self._identical.find(
@@ -342,9 +342,10 @@ class Admission:
     def _model_of(
         self, spec: GenerationSpec, resolutions: Sequence[Resolution], access: Access
     ) -> Model | BottegaError | None:
-        """Return the model that is named, else that which an add-on requires, else the only one; or why there is none.
+        """Return the model of a request, or the error if there is none.
 
-        Return None if an add-on that is not resolved yet may require one.
+        The spec names it, or an add-on requires it, or it is the only one served. Return None while an add-on that is
+        not resolved yet may require one.
         """
         if spec.HasField("model"):
             return self._found_model(spec.model, None, access)

@@ -1,4 +1,4 @@
-"""Defaults: fills in what a request left open, so that its spec says all of what is drawn."""
+"""Defaults: fills in the fields that a request left empty, so that its spec describes the picture completely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     Args:
         spec: The spec.
         model: The model that draws it.
-        resolutions: What the names of its add-ons stand for.
+        resolutions: The resolved names of its LoRAs, ControlNets and other add-ons.
     """
     full = _copied(spec)
     # Only a caller that gave a seed wants to see the same picture again.
@@ -54,7 +54,7 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
 
 
 def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
-    """Return a spec completed as it was when it was drawn first: with the same seed and the defaults of that time.
+    """Complete a spec as when it was first drawn: with the same seed, and the defaults of that time.
 
     Args:
         spec: The request, with its input images.
@@ -94,7 +94,7 @@ def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.Sampler
 
 
 def strength_of(spec: GenerationSpec) -> float | None:
-    """Return how much of a spec's image is redrawn, with the default; None without an image."""
+    """Return the strength of a spec with an input image, or the default strength; None without an image."""
     if not spec.HasField("image"):
         return None
     if spec.HasField("strength"):
@@ -105,9 +105,9 @@ def strength_of(spec: GenerationSpec) -> float | None:
 
 
 def _asks_for_masked_blocks(spec: GenerationSpec) -> bool:
-    """Return whether a spec asks for masked blocks by name, which rules out that a seed alone implies EXACT.
+    """Return whether a spec switches masked blocks on, so that its seed alone does not imply fidelity EXACT.
 
-    Without a mask that counts for nothing.
+    False without a mask, because masked blocks then have no effect.
     """
     return spec.techniques.masked_blocks and spec.HasField("mask_image")
 

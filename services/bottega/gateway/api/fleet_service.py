@@ -134,7 +134,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
 
     async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
-        """Take in a member's reports until its stream ends or another stream replaces it."""
+        """Process a member's reports until its stream ends or another stream replaces it."""
         wake = member.wake
         try:
             async for request in requests:
@@ -150,7 +150,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
 
 class FleetNotServedHere(fleet_pb2_grpc.FleetServiceServicer):
-    """The service that refuses those who look for the fleet on the public port."""
+    """The FleetService of the public port, which refuses all calls: the fleet has a port of its own."""
 
     def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """Refuse a join."""
@@ -172,7 +172,7 @@ def _elsewhere() -> MethodNotServed:
 
 
 def _check_name(registration: fleet_pb2.Registration, known: Caller) -> None:
-    """Raise Forbidden if a certificate belongs to another service than the one that joins."""
+    """Raise Forbidden if a service joins with the certificate of another service."""
     if known.role is Role.LOCAL or (registration.kind, registration.name) == (known.role, known.name):
         return
     joins, shown = f"{registration.kind}/{registration.name}", f"{known.role}/{known.name}"

@@ -1,4 +1,4 @@
-"""ImageService: converts its calls, and follows the jobs of callers that wait."""
+"""ImageService: converts messages of the public API, and streams the events of jobs to callers."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return image_pb2.SubmitJobResponse(job=_job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
-        """Return a job as it is now."""
+        """Return the current state of a job."""
         return image_pb2.GetJobResponse(job=_job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
@@ -190,7 +190,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetJobTrace(
         self, request: image_pb2.GetJobTraceRequest, context: _Context
     ) -> image_pb2.GetJobTraceResponse:
-        """Return how long each part of a job took."""
+        """Return the trace of a job: the time spans of its parts."""
         job = await self._job(request.job_id)
         trace = self._traces.find(job.job_id)
         if trace is None:
@@ -217,7 +217,10 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         )
 
     async def _adapters(self, request: image_pb2.ListAdaptersRequest, access: Access) -> _AdapterListing:
-        """Return all adapters of a kind that a caller may name. Later pages use the list of the first for a moment."""
+        """Return all adapters of a kind that a caller may name.
+
+        For a few seconds, later pages use the list that was made for the first.
+        """
         now, key = self._controller.clock.monotonic(), (access.tenant, request.kind)
         known = self._listings.get(key)
         if request.page_token and known and known.access == access and now - known.made_at <= _LISTED_S:
@@ -269,13 +272,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return job
 
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
-        """Convert an event. Images are left out while as many bytes as allowed wait for callers to read them."""
+        """Convert an event. Images are left out while too many bytes already wait for callers to read them."""
         inline = isinstance(event, EndedEvent) and _travels_inline(job) and call_limits.reserve(_inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
         return _event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
-        """Return the bytes of a picture, or none if it cannot be read: GetImage says why."""
+        """Return the bytes of a picture; empty if it cannot be read. GetImage reports the error."""
         try:
             return await self._images.get(picture.digest) or b""
         except BottegaError:
@@ -317,7 +320,7 @@ def _unix_s(timestamp: Timestamp) -> float:
 
 
 def _job_to_wire(job: Job) -> image_pb2.Job:
-    """Return the message of a job as it stands, without the bytes of its images."""
+    """Return the message of a job's current state, without the bytes of its images."""
     return image_pb2.Job(
         job_id=job.job_id,
         request_id=job.request.request_id,

@@ -1,9 +1,9 @@
-"""What a new job uses of earlier ones: the pictures of an identical job, and the latents kept of an edit's image.
+"""Reuse of earlier jobs: the pictures of an identical job, and the kept latents of the image that is edited.
 
-Only requests that give their seed are answered with stored pictures: without one, a caller wants another picture each
-time. It must be certain what would be drawn with, else the request is drawn. An edit of a picture that a job of this
-gateway has drawn and kept finds the latents of its steps by the picture's digest: the bytes are enough, and the caller
-need not name the job. What cannot be read is not used.
+Only requests with a seed are answered with stored pictures, because callers that give no seed expect a new picture each
+time. If the weights that would be used are not known for certain, the request is drawn. An edit finds the kept latents
+of its input picture by the digest of the picture's bytes, so the caller need not name the job that drew it. Stored data
+that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class IdenticalResults:
     """A finder of jobs whose stored pictures are the ones that a request asks for.
 
     Args:
-        default: Whether a request that does not say so may be answered with stored pictures.
+        default: Whether stored pictures may answer a request that does not set `identical_results`.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class IdenticalResults:
         Args:
             spec: A valid spec as the caller sent it.
             model: The model that draws it.
-            complete: Fills in what a spec leaves open.
-            tenant: The tenant that asks. Only its own pictures answer it.
+            complete: Fills in the defaults of a spec.
+            tenant: The tenant that sent the request. Only its own pictures are used.
         """
         if not self._may_answer(spec):
             return None
@@ -104,11 +104,11 @@ class IdenticalResults:
         return techniques.identical_results if techniques.HasField("identical_results") else self._default
 
     async def _source(self, key: str, *, kept: bool) -> Job | None:
-        """Return a job with that key whose pictures are still there, to be read only, and renew their time.
+        """Return a read-only job with that key whose pictures still exist, and extend the time until they expire.
 
         Args:
             key: The result key.
-            kept: Whether latents of every picture must be there, too.
+            kept: Whether kept latents of every picture must exist, too.
         """
         outcome = "none"
         try:
@@ -150,7 +150,7 @@ class ImageSources:
             request: The request.
             spec: Its complete spec.
             model: The model that draws it.
-            seen: What was seen of its images.
+            seen: Sizes and mask found by decoding its images.
         """
         if not spec.HasField("image"):
             return request

@@ -87,7 +87,7 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
 
 
 def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[AddOn]) -> Iterator[Violation]:
-    """Yield the violations of a spec that the model which is to draw it causes."""
+    """Yield the violations of a spec that depend on the model."""
     multiple = max(1, model.size_multiple)
     for name, side in (("width", spec.width), ("height", spec.height)):
         if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
@@ -151,12 +151,12 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImages:
-    """The sizes and the mask that decoding a request's images has shown."""
+    """The sizes and the mask that were found by decoding a request's images."""
 
     size: ImageSize | None = None
     """Size of `image`; None without one."""
     mask: MaskUse = field(default_factory=MaskUse)
-    """What the mask redraws."""
+    """The masked region; see MaskUse."""
 
 
 class ImageInspector(Protocol):
@@ -187,7 +187,7 @@ async def check_images(
         inspector: Decodes the images.
         max_pixels: Upper bound on the pixels of one image.
         model: The model that draws, or None if unknown: then masks are not read at its size.
-        share: Share of the tenant that asks.
+        share: Share of the tenant that sent the request.
         tokens: How masks become tokens in the model's network; None if it does not compute masked blocks.
     """
     known = {violation.field for violation in found}
@@ -246,7 +246,7 @@ def _mask_order(
     model: image_pb2.Model | None,
     tokens: MaskTokens | None,
 ) -> MaskOrder | None:
-    """Return how to read the mask of a spec; None if other violations leave that open."""
+    """Return the parameters for reading the mask of a spec; None if other violations leave them unknown."""
     image_size = inspection.sizes.get("spec.image")
     cropped = spec.HasField("padding_mask_crop")
     if model is None or known & _OF_DRAWN_SIZE or (cropped and image_size is None):

@@ -1,4 +1,4 @@
-"""Watches, by which callers follow jobs: each yields the next event when its caller is ready for one.
+"""Watches of jobs. A watch streams the events of one job to one caller, as fast as the caller reads.
 
 A watch has no queue of events. It looks at the job and yields what has changed, so a slow caller costs no memory and
 holds up no other.
@@ -29,7 +29,7 @@ class RunningEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEvent:
-    """The end of a job, which says how it ended."""
+    """The end of a job, with its outcome."""
 
 
 WatchEvent = QueuePosition | RunningEvent | EndedEvent
@@ -98,7 +98,7 @@ class JobWatch:
         return {i: preview.jpeg for i, preview in sorted(new.items())}
 
     async def _let_gather(self) -> None:
-        """Wait for progress to gather, but no longer than until the job ends."""
+        """Wait a moment, so that several changes become one event. Return early if the job ends."""
         try:
             await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)
         except TimeoutError:

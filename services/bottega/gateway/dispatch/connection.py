@@ -36,12 +36,12 @@ AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 
 def is_death(error: BottegaError) -> bool:
-    """Return whether an attempt ended with the death of its worker or engine, which the job may have caused."""
+    """Return whether an attempt failed because its worker or engine died, perhaps because of the job."""
     return isinstance(error, WorkerLost) and "died" in error.metadata
 
 
 def died_alone(error: BottegaError) -> bool:
-    """Return whether no other attempt is known to have died with this one."""
+    """Return whether the worker reported that no other attempt died with this one."""
     return error.metadata.get("held_together", "1") == "1"
 
 
@@ -73,9 +73,9 @@ class WorkerClient(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """An attempt that is followed.
+    """An attempt whose events the gateway reads.
 
-    It has many fields because it gathers everything that the attempt brings.
+    It has many fields because it collects all data that the worker sends for the attempt.
     """
 
     job: Job
@@ -83,7 +83,7 @@ class DispatchedAttempt:
     connection: WorkerConnection
     task: asyncio.Task[None] | None = None
     images: dict[int, bytearray] = field(default_factory=dict)
-    """Bytes of the encoded images that have come, by index."""
+    """Received bytes of the encoded images, by index."""
     latents: dict[int, bytearray] = field(default_factory=dict)
     """Received bytes of the latents that are kept for edits, by image."""
     size_bytes: int = 0
@@ -163,7 +163,7 @@ class DispatchedAttempt:
         return kept
 
     def encoded_images(self) -> list[bytes]:
-        """Return all images. Raises WorkerLost if some did not come."""
+        """Return all images. Raises WorkerLost if some are missing."""
         if sorted(self.images) != list(range(self.job.num_images)):
             raise WorkerLost("the worker did not send every image")
         return [bytes(self.images[index]) for index in range(self.job.num_images)]
@@ -213,26 +213,26 @@ class WorkerConnection:
         self.revision += 1
 
     def watch_checkpoints(self) -> None:
-        """Watch anew, which brings the newest checkpoint of every attempt once more."""
+        """Restart the stream of checkpoints, which sends the newest checkpoint of every attempt again."""
         self._checkpoints.cancel()
         self._checkpoints = self._calls.start(self._watch_checkpoints())
 
     async def list_attempts(self) -> Sequence[worker_pb2.AttemptSummary]:
-        """List the attempts that the worker has, also those of earlier lives of the gateway. Raises BottegaError."""
+        """List the worker's attempts, also those from before a restart of the gateway. Raises BottegaError."""
         return await self.client.list_attempts(deadline_s=_LIST_DEADLINE_S)
 
     def stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
-        """Have the worker stop an attempt that nobody waits for."""
+        """Tell the worker to stop an attempt whose result is no longer needed."""
         self._calls.start(self._stop_attempt(attempt))
 
     def stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
-        """Have the worker stop an attempt that it reports. Beyond MAX_STALE calls, it waits for the next report."""
+        """Tell the worker to stop an outdated attempt that it reported. At most MAX_STALE calls run at once."""
         if self._stale < MAX_STALE:
             self._stale += 1
             self._calls.start(self._stop_stale_attempt(attempt))
 
     def enable_previews(self, attempt: DispatchedAttempt) -> None:
-        """Have the worker send previews."""
+        """Tell the worker to send previews of an attempt."""
         self._calls.start(self._enable_previews(attempt))
 
     def close(self) -> None:

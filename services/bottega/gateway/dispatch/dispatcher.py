@@ -1,6 +1,6 @@
 """The dispatcher, which runs attempts on workers: sends jobs, follows their events, gathers images and checkpoints.
 
-The scheduler decides which worker gets a job, and the observer of the attempts what follows from a loss.
+The scheduler decides which worker gets a job. The observer of the attempts decides what happens after a loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptObserver(Protocol):
-    """An observer of how attempts go and end. It is called in the event loop and must not block."""
+    """An observer of the progress and the end of attempts. It is called in the event loop and must not block."""
 
     def attempt_sent(self, job: Job) -> None:
         """Note that the worker is called now."""
@@ -51,16 +51,16 @@ class AttemptObserver(Protocol):
         """Note that denoising made progress."""
 
     def attempt_decided(self, job: Job) -> None:
-        """Note that the attempt has decided something that later attempts keep to."""
+        """Note that the attempt has made a decision that later attempts at the job must follow."""
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """Note that the worker or the connection to it is lost; the job may have caused that."""
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker did not take the attempt, or stops and returns it; the job did not cause that."""
+        """Note that the worker refused the attempt, or is stopping and returned it. The job is not the cause."""
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker says that the job cannot be drawn."""
+        """Note that the worker reported that the job cannot be drawn."""
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
         """Note that an attempt ended, in whatever way.
@@ -147,7 +147,7 @@ class Dispatcher:
         return self._connections
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Return whether an attempt has just brought all images, so that its worker may still report it as running."""
+        """Return whether all images of an attempt have just arrived. Its worker may still list it as running."""
         return (attempt.job_id, attempt.number) in self._completed
 
     def start_attempt(self, job: Job, member: Member, *, free_at: float, exclusive: bool = False) -> None:
@@ -157,7 +157,7 @@ class Dispatcher:
             job: The job.
             member: The worker.
             free_at: When the worker could take it, on the monotonic clock.
-            exclusive: Whether the worker has nothing else.
+            exclusive: Whether the worker runs no other job.
         """
         connection = self._connections[member]
         for other in connection.attempts.values():
@@ -167,7 +167,7 @@ class Dispatcher:
         self._observer.attempt_sent(job)
 
     def adopt_attempt(self, job: Job, connection: WorkerConnection) -> None:
-        """Follow an attempt that a worker still has from an earlier life, and which is the job's current one."""
+        """Continue to read the events of a job's current attempt, which a worker ran before the gateway restarted."""
         self._call(job, connection)
         # Its newest checkpoint came before the attempt was known here; a new watch brings it again.
         connection.watch_checkpoints()
@@ -180,7 +180,7 @@ class Dispatcher:
             self._request_previews(attempt)
 
     def cancel_attempt(self, job: Job) -> None:
-        """Stop the attempt at a job that has ended in another way, at its worker too."""
+        """Stop the running attempt of a job that has ended for another reason, also at the worker."""
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
             self._abandon(attempt, used_s=attempt.used_until_now_s)
@@ -188,13 +188,13 @@ class Dispatcher:
             attempt.connection.stop_attempt(attempt.id)
 
     def detach(self) -> None:
-        """Stop following attempts without stopping them: a later life of the gateway goes on with them."""
+        """Stop reading events, but let the attempts run on: the gateway continues them after its restart."""
         for attempt in list(self._attempts.values()):
             self._abandon(attempt, used_s=attempt.used_s)
         self._running.cancel_soon()
 
     async def close(self) -> None:
-        """Stop following attempts, and end every call."""
+        """Stop reading events, and end every call."""
         self.detach()
         for member in list(self._connections):
             self.remove_worker(member)
@@ -224,7 +224,7 @@ class Dispatcher:
     async def _run_with_latents(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """Yield the events of an edit that may use the kept latents of its image; without them it is a plain edit.
+        """Yield the events of an edit that may use the kept latents of its image. Without them, run a plain edit.
 
         A checkpoint of an attempt that used them is useless without them. Then the picture is drawn from the beginning.
         """
@@ -354,7 +354,7 @@ class Dispatcher:
             attempt.connection.enable_previews(attempt)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
-        """Keep the trace of an attempt that is over, once."""
+        """Record the trace of an attempt that is over, once."""
         if attempt.traced:
             return
         attempt.traced = True
@@ -376,7 +376,7 @@ class Dispatcher:
             self._observer.attempt_returned(attempt.job, attempt.number, error)
 
     def _remove_if_current(self, attempt: DispatchedAttempt) -> None:
-        """Remove an attempt whose own task has found it over."""
+        """Remove an attempt that its own task found to be over, unless another attempt has replaced it."""
         if self._attempts.get(attempt.job.job_id) is attempt:
             self._remove(attempt, used_s=attempt.used_s)
 

@@ -128,7 +128,7 @@ def _ns(seconds: float) -> int:
 
 
 def _export_attempt(job: Job, name: str, spans: Iterable[Span]) -> None:
-    """Hand the spans of an attempt to OpenTelemetry as one trace, if that is turned on.
+    """Export the spans of an attempt to OpenTelemetry as one trace, if that is enabled.
 
     Args:
         job: The job.

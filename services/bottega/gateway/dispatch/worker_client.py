@@ -95,7 +95,7 @@ class GrpcWorkerClient:
             call.cancel()
 
     async def _still_has(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Return whether the worker still has an attempt whose call broke: then only the connection broke.
+        """Return whether the worker still runs an attempt whose call failed, so that only the connection was lost.
 
         A worker that was started again meanwhile does not know the attempt.
         """
@@ -107,7 +107,7 @@ class GrpcWorkerClient:
 
 
 async def _ended(call: _AttemptCall) -> None:
-    """Wait for a while until the worker has ended a call, in whatever way."""
+    """Wait briefly until the worker has ended a call, with or without an error."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
 

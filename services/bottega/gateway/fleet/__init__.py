@@ -1,5 +1,5 @@
 """The fleet: the services that have joined the gateway.
 
-The registry has the members with their leases; other modules say what a service may report and how often services may
+The registry has the members with their leases. Other modules validate reports and limit how often services may
 join.
 """

@@ -1,4 +1,4 @@
-"""Limits on how often services may join, and how many of one host, so that unknown services leave room for others.
+"""Limits on how often services may join and on members per host, so that unknown services cannot crowd out others.
 
 An instance that was a member is known for a while. It may join as often as it likes, even if the fleet is full, and
 beyond the limit of one host while a part of the fleet is free.
@@ -100,7 +100,7 @@ class JoinLimits:
             raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
 
     def known(self, key: MemberKey, instance: str) -> bool:
-        """Return whether this very instance was a member not long ago."""
+        """Return whether this instance of the service was recently a member."""
         return self._known.has(key, instance)
 
     def remember(self, key: MemberKey, instance: str, *, stayed_s: float) -> None:
@@ -109,14 +109,17 @@ class JoinLimits:
 
 
 class PendingJoins:
-    """The joins that have not sent their registration yet. They are bounded, so that those who send it have room."""
+    """The joins that have not sent their registration yet. Their number is bounded."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     @contextlib.contextmanager
     def slot(self, host: str) -> Iterator[asyncio.Future[None]]:
-        """Count a join in the block. The future is done when it must make room: the oldest of the busiest host."""
+        """Count a join while the block runs. Its future is done when the join must end to make room for another.
+
+        The oldest join of the host with the most joins has to end first.
+        """
         if len(self._waiting) >= MAX_NAMELESS:
             self._evict_one()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()

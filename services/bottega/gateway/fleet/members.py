@@ -1,4 +1,4 @@
-"""The models that were seen in the fleet, and the interface of its observers."""
+"""The models that workers have served lately, and the interface of observers of the fleet."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_STARTS = 8
 
 @dataclass(slots=True, kw_only=True)
 class _SeenModel:
-    """A model as it was last registered."""
+    """The last registration of a model, and how long its workers took to start."""
 
     model: image_pb2.Model
     at: float
-    """When a worker of it last came or went."""
+    """When a worker of it last joined or left."""
     starts: dict[str, float] = field(default_factory=dict)
     """Seconds that its workers took to start, by instance."""
 
@@ -35,12 +35,12 @@ class _SeenModel:
 class SeenModels:
     """The models that were seen, at most as many as one service may have; the ones seen longest ago are forgotten.
 
-    A worker that is started again needs as long as its model takes to load: seconds for a small one, minutes for a
-    large one on a cold disk. So jobs wait for twice the longest time that its workers took lately. This class does not
-    know which workers are here now.
+    A worker that restarts is away while its model loads: seconds for a small model, minutes for a large one on a cold
+    disk. So jobs wait for a missing model for twice the longest start of its recent workers. This class does not know
+    which workers are present.
 
     Args:
-        grace_s: How long any model is expected back, at least.
+        grace_s: Least time, in seconds, for which jobs wait for a model without workers.
         clock: Clock of the gateway.
     """
 
@@ -58,7 +58,7 @@ class SeenModels:
         return seen.model if seen else None
 
     def note_presence(self, member: Member, now: float) -> None:
-        """Note that a member comes or goes; only workers have models."""
+        """Note that a member joins or leaves. Only workers have models."""
         for model in member.models:
             before = self._models.get(model.name)
             self._models[model.name] = _SeenModel(model=model, at=now, starts=before.starts if before else {})
@@ -75,7 +75,7 @@ class SeenModels:
                 del starts[next(iter(starts))]
 
     def is_recent(self, name: str) -> bool:
-        """Return whether a worker of the model came or went within its grace."""
+        """Return whether a worker of the model joined or left within the grace of the model."""
         seen = self._models.get(name)
         return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
 
@@ -94,13 +94,13 @@ class SeenModels:
 
 
 class FleetObserver(Protocol):
-    """An observer of members that come, change and go. It is called in the event loop and must not block."""
+    """An observer of members that join, change and leave. It is called in the event loop and must not block."""
 
     def member_joined(self, member: Member) -> None:
-        """Note that a member has joined, or is back within its lease."""
+        """Note that a member has joined, or has reconnected within its lease."""
 
     def member_changed(self, member: Member) -> None:
-        """Note that a member reported its load, or has left for now."""
+        """Note that a member has reported its load, or has disconnected but may still reconnect."""
 
     def member_lost(self, member: Member) -> None:
-        """Note that a member will not come back, so that its attempts are lost."""
+        """Note that a member's lease has ended, so that its attempts are lost."""

@@ -1,6 +1,6 @@
-"""The registry of the services that have joined, how busy they are, and which models they serve.
+"""The registry of the services that have joined, with their load and their models.
 
-A member whose stream ends gets no new work. It is lost if it has not come back within its lease.
+A member whose stream ends gets no new work. It is lost if it has not reconnected within its lease.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Fleet:
         self._observers.append(observer)
 
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
-        """Add a newcomer, or let the new stream of a member's process take over, so that nothing is lost.
+        """Add a new member, or replace the stream of a member whose process has reconnected, which loses no attempt.
 
         A worker that joined while its engine was starting joins once more with its model.
 
         Args:
-            registration: What the service says of itself.
+            registration: The service's description of itself.
             peer: Its connection, as gRPC names it.
 
         Raises:
@@ -128,7 +128,7 @@ class Fleet:
         return member
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
-        """Take a member's report of its load. Raises InvalidRequest."""
+        """Update a member by its report of its load. Raises InvalidRequest."""
         repeated = member.has_reported and not load.running and load == member.load
         if not repeated:
             rules.refuse(list(check_load(load)))
@@ -162,12 +162,12 @@ class Fleet:
             self._remove(member)
 
     def shortest_lease_s(self) -> float:
-        """Return the seconds until the first lease ends, unless that member reports before; inf without members."""
+        """Return the seconds until the first lease ends if no member reports; inf without members."""
         until = min((member.lease_until for member in self._members.values()), default=math.inf)
         return until - self._clock.monotonic()
 
     def renew_leases(self) -> None:
-        """Renew every lease, because this process itself was late to listen."""
+        """Renew every lease, because this process was stalled and may have missed reports."""
         for member in self._members.values():
             member.heard_at = self._clock.monotonic()
             member.lease_until = member.heard_at + self._lease_now_s
@@ -217,7 +217,7 @@ class Fleet:
             self._remove(member)
 
     def members(self) -> list[Member]:
-        """Return the members that are here, by kind and name. Any thread may call it."""
+        """Return the present members, by kind and name. Any thread may call it."""
         connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
 
@@ -233,7 +233,7 @@ class Fleet:
         return sorted(here, key=lambda member: member.name)
 
     def serving(self, model: str) -> list[Member]:
-        """Return the workers of a model that are here."""
+        """Return the present workers of a model."""
         return [member for member in self._members.values() if member.connected and member.serves(model)]
 
     def workers(self, model: str) -> list[Member]:
@@ -242,7 +242,7 @@ class Fleet:
         return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """Give no work to a service for a moment, because it did not accept its last work."""
+        """Assign no work to a service for a while, because it refused its last work."""
         member = self._members.get((kind, name))
         if member is not None:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
@@ -284,7 +284,7 @@ class Fleet:
         return next((tokens for tokens in reported if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
-        """Return whether a worker of the model is here, or was within the model's grace."""
+        """Return whether a worker serves the model, or did within the model's grace."""
         return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
 
     def grace_s(self, member: Member) -> float:
@@ -296,7 +296,7 @@ class Fleet:
         return self._seen.get(model) or image_pb2.Model()
 
     def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
-        """Replace the state of a member by a new report."""
+        """Update a member by a new report, and notify observers."""
         has_started = load.start_s != member.load.start_s  # once for each instance
         member.load, member.has_reported = load, True
         if has_started:
@@ -365,7 +365,7 @@ class Fleet:
         )
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
-        """Raise ModelMismatch if workers of a model serve different ones: a job may move between them."""
+        """Raise ModelMismatch if workers of a model have different weights or precision: jobs may move between them."""
         if registration.kind != kinds.WORKER:
             return
         served = {model.name: (model, other) for other in others for model in other.models}
@@ -381,7 +381,7 @@ class Fleet:
                 )
 
     def _merged_model(self, name: str) -> image_pb2.Model:
-        """Return the model that all its workers serve together, or as it was when the last one left."""
+        """Return the model with the features of all its workers, or as it was when the last worker left."""
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
@@ -409,7 +409,7 @@ class Fleet:
             del self._refused[key]
 
     def _note_presence(self, member: Member, now: float) -> None:
-        """Note that a member comes or goes."""
+        """Note that a member joins or leaves."""
         self._merged_models.clear()
         self._seen.note_presence(member, now)
         for user in self._members.values():

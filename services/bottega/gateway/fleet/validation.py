@@ -19,10 +19,10 @@ MAX_MODELS = 256
 """Upper bound on the models of one service, and on models that are remembered after their last worker has left."""
 
 MAX_USED_KINDS = 16
-"""Upper bound on the kinds of services whose addresses a service wants."""
+"""Upper bound on the kinds of services whose addresses a service requests."""
 
 MAX_HOSTED = 1024
-"""Upper bound on what one service hosts of a kind."""
+"""Upper bound on the items of a kind, such as ControlNets, that one service hosts."""
 
 # Upper bound on what one service hosts of all kinds: a report is checked in one go.
 _MAX_HOSTED_IN_ALL = 4 * MAX_HOSTED
