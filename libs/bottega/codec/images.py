@@ -156,7 +156,7 @@ def _open(data: bytes) -> Image.Image:
     except Image.DecompressionBombError:
         raise BadImage(f"the image is too large; at most {MAX_IMAGE_PIXELS} pixels are accepted") from None
     except UnidentifiedImageError:
-        raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
+        raise BadImage(f"the bytes are not a {FORMATS_FOR_PEOPLE} image") from None
     except MemoryError:
         raise too_much_memory() from None
     except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever they meet in a broken file

@@ -21,7 +21,7 @@ def split(address: str) -> tuple[str, int]:
     """Return host and port of "host:port". Raises ConfigError for other texts."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"{address!r} is no address: host:port is wanted, for example 127.0.0.1:8470")
+        raise ConfigError(f"{address!r} is not an address; give host:port, for example 127.0.0.1:8470")
     return host, int(port)
 
 

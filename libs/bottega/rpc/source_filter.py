@@ -127,7 +127,7 @@ class SourceFilter:
         except OSError as error:
             self._works = False
             self._banned_until.clear()
-            _log.warning("hosts that flood cannot be kept out here", extra={"why": str(error)})
+            _log.warning("the filter that blocks flooding hosts cannot be installed", extra={"why": str(error)})
             self._detach()
         return self._works
 

@@ -143,7 +143,7 @@ def _bounded(violations: Sequence[Violation]) -> Iterator[Violation]:
         room -= len(violation.field.encode()) + len(text.encode()) + _VIOLATION_BYTES
         if room < 0:
             more = len(violations) - index - 1
-            yield Violation(field=violation.field, description=f"is wrong too, and {more} more are left out here")
+            yield Violation(field=violation.field, description=f"is wrong too; {more} more violations are not listed")
             return
         yield Violation(field=violation.field, description=text)
 

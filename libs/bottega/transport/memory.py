@@ -132,7 +132,7 @@ def _check_slot(descriptor: int, size_bytes: int) -> None:
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
-        raise BadFrame("the peer sent a file that is no shared memory") from None
+        raise BadFrame("the peer sent a file that is not shared memory") from None
     status = os.fstat(descriptor)
     if seals & _SEALS != _SEALS:
         raise BadFrame("the peer sent memory that is not sealed: it could be taken away while we read it")

@@ -98,7 +98,7 @@ class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
     def _transfer(self, request: SectionRequested, lease: CacheLease) -> FileTransfer:
         layout = self._store.layout_of(request.digest)
         if layout is None:
-            raise DataLoss("the section is gone")
+            raise DataLoss("the section no longer exists")
         return SectionTransfer(request, lease, layout)
 
     def _whole_message(self, number: int, times: StoreTimes) -> WholeMessage:

@@ -64,7 +64,7 @@ def test_an_unknown_key_is_answered_with_those_of_its_section(worker: Path) -> N
         ("server: {listen: '0.0.0.0:8470'}", "server.listen 0.0.0.0:8470 can be reached"),
         ("fleet: {listen: '10.0.0.1:8472'}", "fleet.listen 10.0.0.1:8472 can be reached"),
         ("server: {metrics_listen: '0.0.0.0:8471'}", "server.metrics_listen 0.0.0.0:8471 can be reached"),
-        ("server: {listen: localhost}", "server.listen: Value error, 'localhost' is no address"),
+        ("server: {listen: localhost}", "server.listen: Value error, 'localhost' is not an address"),
     ],
 )
 def test_a_port_that_the_service_would_not_open_is_named(tmp_path: Path, text: str, named: str) -> None:

@@ -97,7 +97,7 @@ def test_headers_are_in_memory_of_the_host_and_the_rest_on_the_device(link_ends:
     with _passed(link_ends, step_message(step)) as incoming:
         assert isinstance(incoming.part(1), memoryview)
         assert isinstance(incoming.part(2), DeviceTensor)
-        with pytest.raises(ValueError, match="memory of a device"):
+        with pytest.raises(ValueError, match="device memory"):
             incoming.view(2)
         read = read_step(incoming.layout, _parts(incoming))
         assert (read.number, read.entries) == (step.number, step.entries)
@@ -173,7 +173,7 @@ def _hang(connections: ProvenConnections, deadline: Deadline) -> Ends:
 
 @pytest.mark.parametrize(
     ("opener", "why"),
-    [(_corrupt, "not those that were sent"), (_refuse, "these two cannot"), (_fail, "an error of a library")],
+    [(_corrupt, "differ from the sent bytes"), (_refuse, "these two cannot"), (_fail, "an error of a library")],
 )
 def test_devices_that_cannot_be_linked_are_found_out_and_the_next_backend_is_taken(
     tmp_path: Path, opener: Callable[[ProvenConnections, Deadline], Ends], why: str

@@ -327,7 +327,7 @@ _SLOT, _FILE = FrameKind.SEGMENT, FrameKind.FILE
     ("kind", "make", "slot", "size", "match"),
     [
         (_SLOT, lambda: _memory(_MIB, seals=0), 0, _MIB, "not sealed"),
-        (_SLOT, lambda: _disk_file(_MIB), 0, _MIB, "no shared memory"),
+        (_SLOT, lambda: _disk_file(_MIB), 0, _MIB, "not shared memory"),
         *((_SLOT, lambda: shared_slot(_MIB)[0], 0, size, ".+") for size in (_MIB // 2, _MIB + 4096, 0, 2**63)),
         (_SLOT, lambda: shared_slot(_MIB)[0], 2, _MIB, "beyond the limits"),
         *((_FILE, lambda seal=seal: _memory(5000, seals=_ALL_SEALS & ~seal), 0, 5000, "not sealed") for seal in _SEALS),

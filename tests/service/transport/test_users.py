@@ -118,7 +118,7 @@ def test_a_socket_that_another_user_put_there_hears_nothing(public_folder: Path)
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(run_as_another, _LISTEN, path, imports="import socket")
         wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, "the other user's socket")
-        with pytest.raises(AuthFailed, match=rf"not to be trusted: it is a process of user {USER}, .* for user root"):
+        with pytest.raises(AuthFailed, match=rf"not trusted: it is a process of user {USER}, .* for user root"):
             connect(lured, patience(), backends=(Backend.MEMFD,))
         assert heard.result(30) == "heard 0 bytes"
 

@@ -180,7 +180,7 @@ def test_a_whole_lora_of_another_digest_is_data_loss_and_the_link_lives(scripted
     handle, link = scripted.ask("0" * 64)
     with link, sealed_file(canonical_file(SMALL)) as file:
         _say_whole(link, file)
-        with pytest.raises(DataLoss, match="another digest"):
+        with pytest.raises(DataLoss, match="digest differs"):
             _settled(scripted, handle)
         assert link.cause is None
 

@@ -98,7 +98,7 @@ def test_files_are_all_or_none_and_must_name_somebody(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         TlsFiles(replace(config, certificate=str(tmp_path / "nowhere.pem")))
     of_authority = replace(config, certificate=config.authority, key=str(authority.folder.authority_key_path))
-    with pytest.raises(ConfigError, match="names nobody"):
+    with pytest.raises(ConfigError, match="names no service or user"):
         TlsFiles(of_authority)
 
 

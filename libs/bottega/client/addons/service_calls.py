@@ -125,4 +125,4 @@ async def all_pages(
         if not page.next_page_token:
             return
         request.page_token = page.next_page_token
-    raise InternalError(f"{what} lists more than {_MAX_PAGES * request.page_size} entries, or does not come to an end")
+    raise InternalError(f"{what} lists more than {_MAX_PAGES * request.page_size} entries, or its list does not end")

@@ -34,7 +34,7 @@ from bottega.client.types.png_parameters import parameters_of
 @click.option(
     "--keep-for-editing/--no-keep-for-editing",
     default=None,
-    help="Keep what edits of the picture can reuse, so that the first bottega edit is quick, too.",
+    help="Keep latents and activations of the picture, so that even its first bottega edit is quick.",
 )
 @drawing_options
 @with_examples("""

@@ -28,7 +28,7 @@ _SAMPLING = (
         type=int,
         help="Denoising steps; default: the model's.",
     ),
-    click.option("--negative-prompt", metavar="TEXT", help="Prompt of what not to draw."),
+    click.option("--negative-prompt", metavar="TEXT", help="Negative prompt: things that the picture should not show."),
     click.option(
         "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."
     ),
@@ -74,7 +74,8 @@ _EDITING = (
     click.option(
         "--masked-blocks/--no-masked-blocks",
         default=None,
-        help="Compute only the masked part if an earlier edit recorded the rest (approximate). Default: by --fidelity.",
+        help="Compute only the masked part if an earlier edit recorded activations of the rest (approximate). "
+        "Default: by --fidelity.",
     ),
 )
 _OTHERS = (

@@ -143,7 +143,13 @@ class _Moment(click.ParamType[datetime]):
 @click.option(
     "-n", "--number", type=click.IntRange(1, 100), default=20, show_default=True, help="Largest number of jobs."
 )
-@click.option("--page", "page_token", default="", metavar="TOKEN", help="Continue a list, as its last line says.")
+@click.option(
+    "--page",
+    "page_token",
+    default="",
+    metavar="TOKEN",
+    help="Show the next page of a list; the last line of the list prints the token.",
+)
 @address_option
 def list_command(
     *,

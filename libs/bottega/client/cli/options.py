@@ -51,7 +51,7 @@ def address_option(command: CommandT) -> CommandT:
         show_envvar=True,
         metavar="HOST:PORT",
         callback=_choose_address,
-        help="The gateway; default: that of the suite that runs here, else 127.0.0.1:8470.",
+        help="Address of the gateway; default: that of the suite that runs on this machine, else 127.0.0.1:8470.",
     )(command)
 
 

@@ -179,7 +179,7 @@ class ResponseFlowControl:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise ReaderStalled("an answer was not read in time; ask again") from None
+            raise ReaderStalled("the client did not read the response in time; retry") from None
         finally:
             del self._unread[scope]
 

@@ -124,7 +124,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as logging has it
         if not self._failed:
-            _log.exception("the audit log cannot be written; what happens meanwhile is missing in it")
+            _log.exception("the audit log cannot be written; calls are not recorded until it can")
         self._failed = True
 
 

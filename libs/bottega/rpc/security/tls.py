@@ -145,7 +145,9 @@ class TlsFiles:
         check_pair(pair, trusted, source=source)
         facts = facts_of(pair.certificate, source=source)
         if facts.identity is None:
-            raise ConfigError(f"{certificate} names nobody: it has no bottega://ROLE/NAME; see bottega certs issue")
+            raise ConfigError(
+                f"{certificate} names no service or user: it has no URI bottega://ROLE/NAME; see bottega certs issue"
+            )
         return TlsMaterial(
             certificate=pair.certificate,
             key=pair.key,

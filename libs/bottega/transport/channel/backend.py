@@ -86,7 +86,7 @@ def in_host_memory(part: Part) -> memoryview:
     Raises ValueError if it is not: nothing is parsed in device memory.
     """
     if not isinstance(part, memoryview):
-        raise ValueError("what should be a message's header lies in memory of a device")
+        raise ValueError("the header of a message must be in host memory, not in device memory")
     return part
 
 

@@ -69,7 +69,7 @@ def unpack(header: bytes | bytearray) -> Frame:
     fields = _HEADER.unpack(header)
     frame = Frame(*fields[1:])
     if fields[0] != _MAGIC or frame.kind not in _KINDS:
-        raise BadFrame("the peer sent bytes that are no frame of a link")
+        raise BadFrame("the peer sent bytes that are not a frame of a link")
     if frame.kind == FrameKind.LAYOUT and frame.size > MAX_ENCODED_BYTES:
         raise BadFrame(f"the peer announces a layout's description of {frame.size} bytes; {MAX_ENCODED_BYTES} are read")
     return frame

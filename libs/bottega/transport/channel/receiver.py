@@ -62,7 +62,7 @@ class Receiver:
         with self.lock:
             while incoming.arrived < count:
                 if incoming.aborted:
-                    raise MessageAborted("the sender aborted the message; what was received of it is void")
+                    raise MessageAborted("the sender aborted the message; discard the part that was received")
                 self.lifecycle.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded(
@@ -120,7 +120,7 @@ class Receiver:
         try:
             layout = Layout.decode(frame.payload)
         except ValueError as error:
-            raise BadFrame(f"the sender registers what is no layout: {error}") from error
+            raise BadFrame(f"the sender registers an invalid layout: {error}") from error
         if layout.size_bytes > self._limits.slot_bytes:
             raise BadFrame(f"the sender registers a layout of {layout.size_bytes} bytes, more than a slot has")
         self._layouts[frame.layout] = layout
@@ -277,7 +277,7 @@ class Incoming:
         if self._lifecycle.cause is not None:
             self._receiver.check_lease()
         if self.released:
-            raise LeaseExpired("the message was released; copy what is needed for longer before that")
+            raise LeaseExpired("the message was released; copy data that is needed longer before releasing it")
         if not 0 <= index < self.arrived:
             raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
         return parts[index]

@@ -210,7 +210,7 @@ def _unix(path: str, deadline: Deadline) -> socket.socket:
         connection.connect(path)
         # Any process that may write in the folder could have put another socket there.
         if why := distrust_reason(connection, _group()):
-            raise AuthFailed(f"what listens there is not to be trusted: {why}")
+            raise AuthFailed(f"the listener is not trusted: {why}")
     except BaseException:
         connection.close()
         raise

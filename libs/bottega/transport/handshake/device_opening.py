@@ -38,7 +38,7 @@ def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadli
         with link.recv(deadline, expected) as incoming:
             incoming.wait_all(deadline)
             if bytes(on_host([incoming.part(0)])[0]) != _PATTERN[: expected.specs[0].size_bytes]:
-                raise BadFrame("the bytes that came through are not those that were sent")
+                raise BadFrame("the received bytes differ from the sent bytes")
         link.drain(deadline)
     except LinkError as error:
         link.end(error)

@@ -99,7 +99,7 @@ def parse_request(encoded: bytes) -> HandshakeRequest:
     magic, backend, direction, sealed, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
     known = backend < len(_BACKENDS) and direction in set(Direction) and sealed in (0, 1)
     if magic != _MAGIC or not known or epoch > MAX_EPOCH:
-        raise BadFrame("a process connected and sent bytes that are no handshake of a link")
+        raise BadFrame("a process connected and sent bytes that are not a link handshake")
     try:
         limits = Limits(slots=slots, slot_bytes=slot_bytes, layouts=layouts)
     except ValueError as error:
@@ -131,10 +131,10 @@ def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
     """Check the listener's proof, and return the connecting end's. Raises AuthFailed, StaleEpoch."""
     magic, verdict, nonce, proof = _CHALLENGE.unpack(answer)
     if magic != _MAGIC:
-        raise AuthFailed("what answers there is no listener of links")
+        raise AuthFailed("the process at that address is not a link listener")
     check_verdict(verdict)
     if not hmac.compare_digest(proof, _proof(token, b"listener", encoded, nonce)):
-        raise AuthFailed("what answers there does not know the offer's token")
+        raise AuthFailed("the listener does not know the offer's token")
     return _proof(token, b"connector", encoded, nonce)
 
 
@@ -157,7 +157,7 @@ def seal_keys(token: bytes, encoded: bytes, answer: bytes, *, connecting: bool) 
 def check_verdict(verdict: int) -> None:
     """Raise StaleEpoch or AuthFailed if the listener refused."""
     if verdict == Verdict.STALE:
-        raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
+        raise StaleEpoch("the link was reopened after this offer was made; request a new offer")
     if verdict != Verdict.WELCOME:
         raise AuthFailed("the listener refuses the offer: it was used, has expired or is another's; get a new one")
 

@@ -38,7 +38,7 @@ class SectionFile:
             raise ValueError("a chunk of a section does not begin where the previous one ended")
         pieces = self._pieces.take(len(data))
         if sum(piece.size_bytes for piece in pieces) < len(data):
-            raise ValueError("a section has other bytes than the shapes of its tensors require")
+            raise ValueError("the size of a section does not match the shapes of its tensors")
         with os_errors.translated():
             for piece in pieces:
                 place = self._layout.offsets[piece.tensor] + piece.start

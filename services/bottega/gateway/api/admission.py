@@ -367,7 +367,7 @@ class Admission:
 
     def _refuse_if_draining(self) -> None:
         if self._controller.draining:
-            raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
+            raise Draining("the gateway is stopping; retry, or use another gateway", retry_after_s=1.0)
 
 
 def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:

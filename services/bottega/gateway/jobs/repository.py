@@ -383,7 +383,7 @@ class JobRepository:
             return outcome
         record = await self._store.get(job.job_id)
         if record is None or record.live:
-            raise InternalError("the store does not know of this attempt")
+            raise InternalError("the store has no such attempt")
         return outcome_of(record)
 
     def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, tenant: str, number: int = 0) -> Change:

@@ -136,7 +136,7 @@ class AdapterConfig:
         stated = next((stated for _, pattern, stated in self.ranks if pattern.matches(path)), self.rank)
         if stated is not None and stated != rank:
             raise BadLora(
-                f"{name} has rank {rank} and {self.where} says {stated}: they do not belong to the same adapter"
+                f"{name} has rank {rank} and {self.where} says {stated}: these files are not of the same adapter"
             )
 
     def check_used(self, paths: Iterable[str]) -> None:

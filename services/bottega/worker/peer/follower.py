@@ -113,7 +113,7 @@ class LeaderLink(LinkHandler):
 
     def _step(self, step: RemoteStep) -> None:
         if self._stepping:
-            raise ValueError("a step came before the last one was answered")
+            raise ValueError("a step arrived before the response to the last one was sent")
         self._stepping = True
         if self._follower.busy:
             self.decline(step)

@@ -176,7 +176,7 @@ def _sample(line: str) -> PairSample:
     values = json.loads(line)
     cached = {float(fraction): float(quality) for fraction, quality in values.pop("cached").items()}
     if unknown := cached.keys() - set(FRACTIONS):
-        raise ValueError(f"{unknown} is no fraction")
+        raise ValueError(f"{unknown} is not one of the recorded fractions")
     return PairSample(**values, cached=cached)
 
 

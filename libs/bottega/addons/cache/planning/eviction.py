@@ -69,7 +69,7 @@ def decayed_lcbfu(half_life: float) -> EvictionPolicy:
     overflow.
     """
     if not half_life > 0.0:
-        raise ValueError(f"a half-life is more than 0; got {half_life}")
+        raise ValueError(f"a half-life must be more than 0; got {half_life}")
 
     def score(usage: Usage) -> float:
         if not usage.frequency:
@@ -126,7 +126,7 @@ class EvictionHeap(Generic[NameT]):
         Make room before the call: a new item was never used, so an eviction after the call might evict it.
         """
         if name in self._items:
-            raise ValueError(f"there is an item {name!r}")
+            raise ValueError(f"an item {name!r} already exists")
         self._number += 1
         self._items[name] = _Item(usage=usage, size_bytes=size_bytes, number=self._number)
         self.size_bytes += size_bytes

@@ -53,13 +53,13 @@ class LengthClass:
     def __post_init__(self) -> None:
         """Raise ValueError if the thresholds are invalid."""
         if not self.max_words >= 1:
-            raise ValueError(f"a class has prompts of at least one word; got {self.max_words}")
+            raise ValueError(f"max_words of a class must be at least 1; got {self.max_words}")
         strange = [fraction for fraction in self.thresholds if fraction not in FRACTIONS]
         if strange:
             raise ValueError(f"latents are recorded after {FRACTIONS} of the steps, not after {strange[0]}")
         similarities = [self.thresholds[fraction] for fraction in sorted(self.thresholds)]
         if not all(-1.0 <= similarity <= 1.0 for similarity in similarities):
-            raise ValueError("a similarity is a cosine, -1 to 1")
+            raise ValueError("a similarity must be a cosine, from -1 to 1")
         if any(more < less for less, more in pairwise(similarities)):
             raise ValueError("a longer skip needs at least the similarity of a shorter one")
 

@@ -379,12 +379,14 @@ PART = GenerationPart(
             type=ControlType(),
             multiple=True,
             metavar="NAME=FILE[:SCALE]",
-            help="Follow this control image with the ControlNet NAME; repeatable. bottega controlnets lists them.",
+            help="Steer the picture by this control image with the ControlNet NAME; repeatable. "
+            "bottega controlnets lists them.",
         ),
         click.option(
             "--stale-residuals/--no-stale-residuals",
             default=None,
-            help="Use residuals of the step before instead of waiting (approximate). Default: by --fidelity.",
+            help="Use residuals of the previous step instead of waiting for a server (approximate). "
+            "Default: by --fidelity.",
         ),
     ),
     stage="controlnets",

@@ -198,7 +198,7 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         found = [one for one in models if model in (None, one.name)]
         if len(found) != 1:
             served = ", ".join(one.name for one in models) or "none"
-            raise ModelNotFound(f"say which model; served: {served}", metadata={"served": served})
+            raise ModelNotFound(f"name the model; served: {served}", metadata={"served": served})
         profile = ResidualProfile(
             model_hash=found[0].model_hash, num_inference_steps=num_inference_steps, similarity=similarity
         )

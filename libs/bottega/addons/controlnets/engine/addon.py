@@ -126,7 +126,7 @@ class JobControlNets(JobAddOn):
         """Begin the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
-            raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
+            raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
         spans = [spec.control_steps(control) for control in spec.controlnets]
         self._places = tuple(place for place, (_, last) in enumerate(spans) if last > from_step)
         if not self._places:
@@ -160,7 +160,7 @@ class JobControlNets(JobAddOn):
             if any(self._needed(request.step) for request in self._requests):
                 self._waiting_since_s = now_s
         elif now_s - self._waiting_since_s > OPENING_TIMEOUT_S:
-            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+            raise Unavailable(f"the ControlNets were not loaded within {OPENING_TIMEOUT_S:g} s")
         step = min(request.step for request in self._requests)
         if all(control.last <= step for control in self.active):
             self.close()  # before the job's end, because other jobs may wait for the room

@@ -63,5 +63,5 @@ class _ControlNetLoader:
         source = self._sources.get(name)
         if source is None:
             served = ", ".join(sorted(self._sources))
-            raise ControlNetNotFound(f"there is no ControlNet {name!r} here", metadata={"served": served})
+            raise ControlNetNotFound(f"this process has no ControlNet {name!r}", metadata={"served": served})
         return source

@@ -253,7 +253,7 @@ def read_refusal(layout: Layout, views: Sequence[Part]) -> Refusal:
     parts = parts_of(layout, views)
     numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")
     if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:
-        raise ValueError("a refused message does not say what is refused, and why")
+        raise ValueError("a refused message lacks the refused item or the reason")
     lease, step = (None if number < 0 else number for number in numbers.tolist())
     return Refusal(lease=lease, step=step, error=unpacked(error))
 
@@ -266,7 +266,7 @@ def _conditions(header: _OpeningHeader, parts: Mapping[str, Tensor]) -> dict[Hal
     prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
     base = header.base
     if prompt.shape[2] != base.context_width or pooled.shape[1] != base.pooled_width:
-        raise ValueError("an open message's conditions have other widths than its model")
+        raise ValueError("the widths of an open message's conditions do not fit its model")
     return {
         half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
         for place, half in enumerate(header.halves)

@@ -153,7 +153,7 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
         with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
             config = read_checked_config(source.name, source.folder, root=source.root)
             if (controlnet_layout(config), _weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
-                raise ValueError("its files have changed since it was found; add it again")
+                raise ValueError("its files have changed since they were checked; add it again")
             network = _built(config)
             _check_same(network, files)
             state = {
@@ -197,7 +197,7 @@ def _read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
     raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     weights.file.seek(weights.header.size_bytes + entry.begin)
     if weights.file.readinto(raw.numpy().data) < raw.numel():
-        raise ValueError("a file of weights has become shorter while it was read")
+        raise ValueError("a weights file was truncated while it was read")
     return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
 
 

@@ -275,7 +275,7 @@ class ServerLink(LinkClientHandler):
         if result is None:
             raise ValueError(f"an answer to step {number} came, which was not requested")
         if result.layout.digest != incoming.layout.digest:
-            raise LayoutMismatch(f"the answer to step {number} has residuals of other shapes than the model takes")
+            raise LayoutMismatch(f"the answer to step {number} has residuals whose shapes do not fit the model")
         result.shared = shared
         result.begin(incoming.release)
         for index in range(1, len(incoming.layout.specs)):

@@ -341,7 +341,7 @@ class EngineEdits(EngineAddOn):
         if self.cosines is None:
             self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
             facts = {"cosine": round(self.cosines.mean, 3), "reliable": self.cosines.reliable}
-            _log.info("measured how far blocks follow the prompt", extra=facts)
+            _log.info("measured how much the outputs of blocks depend on the prompt", extra=facts)
         return not self.cosines.reliable
 
     @property

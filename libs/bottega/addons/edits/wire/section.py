@@ -45,9 +45,9 @@ class SectionTensor:
 
     def __post_init__(self) -> None:
         if not (0 < len(self.name.encode()) <= MAX_NAME_BYTES and self.name.isprintable()):
-            raise ValueError(f"the tensor of a section has a name of 1 to {MAX_NAME_BYTES} printable bytes")
+            raise ValueError(f"the name of a section's tensor must have 1 to {MAX_NAME_BYTES} printable bytes")
         if not 1 <= len(self.shape) <= MAX_RANK or any(extent < 1 for extent in self.shape):
-            raise ValueError(f"{self.name} of a section has 1 to {MAX_RANK} dimensions, each at least 1")
+            raise ValueError(f"{self.name} of a section must have 1 to {MAX_RANK} dimensions, each at least 1")
         if self.size_bytes > MAX_SECTION_BYTES:
             raise ValueError(f"{self.name} of a section has more than {MAX_SECTION_BYTES} bytes")
 
@@ -133,12 +133,12 @@ class DrawnTensors:
 
     def __post_init__(self) -> None:
         if len(self.shape) != MAX_RANK or self.shape[0] != 1 or any(extent < 1 for extent in self.shape):
-            raise ValueError("image latent and noise of a template have the shape 1, channels, height, width")
+            raise ValueError("image latent and noise of a template must have the shape 1, channels, height, width")
         size_bytes = self.bytes_of(self.shape)
         if size_bytes > MAX_DRAWN_BYTES:
             raise ValueError(f"image latent and noise of a template have at most {MAX_DRAWN_BYTES} bytes each")
         if any(memoryview(data).nbytes != size_bytes for data in (self.image_latent, self.noise)):
-            raise ValueError("image latent and noise of a template have other bytes than their shape says")
+            raise ValueError("the sizes of a template's image latent and noise do not match their shape")
 
     @property
     def size_bytes(self) -> int:
@@ -159,7 +159,7 @@ def owner(key: str) -> bytes:
     """Return the owner at the end of a section's file, for a template key of 64 hex digits. Raises ValueError."""
     encoded = bytes.fromhex(key)
     if len(encoded) != _KEY_BYTES:
-        raise ValueError("the key of a template has 64 hex digits")
+        raise ValueError("the key of a template must have 64 hex digits")
     return encoded.ljust(OWNER_BYTES, b"\0")
 
 

@@ -244,7 +244,7 @@ class ActivationStoreLink(LinkClientHandler):
 
     def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
         if file is None:
-            raise ValueError("a whole section came without a file")
+            raise ValueError("a whole section arrived without its file")
         fetch = self._fetches.get(number)
         if fetch is None:
             return

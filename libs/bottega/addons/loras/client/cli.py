@@ -100,7 +100,7 @@ def show(*, name: str, address: str) -> None:
     "trigger_words",
     multiple=True,
     metavar="WORDS",
-    help="Words that call its style in a prompt; repeatable.",
+    help="Trigger words, which make the model use its style; repeatable.",
 )
 @address_option
 @fleet_option
@@ -332,7 +332,7 @@ PART = GenerationPart(
             "--late-loras/--no-late-loras",
             "bounded_lora_loading",
             default=None,
-            help="Make steps before the LoRAs are loaded (approximate). Default: by --fidelity.",
+            help="Start to denoise before the LoRAs are loaded (approximate). Default: by --fidelity.",
         ),
     ),
     stage="loras",

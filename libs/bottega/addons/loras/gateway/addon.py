@@ -151,7 +151,7 @@ class ResolvedLoras(Resolution):
         for lora in self.stored:
             if lora.base != model.name:
                 raise LoraUnusable(
-                    f"{lora.name} was made for the base model {lora.base}, and the request is for {model.name}",
+                    f"{lora.name} was made for the base model {lora.base}, but the request is for {model.name}",
                     metadata={"lora": lora.name, "made_for": lora.base, "model": model.name},
                 )
 

@@ -128,7 +128,7 @@ def check_lora(layout: Layout, *, max_bytes: int) -> None:
     """Raise ValueError unless the layout can begin a LoRA of at most `max_bytes`."""
     size = layout.specs[UNET_BYTES] if len(layout.specs) > UNET_BYTES else None
     if size is None or (size.name, size.dtype, size.shape) != (_UNET_BYTES, DType.INT64, (1,)):
-        raise ValueError("a lora message does not say how long its pieces will be")
+        raise ValueError("a lora message does not give the size of its pieces")
     _check(layout, {"times": _TIMES_BYTES, "header": max_bytes, "text": max_bytes}, behind=UNET_BYTES)
 
 

@@ -36,7 +36,7 @@ def find_weights(path: Path) -> list[LoraFile]:
     files, parts = sorted(path.glob("*.safetensors")), list(_parts(path))
     if files and parts:
         folders = ", ".join(f"{part.component}/" for part in parts)
-        raise BadLora(f"{path.name} holds {files[0].name} beside {folders}: bring one of them, and the other by itself")
+        raise BadLora(f"{path.name} holds {files[0].name} beside {folders}: add the two separately")
     return parts or [_whole(path, files)]
 
 

@@ -151,7 +151,7 @@ class LoraDownload:
         """
         end = self._filled + len(piece)
         if self._lora is None or end > len(self._unet):
-            raise ValueError("a piece came of a LoRA that has not begun or is complete")
+            raise ValueError("a piece arrived of a LoRA that has not begun or is already complete")
         self._copy(piece, self._unet[self._filled : end])
         self._filled = end
         if end == len(self._unet):
@@ -169,7 +169,7 @@ class LoraDownload:
         if self._hash.hexdigest() != self.ref.digest:
             self.restart()
             raise DataLoss(
-                f"the LoRA store sent {self.ref.name} with another digest than the requested one",
+                f"the LoRA store sent {self.ref.name} whose digest differs from the requested one",
                 metadata={"loras": self.ref.name},
             )
         self._layers = {**self._layers, **self._read(lora, self._unet, [BACKBONE])}
@@ -265,7 +265,7 @@ def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> CanonicalLora:
     section_bytes = text_bytes if text_bytes > 1 else 0
     lora = canonical.parse(head, file_bytes=len(head) + section_bytes + unet_bytes)
     if (lora.text_bytes, lora.unet_bytes) != (section_bytes, unet_bytes):
-        raise BadLora("the sections have other lengths than the header says")
+        raise BadLora("the lengths of the sections differ from those in the header")
     return lora
 
 

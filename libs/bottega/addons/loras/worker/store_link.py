@@ -203,7 +203,7 @@ class StoreLink(LinkClientHandler):
     def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
         """Take a whole LoRA. It does not need the link any more, and the text encoders' layers can be read."""
         if file is None:
-            raise ValueError("a whole LoRA came without a file")
+            raise ValueError("a whole LoRA arrived without its file")
         download = self._wanted.get(number)
         if download is None:
             return

@@ -122,7 +122,7 @@ def test_classes_ascend_and_have_words() -> None:
     with pytest.raises(ValueError, match="ascending"):
         SkipProfile(classes=PROFILE.classes[::-1])
     for words in (0, math.nan):
-        with pytest.raises(ValueError, match="one word"):
+        with pytest.raises(ValueError, match="at least 1"):
             LengthClass(max_words=words, thresholds={})
 
 
