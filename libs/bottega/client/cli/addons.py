@@ -1,4 +1,4 @@
-"""The add-ons' part in commands that are not their own.
+"""The options, output and advice that add-ons contribute to the general commands.
 
 The `cli` module of each add-on's client (bottega.client.addons) has `command` (its subcommands), `PART` (what it adds
 to `bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
@@ -27,7 +27,7 @@ def _no_warnings(_: Provenance) -> Iterator[str]:
 
 
 def _merge_nothing(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
-    """Leave the options as they are: those that were given replace the earlier picture's."""
+    """Merge nothing: the default rule, by which given options replace those of the earlier picture, is enough."""
 
 
 def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violation:
@@ -36,7 +36,7 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPart:
-    """An add-on's part in `bottega generate` and `bottega edit`."""
+    """The contribution of an add-on to `bottega generate` and `bottega edit`."""
 
     options: tuple[Callable[[Any], Any], ...]
     """Click's decorators of its options."""
@@ -65,7 +65,7 @@ def generation_parts() -> list[GenerationPart]:
 
 
 def advice_for(error: BottegaError) -> str | None:
-    """Return what to do about an error of an add-on; None for other errors."""
+    """Return advice about an error of an add-on; None for other errors."""
     found: Iterator[str | None] = (module.advice_for(error) for module in _modules())
     return next((advice for advice in found if advice is not None), None)
 
@@ -81,7 +81,7 @@ _TITLES: dict[AdapterKindName, str] = {"controlnet": "ControlNet", "lora": "LoRA
 
 
 def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], AnswerT]) -> AnswerT | None:
-    """Return what `ask` gives an operator. For a tenant, print the adapters that it may name and return None."""
+    """Call `ask`, which needs an operator. For a tenant, print the adapters that it may name, and return None."""
     if not client.shows_key:
         with contextlib.suppress(Forbidden):
             return ask()

@@ -182,7 +182,7 @@ def _follow(client: Client, prompts: Sequence[str], options: GenerationOptions, 
 
 
 def _say_detached(job_id: str, output: Path | None) -> None:
-    """Print the ID alone on stdout, for scripts, and what to do with it on stderr."""
+    """Print only the job's ID on stdout, for scripts, and hints for using it on stderr."""
     say(job_id)
     name = shlex.quote(job_id)
     note(f"Follow it: bottega jobs watch {name}")
@@ -267,7 +267,7 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 
 
 def _source_lines(provenance: Provenance) -> Iterator[str]:
-    """Yield what happened to the source image."""
+    """Yield lines about the source image, such as whether it was resized."""
     source, size = provenance.source, provenance.parameters
     if source.resized and provenance.mask == MaskUse():  # bottega edit has advice of its own
         yield f"the image was resized from {source.width}x{source.height} to {size.width}x{size.height}"

@@ -179,7 +179,7 @@ def command(
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
-    """Return the prompt and the arguments: those of `like`, changed by those that were given."""
+    """Return the prompt and the arguments: those of the picture `like`, overridden by the given ones."""
     earlier, options = parameters_of(like) if like else (None, {})
     prompt = earlier if prompt is None else prompt
     if prompt is None:
@@ -191,7 +191,7 @@ def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) ->
 
 
 def _size_of(image: Path) -> ImageSize:
-    """Return the size of an image. End the command if the services would not take it."""
+    """Return the size of an image. End the command if the services would refuse the image."""
     try:
         return size_of(image)
     except OSError as error:

@@ -69,11 +69,11 @@ _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
 
 def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> tuple[str, str]:
-    """Return what happened, and what to do about it; the latter may be empty.
+    """Return a description of an error, and advice about it, which may be empty.
 
     Args:
         address: host:port of the gateway.
-        timeout_advice: The command's advice if its own time was too short; empty if it takes no time-out.
+        timeout_advice: The command's advice after its own time-out; empty if the command has none.
     """
     if isinstance(error, errors.DeadlineUnmeetable | CallTimeout):
         return error.message, timeout_advice or _TOO_BUSY
@@ -112,7 +112,7 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
 
 
 def storage_advice(error: errors.StorageUnavailable, service: str) -> str:
-    """Return what to do if a service cannot store something.
+    """Return advice for a service that cannot store data.
 
     Args:
         service: The service's title.

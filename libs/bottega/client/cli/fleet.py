@@ -109,13 +109,13 @@ def _row(member: FleetMember) -> tuple[str, ...]:
 
 
 def start_text(member: FleetMember) -> Iterator[str]:
-    """Yield how far a service is that is not ready yet."""
+    """Yield the progress of a service that is still starting."""
     if start := member.starting:
         yield f"starting: {progress_text(start.stage, start.done_bytes, start.total_bytes)}"
 
 
 def _hosted(load: ServiceLoad) -> Iterator[str]:
-    """Yield what a service hosts: names, or counts if there are many of a kind. Items on disk are marked."""
+    """Yield the items that a service hosts: names, or counts if a kind has many. Items on disk are marked."""
     add_ons = add_ons_by_kind()
     listed = [item for item in load.hosted if item.readiness is not Readiness.APPLIED]
     for kind, count in Counter(item.kind for item in listed).items():

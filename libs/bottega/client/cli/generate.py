@@ -56,7 +56,7 @@ def command(
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
-    """Return the prompt and the arguments: those of `like`, changed by those that were given."""
+    """Return the prompt and the arguments: those of the picture `like`, overridden by the given ones."""
     earlier, options = parameters_of(like) if like else (None, {})
     prompt = earlier if prompt is None else prompt
     if prompt is None:

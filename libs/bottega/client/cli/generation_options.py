@@ -108,7 +108,7 @@ def edit_options(command: CommandT) -> CommandT:
 
 
 def changed(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> GenerationOptions:
-    """Return the arguments of a request: those of an earlier picture, changed by the options that were given."""
+    """Return the arguments of a request: those of an earlier picture, overridden by the given options."""
     options.pop("format", None)  # the new file's name decides
     for part in generation_parts():
         part.merge(options, given, like)

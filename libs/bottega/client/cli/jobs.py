@@ -208,7 +208,10 @@ def _duration_text(job: JobStatus) -> str:
 
 
 def _next_page_command(states: tuple[str, ...], since: datetime | None, until: datetime | None, number: int) -> str:
-    """Return the command that continues the list. Its times are absolute: "2h" would mean another time later."""
+    """Return the command that continues the list.
+
+    Its times are absolute, because "2h" would mean another time when it is run.
+    """
     words = ["bottega", "jobs", *(f"--state={state}" for state in states), "-n", str(number)]
     for name, moment in (("since", since), ("until", until)):
         if moment is not None:

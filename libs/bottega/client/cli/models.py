@@ -24,7 +24,7 @@ def command(address: str) -> None:
 
 
 def models_table(models: Sequence[ServedModel]) -> PlainTable:
-    """Return a table with a row for each model, and below it what a model refuses, and why."""
+    """Return a table with a row for each model, and below it the samplers and edits that a model refuses, and why."""
     table = PlainTable(
         "model",
         ">workers",

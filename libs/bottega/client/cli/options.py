@@ -34,7 +34,7 @@ class GatewayChoice:
     fleet_address: str | None = None
     """host:port of its fleet listener; None if it was not given."""
     timeout_advice: str = ""
-    """What to do if the command's time was too short; empty if it takes no time-out."""
+    """Advice after the command's time-out; empty if the command has none."""
 
 
 def gateway_choice(ctx: click.Context) -> GatewayChoice:
@@ -82,7 +82,7 @@ def timeout_option(command: CommandT) -> CommandT:
 
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
-    """Return a client that waits for the gateway as long as a person would."""
+    """Return a client that waits a few seconds for a gateway that does not answer."""
     from bottega.client.sdk.clients import Client
     from bottega.client.transport.calls import RetryPolicy
 

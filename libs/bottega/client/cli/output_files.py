@@ -22,7 +22,7 @@ class OutputTarget:
     """The target of the pictures of one command."""
 
     named: Path | None
-    """The file that was asked for, which is replaced. Its suffix fits `format`, or is missing.
+    """The file that the user named, which is replaced. Its suffix fits `format`, or is missing.
 
     Without it a new name is made from the prompt and the seed, and no file is replaced.
     """

@@ -1,6 +1,6 @@
 """The command's output: results on stdout, everything else on stderr.
 
-Nothing else in the command writes to a terminal. Prompts, names, error messages and log lines come over the network,
+All output of the command goes through this module. Prompts, names, error messages and log lines come over the network,
 from anybody. So every text is escaped and shown on one line: markup is not read, and characters that could control the
 terminal, hide or mislead become visible. Colours are given beside the text, by `Styled`.
 """
@@ -118,12 +118,12 @@ def say(*pieces: str | Styled) -> None:
 
 
 def note(*pieces: str | Styled) -> None:
-    """Print a line that is no result, on stderr."""
+    """Print a remark, such as progress or a hint, on stderr."""
     click.echo(_line(pieces), err=True)
 
 
 def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
-    """Print what happened and what to do about it, and end the command.
+    """Print an error and advice about it, and end the command.
 
     Args:
         todo: Lines, or a text of several lines; untrusted text must be escaped first.
@@ -136,7 +136,7 @@ def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoRe
 
 
 def is_interactive() -> bool:
-    """Return whether a person at a terminal can be asked."""
+    """Return whether the command runs at a terminal, so that it can ask questions."""
     return sys.stdin.isatty()
 
 
@@ -295,7 +295,7 @@ def moment_text(moment: datetime) -> str:
 
 
 def short_hash(digest: str) -> str:
-    """Return the first digits of a hash, which suffice to tell it from others."""
+    """Return the first digits of a hash, enough to distinguish it from others."""
     return digest[:_HASH_LETTERS]
 
 

@@ -51,7 +51,7 @@ def command(address: str, once: bool) -> None:
 
 
 def top_table(fleet: FleetStatus, rates: FleetRates) -> PlainTable:
-    """Return a table with a row for each service, and what waits below it."""
+    """Return a table with a row for each service, and below it the size of the gateway's queue."""
     table = PlainTable(
         "service",
         "kind",
@@ -153,7 +153,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """The counts of a service at a moment of this process's clock."""
+    """The counts of a service at one time of this process's clock."""
 
     at: float
     activity: ServiceActivity
@@ -198,7 +198,7 @@ def _append(samples: deque[_Sample], sample: _Sample) -> None:
 
 
 def _began_anew(before: ServiceActivity, after: ServiceActivity) -> bool:
-    """Return whether a count went back, because another process or engine counts now."""
+    """Return whether a count has decreased, because the service or its engine was restarted."""
     return any(now < then for now, then in zip(astuple(after), astuple(before), strict=True))
 
 

@@ -82,7 +82,7 @@ class AsyncGatewayClient:
 
     @property
     def shows_key(self) -> bool:
-        """Whether it gives an API key, by which the gateway knows a tenant."""
+        """Whether it sends an API key, which identifies a tenant to the gateway."""
         return self._connection.shows_key
 
     async def __aenter__(self) -> Self:

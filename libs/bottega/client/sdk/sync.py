@@ -212,7 +212,7 @@ class GatewayClient(OnLoop):
 
     @property
     def shows_key(self) -> bool:
-        """Whether it gives an API key, by which the gateway knows a tenant."""
+        """Whether it sends an API key, which identifies a tenant to the gateway."""
         return bool(self._async.shows_key)
 
     def __enter__(self) -> Self:

@@ -20,9 +20,9 @@ class CheckResult:
 
     level: Level
     what: str
-    """What was found."""
+    """The finding, in words."""
     todo: str = ""
-    """What to do about it; empty if nothing has to be done."""
+    """Advice for the user; empty if nothing has to be done."""
 
 
 def ok(what: str) -> CheckResult:

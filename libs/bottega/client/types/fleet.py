@@ -1,4 +1,4 @@
-"""The services of a suite as the gateway lists them: who they are, what they host and how busy they are.
+"""The services of a suite as the gateway lists them: their identity, the items that they host, and their load.
 
 Values have the fields of the contract's messages (fleet.proto, hosted.proto) that are of use to people and programs;
 what only the gateway's scheduler needs is left out.
@@ -20,14 +20,14 @@ _MAX_MEMBERS = 4096
 
 
 class Readiness(StrEnum):
-    """How far something that a service hosts is from being used."""
+    """The state of an item that a service hosts, such as on disk, loading, or in memory."""
 
     UNKNOWN = ""
     ON_DISK = "on disk"
     LOADING = "loading"
     LOADED = "loaded"
     APPLIED = "applied"
-    """In use for all that the service computes, such as a LoRA in a worker's weights."""
+    """Part of everything that the service computes, such as a LoRA that is merged into a worker's weights."""
 
 
 _READINESS = {
@@ -71,7 +71,7 @@ class HostedItem:
     """Bytes in memory; 0 if that is not known."""
     readiness: Readiness
     popularity: int
-    """Its uses, of the newest uses that the service remembers."""
+    """Number of its uses among the newest uses of all items that the service remembers."""
     sessions: int
     """Sessions that use it now."""
     scale: float = 0.0
@@ -96,7 +96,7 @@ class AttemptProgress:
 
     job_id: str
     steps_left: int
-    """Denoising steps to go, over all pictures."""
+    """Remaining denoising steps, over all pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class ServiceActivity:
     lookups: int = 0
     """Requests for what it stores: latents, templates, LoRAs, ControlNets."""
     hits: int = 0
-    """Lookups that were answered from what it has; of LoRAs and ControlNets, from memory."""
+    """Lookups that found the item; for LoRAs and ControlNets, in memory."""
     routed: int = 0
     """Jobs of the gateway that were given to a worker."""
     waited_s: float = 0.0
@@ -151,18 +151,18 @@ class ServiceActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStart:
-    """How far a service is that is not ready yet."""
+    """The progress of a service that is still starting."""
 
     stage: str
-    """What it does now, such as "loading unet"."""
+    """The current stage, such as "loading unet"."""
     done_bytes: int
-    """Bytes of the stage that are done; 0 if it counts none."""
+    """Bytes of the stage that were processed; 0 if the stage does not count bytes."""
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """How busy a service is, by its newest report."""
+    """The load of a service, by its newest report."""
 
     running: tuple[AttemptProgress, ...] = field(
         default=(), metadata={"convert": lambda attempts: tuple(map(_attempt, attempts))}
@@ -170,7 +170,7 @@ class ServiceLoad:
     """Attempts that a worker holds."""
     step_times: tuple[StepTiming, ...] = field(default=(), metadata={"kind": StepTiming})
     fixed_s: float = 0.0
-    """Seconds that a request takes in a worker beside its steps."""
+    """Seconds that a request takes in a worker in addition to its steps."""
     draining: bool = False
     """Whether it takes no new work, because it is about to stop."""
     max_rows: int = 0

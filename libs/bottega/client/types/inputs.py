@@ -60,7 +60,7 @@ def size_of(image: bytes | Path) -> ImageSize:
     """Return the size of an image in pixels, rotated as its EXIF says, as the services see it.
 
     Raises:
-        BadImage: The services would not take the image.
+        BadImage: The services would refuse the image.
         OSError: The file cannot be read.
     """
     from bottega.codec.images import inspect
@@ -96,7 +96,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 class ControlNet:
     """A ControlNet to draw with: `ControlNet("edges", "edges.png", controlnet_conditioning_scale=0.8)`.
 
-    The engine has a class of the same name: the loaded network that this one asks for.
+    The engine has a class of the same name, which is the loaded network.
     """
 
     name: str
@@ -120,7 +120,7 @@ _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_
 
 
 def add_controlnets(spec: GenerationSpec, nets: object) -> Iterator[Violation]:
-    """Add a request's ControlNets to its spec, and yield what cannot be sent. Images that are paths are read."""
+    """Add a request's ControlNets to its spec, and yield violations. Images that are paths are read."""
     if not isinstance(nets, list | tuple):
         yield Violation(field="controlnets", description=f"must be a list of ControlNet; got {type(nets).__name__}")
         return
@@ -182,7 +182,7 @@ _OPTIONAL = ("from_step", "digest", "max_step")
 
 
 def add_loras(spec: GenerationSpec, loras: object) -> Iterator[Violation]:
-    """Add a request's LoRAs to its spec, and yield what cannot be sent."""
+    """Add a request's LoRAs to its spec, and yield violations."""
     if not isinstance(loras, list | tuple):
         yield Violation(field="lora", description=f"must be a list of LoRAs; got {type(loras).__name__}")
         return

@@ -113,7 +113,7 @@ def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Vi
 
 
 def as_list(values: object, *, name: str, what: str) -> list[Any]:
-    """Return a caller's argument as a list. Raise InvalidRequest if it is none; a text is no list of its letters.
+    """Return a caller's argument as a list. Raise InvalidRequest if it is not one. A text is not a list of characters.
 
     Args:
         name: Name of the argument.
@@ -125,7 +125,7 @@ def as_list(values: object, *, name: str, what: str) -> list[Any]:
 
 
 def describe(value: object) -> str:
-    """Return a value as an error repeats it to the caller, cut to a bounded length."""
+    """Return a value as text for an error message, cut to a bounded length."""
     if isinstance(value, datetime):
         return value.isoformat()
     try:
@@ -173,7 +173,7 @@ def value_from(message: Message, kind: type[ValueT]) -> ValueT:
 
     Args:
         message: Has a field for each field of `kind`.
-        kind: A dataclass. The metadata of a field may say how its value is made: "kind" is the dataclass of a message
+        kind: A dataclass. The metadata of a field may define its conversion: "kind" is the dataclass of a message
             or of each message of a list, "convert" a function of the message's value.
     """
     values: dict[str, Any] = {}

@@ -59,7 +59,7 @@ class ServedModel:
     size_multiple: int
     """Width and height must be multiples of this."""
     max_pixels: int
-    """Most pixels of one picture (width x height)."""
+    """Largest number of pixels of one picture (width x height)."""
     default_steps: int
     """Default number of denoising steps."""
     default_guidance_scale: float
@@ -90,7 +90,7 @@ class Adapter:
     models: tuple[str, ...]
     """Names of the served models that it can be used with."""
     trigger_words: tuple[str, ...] = ()
-    """Words that call its style in a prompt, for a LoRA."""
+    """For a LoRA: words that, in a prompt, make the model use its style."""
 
 
 def model_from(model: image_pb2.Model) -> ServedModel:

@@ -1,4 +1,4 @@
-"""How a request was really drawn: its parameters as they were used, and everything that took part.
+"""The record of how a request was drawn: the parameters that were used, and the models, services and techniques.
 
 Fields have the names of the contract's messages (generation.proto). Unknown fields of a newer gateway are left out.
 """
@@ -124,7 +124,7 @@ class LoraUse:
     wait_s: float = 0.0
     """Seconds that the request had to wait for its LoRAs."""
     patch_s: float = 0.0
-    """Seconds that it took to put its LoRAs into the weights."""
+    """Seconds for merging the LoRAs of the request into the weights."""
     similarities: tuple[float, ...] = ()
     """Least cosine of the latents with and without LoRAs after each step, if it was measured."""
     mixed_alphas: bool = False
@@ -174,9 +174,9 @@ class PairUse:
     steps: int = 0
     """Steps, over all pictures, whose rows it computed in part."""
     taken_back_steps: int = 0
-    """Steps whose rows it was given and did not return, so that the drawing worker computed them."""
+    """Steps whose rows it received but did not return, so that the first worker computed them."""
     waited_s: float = 0.0
-    """Seconds that the drawing worker waited for those rows."""
+    """Seconds that the first worker waited for those rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class CacheUse:
     similarity: float = 0.0
     """Cosine of the two prompts' embeddings."""
     from_step: int = 0
-    """The first step that was made."""
+    """The first step that was computed."""
     image: int = 0
     """Index of the picture in the request, from 0."""
     without_loras: bool = False
@@ -242,7 +242,7 @@ class SourceUse:
     resized: bool = False
     """Whether it was resized to the size at which the picture was drawn."""
     transparency_unread: bool = False
-    """Whether it has transparent pixels and the result does not."""
+    """Whether it has transparent pixels, whose transparency was ignored."""
     scaled_from_16_bits: bool = False
     """Whether it is grey with 16 bits, which were scaled to 8."""
 
@@ -282,7 +282,7 @@ class Provenance:
     blocks_total: int = 0
     """All transformer blocks that could have been reused."""
     begin_step: int = 0
-    """First denoising step that was made."""
+    """First denoising step that was computed."""
     times: tuple[StageTime, ...] = field(default=(), metadata={"kind": StageTime})
     mean_group_requests: float = 0.0
     """Mean number of requests in the batches of this one's steps."""
