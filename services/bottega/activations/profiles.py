@@ -1,4 +1,4 @@
-"""Measured profiles of models: what computing each block costs, in full and for a masked part."""
+"""Measured profiles of models: the seconds of each block, computed in full or for a masked part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates and sections on the disk: rows of the records, and files named by the SHA-256 of their content.
+"""Templates and sections on the disk: rows of a database, and files named by the SHA-256 of their content.
 
 Layouts and maps, which sections share, are stored once.
 """

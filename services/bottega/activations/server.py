@@ -45,7 +45,7 @@ class ActivationServer(StoreServer):
         return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
 
     async def drain(self) -> None:
-        """Refuse new links, and wait until nothing is being sent. Edits compute what they do not get."""
+        """Refuse new links, and wait until no section is being sent. Edits compute blocks that they cannot load."""
         await super().drain()
         await asyncio.to_thread(self.store.wait_idle, self._config.server.drain_grace_s)
 

@@ -54,14 +54,14 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
         return pb.PinTemplateResponse(templates=pinned)
 
     async def WarmTemplate(self, request: pb.WarmTemplateRequest, _context: _Context) -> pb.WarmTemplateResponse:
-        """Begin to load templates into memory."""
+        """Start to load templates into memory."""
         rules.refuse(list(_check_id(request.id)))
         return await asyncio.to_thread(self._store.warm, request.id)
 
     async def PrefetchTemplates(
         self, request: pb.PrefetchTemplatesRequest, _context: _Context
     ) -> pb.PrefetchTemplatesResponse:
-        """Begin to load the templates of coming edits into memory."""
+        """Start to load the templates of coming edits into memory."""
         rules.refuse(list(_check_sources(request.sources)))
         templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
         return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)

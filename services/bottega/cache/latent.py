@@ -1,4 +1,4 @@
-"""Values of the cache: latents that come in and go out, and entries with their latents."""
+"""Values of the cache: latents received from and sent to workers, and entries with their latents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordedLatent:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreAnswer:
-    """The answer to a question."""
+    """The response to a worker's query."""
 
     header: CacheAnswer
     latents: tuple[RecordedLatent, ...]
@@ -34,7 +34,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EntryDetails:
-    """An entry as it is shown to users."""
+    """The facts about an entry that are shown to users."""
 
     entry: CacheEntry
     picture: np.ndarray | None
@@ -58,7 +58,7 @@ class EntryPicture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The facts that the latents of one picture share."""
+    """A cached picture: the facts that all of its latents share."""
 
     number: int
     """Unique for the life of the store."""

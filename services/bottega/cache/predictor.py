@@ -1,4 +1,4 @@
-"""Predicts whether a search will find anything, and skips searches that would not, if that pays.
+"""Predicts whether a search will find anything, and skips predicted misses if that saves time.
 
 Each key with enough entries has a model of its entries' embeddings, which is trained in the background, again whenever
 a share of the entries has changed. `bottega.addons.cache.planning.predictor_use` decides from measurements whether
@@ -66,7 +66,7 @@ class MatchPrediction:
     hit: bool
     """Whether the search will find something."""
     weight: float
-    """0 to skip the search, else the number of questions for which it counts."""
+    """0 to skip the search, else the number of queries for which it counts in the statistics."""
     measured: bool
     """Whether a model made the prediction, so that its result should be recorded."""
 

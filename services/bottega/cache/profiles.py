@@ -1,4 +1,4 @@
-"""Measured profiles of models: which similarity of two prompts allows skipping how many steps."""
+"""Measured profiles of models: the number of steps that may be skipped at a given similarity of two prompts."""
 
 from __future__ import annotations
 

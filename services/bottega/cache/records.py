@@ -166,7 +166,7 @@ def read_entry(stored: StoredRecord) -> EntryRecord:
 
 
 def read_latent(row: StoredRow) -> KeptLatent:
-    """Return the latent of an intact row. A usage that cannot be true begins anew."""
+    """Return the latent of an intact row. An impossible usage is replaced by that of a new latent."""
     (_, step), digest = row.key, row.values[2]
     frequency, used_at, created_at = row.use
     sound = all(0.0 <= value < _MOST_COUNTED for value in row.use) and used_at >= created_at
@@ -184,7 +184,7 @@ def noise_of(parameters: bytes, number: int) -> int:
 
 
 def read_parameters(records: BlobRecords, numbers: Collection[int]) -> dict[int, bytes]:
-    """Return the parameters of those of these entries that exist. Raises StorageUnavailable, DataLoss."""
+    """Return the parameters of entries, without entries that no longer exist. Raises StorageUnavailable, DataLoss."""
     wanted = list(numbers)
 
     def read(connection: sqlite3.Connection) -> dict[int, bytes]:

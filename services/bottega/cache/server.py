@@ -49,7 +49,7 @@ class CacheServer(StoreServer):
         )
 
     def load(self) -> fleet_pb2.Load:
-        """Return how busy it is."""
+        """Return the load that is reported to the fleet."""
         lookups = self.store.lookups()
         return fleet_pb2.Load(
             draining=self._draining,

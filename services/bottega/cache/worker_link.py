@@ -1,6 +1,6 @@
-"""Links of workers: questions about what pictures may start from, and recordings of others.
+"""Links of workers: queries for latents to start from, and recordings of new pictures.
 
-The receiving thread answers questions and takes recordings. A worker that does not read its answers gets only refusals.
+The receiving thread answers queries and stores recordings. A worker that does not read responses gets only refusals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CacheWorkerLink(StoreLinkHandler):
         self._store = store
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Process a question, a recording, or a report of used latents; all are read from copies."""
+        """Process a query, a recording, or a report of used latents. Each is copied before it is read."""
         layout = incoming.layout
         with incoming:
             kind = CacheMessageKind(kind_of(layout))
@@ -64,7 +64,7 @@ class CacheWorkerLink(StoreLinkHandler):
                 self._store.count_starts(starts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Do nothing: no thread waits for this link."""
+        """Return at once, because no thread waits for this link."""
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_header(layout, views, CacheQuestion)

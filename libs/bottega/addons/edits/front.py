@@ -1,4 +1,4 @@
-"""What edits add to the front of a worker: the RPCs about templates, and the recordings in the pictures' parameters."""
+"""Edits in the front process of a worker: RPCs about templates, and the recordings in the pictures' parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EditsFront(FrontAddOn):
         server.add_services([_SERVICE_NAME])
 
     def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
-        """Write the recording that the edit took activations from, or that it took none."""
+        """Write into a picture's parameters which recording the edit reused, or that it reused none."""
         if index is not None:
             pin_edit(spec, taken_from(pb.EditDecision.FromString(decision)))
 

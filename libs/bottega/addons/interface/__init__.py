@@ -1,1 +1,1 @@
-"""What services and the add-ons that they load agree on."""
+"""The interfaces between services and the add-ons that they load."""

@@ -1,7 +1,7 @@
-"""What a caller may name in a request: models, and LoRAs and ControlNets that are its tenant's own or for all.
+"""The models, LoRAs and ControlNets that a caller may name: shared ones that are granted, and its tenant's own.
 
-Stores and servers know a tenant's own as NAME@TENANT; the tenant calls it NAME. What a caller may not name is refused
-like what does not exist, after no more work.
+Stores and servers list a tenant's own item as NAME@TENANT; the tenant calls it NAME. An item that a caller may not
+name is refused as if it did not exist, with the same work.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Access:
         return full_name if self.tenant and rules.is_adapter_name(full_name) else ""
 
     def short_name(self, full_name: str) -> str:
-        """Return the caller's name for something that it may name: without the owner if that is its tenant."""
+        """Return the name by which the caller names an item: without the owner if that is its own tenant."""
         return full_name.removesuffix(f"{_OF}{self.tenant}") if self.tenant else full_name
 
     def _has(self, full_name: str, granted: Collection[str]) -> bool:

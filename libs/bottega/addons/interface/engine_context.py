@@ -1,4 +1,4 @@
-"""What a worker's engine gives to the add-ons that it loads."""
+"""The values that a worker's engine passes to the add-ons that it loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineAddOnContext:
     sections: Sequence[object]
     """The sections of the engine's configuration."""
     fixed_rows: int
-    """Rows of every forward pass, to which smaller groups are padded; 0 if no group is."""
+    """Number of rows to which every forward pass is padded; 0 for no padding."""
     model: Model
     offers: OfferSource
     """Opens links to services."""

@@ -12,8 +12,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import RunAttemptRequest
 
 Ask = Callable[[bytes, float], Awaitable[bytes]]
-"""Sends a question to the engine's add-on of the same kind (`EngineAddOn.answer`), waits at most the given seconds, and
-returns the answer."""
+"""Sends a query to the engine's add-on of the same kind (`EngineAddOn.answer`), waits for at most the given number of
+seconds, and returns the response."""
 
 
 class FrontAddOn:
@@ -26,7 +26,7 @@ class FrontAddOn:
         """Register the feature's own RPCs at the worker's server."""
 
     def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
-        """Write what the attempt has decided into parameters, so that they draw the same picture again.
+        """Write the attempt's decision into parameters, so that they draw the same picture again.
 
         Args:
             spec: Parameters of one picture, or of all pictures of the attempt.

@@ -1,4 +1,4 @@
-"""The interface of add-ons: what a request may use beside its model, such as ControlNets and LoRAs.
+"""The interface of the gateway's add-ons, the features that a request may use, such as ControlNets and LoRAs.
 
 A service in the manifest names a function that makes its add-on from an AddOnContext (`ServiceSpec.add_on`). Admission,
 scheduling and dispatch call all add-ons in the same way. An add-on overrides only the hooks that it needs.
@@ -26,10 +26,10 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 
 class FleetView(Protocol):
-    """The fleet of a gateway, as add-ons see it."""
+    """The operations on a gateway's fleet that add-ons may use."""
 
     def services(self, kind: str) -> list[Member]:
-        """Return the services of a kind that are here, by name."""
+        """Return the present services of a kind, by name."""
 
     def last_seen(self, model: str) -> image_pb2.Model:
         """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
@@ -38,7 +38,7 @@ class FleetView(Protocol):
         """Return how many seconds to wait for items that a member hosted, after it has left or dropped them."""
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
-        """Give no work to a service for a moment, because it did not accept its last work."""
+        """Assign no work to a service for a while, because it refused its last work."""
 
 
 class AddOnMetrics:
@@ -75,15 +75,15 @@ PREFETCHED_JOBS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredModel:
-    """The model that something in a request was made for."""
+    """A model that an item of a request, such as a LoRA, was made for."""
 
     name: str
     needed_by: str
-    """Name of the thing that was made for the model."""
+    """Name of the item that was made for the model."""
 
 
 class Resolution:
-    """The things that the names in one request stand for. Each add-on has a subclass; this one stands for nothing."""
+    """The resolved names of one request, such as its LoRAs. Each add-on has a subclass. This base has no names."""
 
     @property
     def required_model(self) -> RequiredModel | None:
@@ -91,10 +91,10 @@ class Resolution:
         return None
 
     def check_model(self, model: image_pb2.Model) -> None:
-        """Raise if a request for `model` names things that this model cannot use."""
+        """Raise if a request for `model` names items that this model cannot use."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fill in the add-on's fields of a spec that is complete otherwise."""
+        """Fill in the add-on's fields of a spec whose other fields are complete."""
 
 
 class SecondsByWorker(Mapping[str, float]):
@@ -129,7 +129,7 @@ class SecondsByWorker(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
-    """The needs of a job at each worker beside its plain steps."""
+    """The costs of a job at each worker, in addition to its plain steps."""
 
     load_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds before its first step, by worker; a worker that is missing needs none."""
@@ -149,10 +149,10 @@ NO_COSTS = WorkerCosts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedSavings:
-    """Work that a job is expected to avoid, wherever it runs."""
+    """Work that a job is expected to avoid on any worker."""
 
     skipped_steps: float = 0.0
-    """Denoising steps that are not made, over all images."""
+    """Denoising steps that are skipped, over all images."""
     computed_share: float = 1.0
     """Share of its rows' tokens that is computed, above 0 to 1."""
 
@@ -166,12 +166,12 @@ class AddOn:
     # Admission of a request.
 
     decides_model: bool = False
-    """Whether the things that a request names decide its model, if it names no model."""
+    """Whether the items that a request names determine its model, if it names no model."""
     adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
     """Kind of the adapters that it lists; UNSPECIFIED if it lists none."""
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request names something that has to be resolved."""
+        """Return whether a request names items that have to be resolved."""
         return False
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
@@ -189,16 +189,16 @@ class AddOn:
         return iter(())
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
-        """Find the things that a request names. Raises one error for all that are missing, or Unavailable.
+        """Find the items that a request names. Raises one error for all that are missing, or Unavailable.
 
         Args:
             spec: The request.
-            access: Access of the caller. Things that the caller may not use are treated as missing.
+            access: Access of the caller. Items that the caller may not use are treated as missing.
         """
         return Resolution()
 
     def decide_again(self, decisions: AttemptDecisions, before: AddOnJob) -> None:
-        """Add the decisions that a job must keep to, to draw the same pictures as `before`.
+        """Add the decisions that a job must follow to draw the same pictures as `before`.
 
         Args:
             decisions: A copy of the decisions of the attempts at `before`.
@@ -206,7 +206,7 @@ class AddOn:
         """
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
-        """Return hashes of the things that a complete request names without a hash, in the request's order.
+        """Return hashes of the items that a complete request names without a hash, in the request's order.
 
         Returns None if the hashes of the names are not certain now.
         """
@@ -224,7 +224,7 @@ class AddOn:
     # Scheduling of a job.
 
     def job_arrived(self, job: AddOnJob, *, admitted: bool) -> None:
-        """Take note of a new job, before it is queued.
+        """Note a new job, before it is queued.
 
         Args:
             job: The job.
@@ -232,7 +232,7 @@ class AddOn:
         """
 
     def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
-        """Make services load the things that the first jobs of a queue will need."""
+        """Make services load the items that the first jobs of a queue will need."""
 
     def cost_key(self, job: AddOnJob) -> Hashable:
         """Return a key that is equal for jobs with equal costs; None for a job without costs."""
@@ -259,14 +259,14 @@ class AddOn:
         """Fill in `request.addons[kind]`, the order for the add-on of that kind in the worker's engine."""
 
     def end_attempt(self, job: AddOnJob) -> None:
-        """Release the things that the job's attempt used, however it ended."""
+        """Release the items that the job's attempt used, whether it succeeded or failed."""
 
     def back_off(self, job: AddOnJob, error: BottegaError) -> bool:
-        """Return whether an attempt was returned because of a service of this add-on, and let that service rest."""
+        """Return whether a service of this add-on caused the return of an attempt, and back off that service."""
         return False
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Complete the provenance of a job that has all its images, and learn from it.
+        """Complete the provenance of a job that has all its images, and update estimates by it.
 
         Decisions that depended on timing are written into the provenance's parameters, so that they draw the same
         image again.
@@ -278,7 +278,7 @@ class AddOn:
         """Begin background work. `live_jobs` returns the jobs that have not ended."""
 
     def member_changed(self, member: Member) -> None:
-        """Take note of a service that has reported, or has disconnected for now."""
+        """Note that a service has reported, or has disconnected but may still reconnect."""
 
     def member_lost(self, member: Member) -> None:
         """Forget a service that is lost."""

@@ -207,7 +207,7 @@ def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
 
 
 def _described(plan: SuitePlan) -> str:
-    """Return such as "1 gateway, 1 LoRA store, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
+    """Describe a plan, as in "1 gateway, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
     services = (_counted(count, service.title) for service, count in plan.counts if count)
     threads = plan.settings.threads_of(plan.settings.options["workers"])
     return f"{', '.join(services)}; {plan.settings.model}, {_counted(threads, 'thread')} a worker"

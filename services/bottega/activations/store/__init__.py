@@ -1,5 +1,5 @@
 """The logic of the activation store, in `ActivationStore`, over one table of the templates.
 
-Questions are answered in `answers`, and `recordings` receives sections. One thread writes recordings and evicts
+`answers` answers queries, and `recordings` receives sections. One thread writes recordings and evicts
 templates, in `writer` and `insertion`.
 """

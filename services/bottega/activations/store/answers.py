@@ -1,6 +1,6 @@
-"""Answers to questions about templates, from workers and gateways, and loading templates before edits use them.
+"""Responses to queries of workers and gateways about templates, and loading of templates before edits use them.
 
-Workers get the sections of a template, their layouts and maps, and its block costs. Gateways get where it is.
+Workers get the sections of a template, their layouts and maps, and block costs. Gateways get the template's location.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
 
 
 class DrawnCache:
-    """A thread-safe cache of templates' image latents and noise; `lost` gets the digest of a damaged or gone file."""
+    """A thread-safe cache of templates' image latents and noise. `lost` is called with the digest of an unusable file."""
 
     def __init__(self, files: BlobFiles, *, lost: Callable[[str], None]) -> None:
         self._files = files
@@ -107,7 +107,7 @@ def _info(
 
 
 def _places(parts: Sequence[bytes]) -> dict[bytes, int]:
-    """Return each different part with its place among them."""
+    """Return the distinct parts, each with its index."""
     return {part: place for place, part in enumerate(dict.fromkeys(parts))}
 
 
@@ -130,7 +130,7 @@ class TemplateLoader:
         return template.size_bytes if there == template.sections_bytes else there
 
     def load(self, templates: Iterable[TemplateRecord]) -> list[int]:
-        """Begin to load templates in this order, as far as all of memory has room.
+        """Start to load templates in this order, as long as memory has room for all of them.
 
         Return for each the bytes that are not yet in memory, or -1 if not all of it will be loaded.
         """
@@ -149,7 +149,7 @@ class TemplateLoader:
         return found
 
     def prefetch(self, sources: Sequence[tuple[str, Sequence[TemplateRecord]]]) -> list[pb.TemplateResidence]:
-        """Begin to load each source's newest templates, and return where the newest one is now."""
+        """Start to load each source's newest templates, and return the location of the newest one."""
         wanted = [template for _, templates in sources for template in templates[:_MOST_OF_A_SOURCE]]
         where = [self._where(source, templates) for source, templates in sources]
         self.load(wanted)

@@ -1,4 +1,4 @@
-"""Turns recordings into templates: makes room, writes files and then records, and publishes the template.
+"""Turns finished recordings into templates: it frees space, writes files and then records, and publishes the template.
 
 Calls must come from one thread at a time. Errors of the disk are raised; the writer handles them.
 """
@@ -90,7 +90,7 @@ class TemplateInsertion:
         return self._pending_bytes
 
     def load(self) -> None:
-        """Add the templates that the disk has to the empty table."""
+        """Read the templates on the disk into the empty table."""
         self._uses.clear()
         ordered = sorted(load_templates(self._disk), key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
@@ -109,7 +109,10 @@ class TemplateInsertion:
             self._uses.update(template.files)
 
     def write_section(self, incoming: IncomingSection) -> DropReason | None:
-        """Write a section and close its descriptor, or return why not. Raise StorageUnavailable or DataLoss."""
+        """Write a section and close its descriptor. Return the reason if it is dropped, else None.
+
+        Raises StorageUnavailable and DataLoss.
+        """
         try:
             reason = self._reason_against(incoming)
             if reason is not None:
@@ -125,7 +128,10 @@ class TemplateInsertion:
     def complete(
         self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
     ) -> DropReason | None:
-        """End a recording: make a template of it, or return why not. Raise StorageUnavailable or DataLoss."""
+        """End a recording and make a template of it. Return the reason if it is dropped, else None.
+
+        Raises StorageUnavailable and DataLoss.
+        """
         reason = self._reason_against_template(pending, header)
         try:
             reason = reason or self._add_template(pending, header, drawn)

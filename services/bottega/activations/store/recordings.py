@@ -1,6 +1,6 @@
-"""Recordings in progress: which worker makes each, which sections it has sent, and the one that arrives in chunks.
+"""Recordings in progress: the worker of each, the sections that it has sent, and the section that is arriving.
 
-A template is recorded by one worker at a time, as long as its link lives and it sends something now and then.
+One worker at a time may record a template, as long as its link is open and it sends messages often enough.
 Thread-safe.
 """
 
@@ -30,11 +30,11 @@ class PendingRecording:
     recording: str = ""
     """Its id; empty until the worker has sent it."""
     seen_s: float
-    """When the worker last sent something."""
+    """Time of the worker's last message."""
     complete: bool = False
     """Whether everything was sent and is being written."""
     over: bool = False
-    """Whether the recording was given up, so that further sections are dropped."""
+    """Whether the recording was abandoned, so that further sections are dropped."""
     sections: dict[SectionKey, SectionRecord] = field(default_factory=dict)
     """Written sections. Used by the writing thread only, as `size_bytes` is."""
     size_bytes: int = 0
@@ -60,7 +60,7 @@ class PendingRecordings:
         return len(self._pending)
 
     def grant(self, key: str, link: Hashable) -> bool:
-        """Return whether the worker may record the template, exclusively. It may ask again."""
+        """Return whether the worker may record the template. Only one worker may; it may call this repeatedly."""
         with self._lock:
             return self._granted(key, link) is not None
 

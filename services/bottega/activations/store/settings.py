@@ -13,18 +13,18 @@ class ActivationStoreSettings:
     folder: Path
     """Contains records, sections and profiles; used by one process at a time."""
     disk_budget_bytes: int
-    """For all files of all templates; the disk may have less room."""
+    """Upper bound on the files of all templates. The disk may have less space."""
     memory_budget_bytes: int
-    """For files in memory, which workers of this host map. Sections that wait to be written come on top."""
+    """Upper bound on files in memory, which workers of this host map, without sections that wait to be written."""
     template_budget_bytes: int = 0
-    """For one template; 0 for no bound."""
+    """Upper bound on one template; 0 for no bound."""
     min_free_bytes: int = 0
-    """Left to others on the disk; at most a twentieth of the disk."""
+    """Free space that is left to other programs, but no more than 5 % of the disk."""
     max_templates: int = 10_000
     max_loads: int = 2
     """Parallel loads into memory."""
     max_waiting_bytes: int = 512 << 20
-    """For sections that wait to be written; a larger one is accepted if no other waits."""
+    """Upper bound on sections that wait to be written; a larger section is accepted if no other waits."""
     record_idle_s: float = 120.0
     """Seconds without a message after which a recording is given up."""
     retry_s: float = 5.0

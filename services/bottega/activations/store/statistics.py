@@ -22,14 +22,14 @@ class DropReason(StrEnum):
     EARLY = "early"
     """Its recording is complete and still being written. A section that is sent again later replaces the old one."""
     ABANDONED = "abandoned"
-    """The worker has given up its recording, or is gone."""
+    """The worker has abandoned its recording, or its link was lost."""
     UNFIT = "unfit"
     """It does not fit the rest of its recording, or the recording has no sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStatistics:
-    """The state of a store at one moment. Counts are since the start."""
+    """A snapshot of a store's state. Counts are since the start."""
 
     templates: int
     sections: int
@@ -40,7 +40,7 @@ class ActivationStatistics:
     memory_budget_bytes: int
     template_budget_bytes: int
     hits: int
-    """Questions whose template was recorded."""
+    """Queries whose template was recorded."""
     misses: int
     fetches: dict[str, int]
     """Sections given to workers, by where they were: "memory", "loaded" (from disk for this) or "disk" (no room in
@@ -52,15 +52,15 @@ class ActivationStatistics:
     loaded_bytes: int
     disk_bytes_per_s: float
     recorded: int
-    """Templates."""
+    """Number of recorded templates."""
     recorded_sections: int
-    """Including replacements."""
+    """Number of recorded sections, including replacements."""
     dropped: dict[str, int]
     """Sections and recordings, by `DropReason`."""
     evictions: int
-    """Templates, from disk."""
+    """Number of templates evicted from disk."""
     memory_evictions: int
-    """Files, from memory."""
+    """Number of files evicted from memory."""
     damaged: int
     """Damaged files that were dropped."""
     recording: int

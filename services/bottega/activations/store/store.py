@@ -1,4 +1,4 @@
-"""The activation store: templates in memory and on disk, questions, recordings and profiles.
+"""The activation store. It keeps templates in memory and on disk, answers queries, and adds recordings.
 
 All calls are thread-safe, and those for links return at once: only a template's image latent and noise are read from
 disk, for an answer. `service.py` translates between the store and gRPC.
@@ -130,8 +130,8 @@ class ActivationStore:
     def fetch(self, digest: str) -> Future[CacheLease]:
         """Return a future lease of a section's complete and checked file. Give it back with `give_back`.
 
-        It fails with DataLoss if the file is damaged, Unavailable if it is gone, and StorageUnavailable if it cannot be
-        read now. The section then counts as missing.
+        It fails with DataLoss if the file is damaged, Unavailable if it is missing, and StorageUnavailable if it cannot
+        be read now. After a failure, the section counts as missing.
         """
         file = self._table.file(digest)
         if file is None:
@@ -145,7 +145,7 @@ class ActivationStore:
         self._memory.give_back(lease)
 
     def layout_of(self, digest: str) -> SectionLayout | None:
-        """Return where the tensors of a section lie; None if the section is gone."""
+        """Return the layout of a section's tensors; None if the section no longer exists."""
         section = self._table.section(digest)
         return section.layout if section is not None else None
 

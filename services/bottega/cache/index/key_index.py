@@ -1,4 +1,4 @@
-"""The index of one key: few vectors are all compared, of many the sketches are compared first.
+"""The index of one key. With few vectors, a search compares all of them; with many, it compares sketches first.
 
 Adding a vector to the exact index of few vectors and removing one take no longer than copying one vector.
 """

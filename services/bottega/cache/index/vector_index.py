@@ -1,4 +1,4 @@
-"""The interfaces of indexes, of all entries by key and of one key's vectors; the form of vectors; and settings."""
+"""The interfaces of the index of all entries and of the index of one key, the format of vectors, and settings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class EntryIndex(Protocol):
 
 
 def unit_vectors(vectors: NDArray[np.floating]) -> Vectors:
-    """Return a copy of the vectors, scaled to length 1. Raises ValueError for a vector without direction."""
+    """Return a copy of the vectors, scaled to length 1. Raises ValueError for a vector that is zero or not finite."""
     made = np.array(vectors, dtype=np.float32, order="C")
     lengths = np.linalg.norm(made, axis=-1, keepdims=True)
     if made.ndim not in {1, 2} or made.shape[-1] == 0 or not np.all(np.isfinite(lengths)) or not np.all(lengths > 0.0):

@@ -1,4 +1,4 @@
-"""The memory of a store: the table of its entries, the index of their embeddings, the rows, and the match predictor.
+"""The in-memory state of a store: entry table, index of embeddings, rows of pictures by prompt, and match predictor.
 
 They change together: an entry in the table is also in the index. Any thread may call it.
 """
@@ -26,7 +26,7 @@ class Contents:
     index: EntryIndex
     predictor: MatchPredictor | None
     rows: PromptRows
-    """The entries that rest for each prompt."""
+    """The last pictures of each prompt, which decide which entries it may not use now."""
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
         """Add earlier entries of one key. Call `loaded` after the last ones."""
@@ -50,7 +50,7 @@ class Contents:
         self.index.remove(record.entry.key, record.entry.number)
 
     def add(self, record: EntryRecord) -> None:
-        """Add a written entry, which is served from now on."""
+        """Add an entry that was written to the disk, so that lookups can return it."""
         self.table.add(record)
         self._tell_predictor(record.entry.key)
 

@@ -1,7 +1,7 @@
 """The table of entries in memory: their latents, their usage, and the order of eviction.
 
-Every change must also be written; `take_changes` returns what changed. Any thread may call it, and no call waits long:
-it knows neither disk nor index.
+Every change must also be written to the disk; `take_changes` returns the changes. Any thread may call it, and no call
+waits long, because the table uses neither disk nor index.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class EntryTable:
 
     @property
     def now(self) -> float:
-        """The time on the policy's clock, which advances with every question."""
+        """The time on the policy's clock, which counts queries."""
         return self._now
 
     def tick(self) -> None:
-        """Advance the clock for a question."""
+        """Advance the clock by one query."""
         with self._lock:
             self._now += 1.0
 
@@ -129,7 +129,7 @@ class EntryTable:
             return (sorted(kept.digests), kept.hits) if kept is not None else ([], 0)
 
     def candidates(self, key: str, similarities: Iterable[tuple[int, float]]) -> list[Candidate]:
-        """Return the candidates among these entries, given by number and similarity, that have this key."""
+        """Return these entries, given by number and similarity, as candidates. Leave out those with another key."""
         found = []
         with self._lock:
             for number, similarity in similarities:
@@ -143,14 +143,17 @@ class EntryTable:
         return found
 
     def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:
-        """Return the entry of a latent and the latent's digest; None if it is gone."""
+        """Return the entry of a latent and the latent's digest; None if the latent was removed."""
         with self._lock:
             kept = self._kept.get(number)
             digest = kept.digests.get(step) if kept is not None else None
             return (kept.entry, digest) if kept is not None and digest is not None else None
 
     def take_back_hit(self, number: int) -> None:
-        """Undo the count of a start whose latent came too late or did not fit. It does nothing if the entry is gone."""
+        """Undo the count of a start, because the latent was too late or did not fit.
+
+        Ignore entries that were removed.
+        """
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and kept.hits:
@@ -158,7 +161,7 @@ class EntryTable:
                 self._changes.uses[number] = (kept.hits,)
 
     def use(self, number: int, step: int) -> None:
-        """Count that a latent was sent to start a picture from. It does nothing if it is gone."""
+        """Count that a latent was sent to start a picture from. Ignore latents that were removed."""
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and step in kept.digests:
@@ -178,7 +181,7 @@ class EntryTable:
     def evict(self, until_bytes: int, until_entries: int) -> Removal:
         """Remove latents in eviction order, until at most that many bytes and entries are left.
 
-        The picture of an entry goes with its last latent.
+        The picture of an entry is removed with its last latent.
         """
         removal = Removal()
         with self._lock:

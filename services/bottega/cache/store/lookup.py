@@ -1,6 +1,6 @@
 """Finds the latents that a job's pictures may start from: it searches the index, selects, and reads the latents.
 
-Every latent that is served has a key of the question, and was checked by its digest. Any thread may call it, and waits
+Every returned latent has a key of the query, and was checked by its digest. Any thread may call it, and waits
 for the disk only to read its latents.
 """
 
@@ -52,7 +52,7 @@ class _Served:
     """The latents that were read so far."""
 
     key: str = ""
-    """Key of the question."""
+    """Key of the query."""
     starts: list[CacheStart] = field(default_factory=list)
     latents: list[RecordedLatent] = field(default_factory=list)
     failed: set[tuple[int, int]] = field(default_factory=set)
@@ -120,7 +120,7 @@ class Lookup:
         return answer
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """Return the requested latents, whatever their similarity, without those that are gone.
+        """Return the latents that the query names, without a check of similarity. Missing ones are left out.
 
         As long as earlier entries are still being read, a missing latent makes the outcome UNAVAILABLE.
         """
@@ -170,9 +170,9 @@ class Lookup:
         return [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
 
     def _are_without_latents(self, found: _Found, question: CacheQuestion, profile: SkipProfile) -> bool:
-        """Return whether too few matches have a usable latent, and farther entries may be similar enough.
+        """Return whether to search for more matches: too few have a usable latent, and others may be similar enough.
 
-        That happens if latents after few steps, which any prompt may start from, were evicted, or if entries rest.
+        That happens if latents of early steps, which any prompt may start from, were evicted, or if entries rest.
         """
         farthest = found.matches[-1][1]
         similar = skip_steps(profile, similarity=farthest, words=question.words, steps=question.steps)
@@ -185,7 +185,7 @@ class Lookup:
         return [selection for selection in selected if selection.noise not in resting]
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
-        """Return everything that is similar enough, resting or not, with those of the first search first."""
+        """Return all latents that are similar enough, including resting ones; those of the first search come first."""
         selected: list[Selection] = []
         for found in searches:
             selected += select_latents(
@@ -241,7 +241,7 @@ class Lookup:
         return served.answer(outcome)
 
     def _read(self, number: int, step: int, similarity: float, served: _Served) -> bool:
-        """Return whether the latent could be served. A damaged one is removed."""
+        """Read a latent into `served`, and return whether that worked. Remove it if it is damaged."""
         place = self._table.latent(number, step)
         if place is None:
             return False
@@ -273,18 +273,18 @@ class Lookup:
 
 
 def picture_s(question: CacheQuestion) -> float:
-    """Return the seconds that a picture of the question takes; 0 if the worker did not tell the duration of a step."""
+    """Return the seconds that a picture of the query takes; 0 if the worker did not report its step time."""
     return question.steps * max(0.0, question.step_s)
 
 
 def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
-    """Return the seconds that the hits save; None if the worker did not tell the duration of a step."""
+    """Return the seconds that the hits save; None if the worker did not report its step time."""
     steps = _saved_steps(question, found[: question.images])
     return steps * question.step_s if question.step_s > 0.0 else None
 
 
 def _saved_steps(question: CacheQuestion, starts: Iterable[CacheStart | Selection]) -> int:
-    """Return the steps that these starts save the question's pictures."""
+    """Return the steps that these starts save in total."""
     return sum(max(0, start.step - max(0, question.repeated_steps)) for start in starts)
 
 

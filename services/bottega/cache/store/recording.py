@@ -84,7 +84,7 @@ def to_recording(
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError if it is not a key."""
+    """Raise ValueError if the text is not a key, 64 hex digits."""
     if not _KEY.fullmatch(key):
         raise ValueError("the key of a cached latent must have 64 hex digits")
 

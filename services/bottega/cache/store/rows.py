@@ -1,4 +1,4 @@
-"""Decides which entries a prompt's next picture may start from, so that its pictures stay various.
+"""Decides which entries a prompt's next picture may start from, so that pictures of one prompt stay diverse.
 
 Pictures that start from one latent share its composition, and so does the picture from which it was recorded. So in a
 row of pictures of one prompt, at most one comes from the same noise as another. Of the 15 pairs of six pictures one is
@@ -29,13 +29,13 @@ class _Row:
     """The last pictures of a prompt."""
 
     noise: tuple[int, ...]
-    """The noise that each of them came from, the last one at the end."""
+    """Initial noise of each of them, newest last."""
     until_s: float
     """When the row ends unless another picture comes."""
 
     @property
     def resting(self) -> frozenset[int]:
-        """Noise of which one more picture would make too many that are alike."""
+        """Noises that the next picture must not use, because too many pictures of the row would be alike."""
         different = frozenset(self.noise)
         return different if len(self.noise) - len(different) >= _MOST_ALIKE else frozenset()
 
@@ -44,7 +44,7 @@ class PromptRows:
     """The last pictures of each prompt, by the noise that they came from. Any thread may call it.
 
     Args:
-        pictures: Pictures of a row; with 1 any entry may start each picture.
+        pictures: Number of pictures in a row; with 1, every picture may start from any entry.
         now: Returns the time, in seconds.
         most_prompts: Maximum number of remembered prompts.
     """
@@ -61,7 +61,7 @@ class PromptRows:
 
         Args:
             key: Key of the question.
-            prompt: Digest of the prompt; "" is unknown, and nothing rests.
+            prompt: Digest of the prompt; "" if unknown, in which case no entry rests.
         """
         if not prompt:
             return frozenset()

@@ -1,4 +1,4 @@
-"""Selects the latents that a job's pictures start from, among those of similar prompts. It knows no files."""
+"""Selects the latents that a job's pictures start from, among those of similar prompts. It does not access files."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _order(found: tuple[Selection, int]) -> tuple[float, ...]:
 
 
 class Exploration:
-    """Chooses hits that are drawn from noise all the same, so that recordings and pictures stay various."""
+    """Chooses hits that are not used, so that new pictures are drawn from noise and results stay diverse."""
 
     def __init__(self, share: float, seed: int | None) -> None:
         self._share = share
         self._random = random.Random(seed)
 
     def kept(self, hits: int) -> int:
-        """Return how many of `hits` hits are served."""
+        """Return how many of `hits` hits are used."""
         return sum(self._random.random() >= self._share for _ in range(hits))

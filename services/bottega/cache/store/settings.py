@@ -25,13 +25,13 @@ class StoreSettings:
     min_free_bytes: int = 0
     """Free space of the disk that is left to others; at most a twentieth of the disk."""
     exploration: float = 0.05
-    """Share of the hits that are drawn from noise all the same."""
+    """Share of the hits that are not used, so that some pictures are still drawn from noise."""
     row_pictures: int = 6
     """Pictures of a row; see `PromptRows`."""
     plain_for_loras: bool = False
-    """Whether questions are also answered with entries of their plain_key."""
+    """Whether a query with LoRAs may also get entries without LoRAs (its plain_key)."""
     doorkeeper: bool = True
-    """Whether a key is recorded only from its second question on."""
+    """Whether a key is recorded only from its second query on."""
     predictor: bool = True
     """Whether searches that are predicted to find nothing may be skipped."""
     max_waiting: int = 256
@@ -39,6 +39,6 @@ class StoreSettings:
     max_waiting_bytes: int = 256 << 20
     """Maximum size of recordings that wait to be written."""
     retry_s: float = 5.0
-    """Seconds after which a failed disk is tried again, and after which counts are written at the latest."""
+    """Seconds between attempts to use a failed disk, and longest time until counts are written."""
     seed: int | None = None
     """Seed of the exploration; None is a different one each time."""

@@ -1,4 +1,4 @@
-"""The counters of a store, and its figures at one moment."""
+"""The counters of a store, and a snapshot of its statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentStatistics:
-    """The figures of a store at one moment; see GetCacheStatsResponse."""
+    """A snapshot of a store's statistics; see GetCacheStatsResponse."""
 
     models: tuple[CacheModelStats, ...]
     bytes: int
@@ -50,7 +50,7 @@ class LatentStatistics:
 
 
 class CacheCounts(StoreCounts[Dropped]):
-    """The counters of a cache: also questions by outcome."""
+    """The counters of a cache, including the number of queries by outcome."""
 
     def __init__(self) -> None:
         super().__init__(Dropped)

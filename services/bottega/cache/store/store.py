@@ -1,6 +1,6 @@
-"""The store of an approximate cache: entries in memory and on the disk, questions, recordings, profiles.
+"""The store of an approximate cache. It keeps entries in memory and on disk, answers queries, and adds recordings.
 
-Any thread may call it. `service.py` translates between it and gRPC; links bring it questions and recordings.
+Any thread may call it. `service.py` translates between it and gRPC. Queries and recordings arrive over links.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LatentStore:
     """A store of cached latents. Start it with `start`, end it with `close`, which closes the index, too.
 
     Args:
-        clock: Tells when entries were recorded, and how long ago a prompt's last picture was.
+        clock: Gives the times of recordings and of prompts' last pictures.
     """
 
     def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
@@ -129,7 +129,7 @@ class LatentStore:
         return answer
 
     def count_starts(self, starts: CacheStarts) -> None:
-        """Count the steps that the latents of an answer saved, and release unused ones for the prompt's next picture.
+        """Count the steps that returned latents saved, and release unused ones for the prompt's next picture.
 
         Raises ValueError if a rule of cache.proto is broken.
         """
@@ -154,7 +154,7 @@ class LatentStore:
         picture: npt.NDArray[np.uint8],
         latents: Sequence[RecordedLatent],
     ) -> None:
-        """Queue latents of a picture to be kept, and return at once. What cannot be kept is dropped and counted.
+        """Queue the latents of a picture for writing, and return at once. Without room, they are dropped and counted.
 
         Raises ValueError if a rule of cache.proto is broken.
 
@@ -287,7 +287,7 @@ _MOST_KEYS = 65_536
 
 
 class Doorkeeper:
-    """Remembers which keys were asked about. Any thread may call it."""
+    """Remembers the keys of queries. Any thread may call it."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._most_keys = most_keys
@@ -296,11 +296,11 @@ class Doorkeeper:
         self._lock = threading.Lock()
 
     def admits(self, key: str, job: str) -> bool:
-        """Return whether another job has asked about the key before, and remember the question.
+        """Return whether another job has queried the key before, and remember this query.
 
         Args:
             key: In hex.
-            job: The job that asks; its retries do not count as another job. "" is unknown, and always counts as
+            job: The job that sent the query; its retries do not count as another job. "" is unknown, and counts as
                 another.
         """
         short, asker = bytes.fromhex(key), _short(job)

@@ -1,4 +1,4 @@
-"""The thread in which a store writes: recordings, evictions, deletions and uses.
+"""The writing thread of a store: it writes recordings, evictions, deletions and counts of uses.
 
 Recordings that wait are bounded in number and bytes. To keep some, the thread evicts to make room, writes files, then
 records, and then serves the entries.
@@ -29,7 +29,7 @@ _SHARE_AT_ONCE = 0.5
 
 
 class Insertion:
-    """Inserts recordings and numbers the entries. It knows no queue: if it raises, none of the recordings was kept."""
+    """Inserts recordings and numbers the entries. If a call raises, none of its recordings was stored."""
 
     def __init__(
         self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
@@ -46,7 +46,7 @@ class Insertion:
         self._next_number = max(self._next_number, number + 1)
 
     def insert(self, recordings: Sequence[CheckedRecording]) -> None:
-        """Keep all recordings or none, except that one which the index refuses is dropped alone.
+        """Store all recordings or none. A recording that the index refuses is left out.
 
         Raises StorageUnavailable, DataLoss.
         """
@@ -70,7 +70,7 @@ class Insertion:
         self._counts.add("recorded", len(written))
 
     def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
-        """Evict until the recordings fit into the budgets. If anything is evicted, some spare room is made, too."""
+        """Evict until the recordings fit into the budgets. An eviction frees some more room than needed."""
         table, settings = self._contents.table, self._settings
         room_bytes = settings.budget_bytes - sum(recording.file_bytes for recording in recordings)
         room_entries = settings.max_entries - len(recordings)

@@ -159,7 +159,7 @@ def _warm(client: Client, id: str, warmed: list[WarmedTemplates]) -> int:
 
 
 def _dropped(dropped: Sequence[DroppedTemplates]) -> str:
-    """Return such as "2 templates dropped, and 3 copies in workers' memory"."""
+    """Describe the result of a drop, as in "2 templates dropped, and 3 copies in workers' memory"."""
     stored, copies = sum(counts.stored for counts in dropped), sum(counts.copies for counts in dropped)
     worker_copies = f"{copies} cop{'y' if copies == 1 else 'ies'} in workers' memory"
     if not stored and copies:
@@ -186,7 +186,7 @@ def _report_remaining(ids: Sequence[str], missing: Sequence[str], remaining: Tem
 
 
 def _fail_unchanged(missing: Sequence[str], overview: TemplateOverview) -> NoReturn:
-    """End the command: no store could pin or load these templates. The error says why."""
+    """End the command with the reason why no store could pin or load these templates."""
     stored = [id for id in missing if any(template.store for template in _matching(id, overview))]
     if stored:
         fail(
@@ -306,13 +306,13 @@ def _note_trouble(overview: TemplateOverview) -> None:
 
 
 def _records(overview: TemplateOverview) -> bool:
-    """Return whether a worker records edits, as far as they answer."""
+    """Return whether any worker that answered records edits."""
     workers = [holder for holder in overview.holders if holder.kind == kinds.WORKER]
     return not workers or any(worker.memory_budget_bytes for worker in workers)
 
 
 def _places(template: FleetTemplate) -> Iterator[str]:
-    """Yield where a template is: in its store's memory or on its disk, and at workers."""
+    """Yield the places of a template: its store's memory or disk, and workers."""
     if template.store:
         in_memory = template.memory_bytes / template.size_bytes if template.size_bytes else 1.0
         yield "memory" if in_memory >= _WHOLE else f"memory {_share(in_memory)}" if in_memory else "disk"
@@ -352,7 +352,7 @@ def _ago(seconds: float) -> str:
 
 
 def _merge(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
-    """Drop the recording that an earlier edit used if the command says anew whether one may be used."""
+    """Drop the recording that the earlier edit used, if the command line sets again whether one may be used."""
     if given.get("masked_blocks") is not None or given.get("fidelity") is not None:
         options.pop("recording", None)
         options.pop("masked_blocks", None)

@@ -222,7 +222,7 @@ class BlockGroup:
 
     @property
     def saved_s(self) -> float:
-        """Seconds that the recording saves in a forward pass; below 0 it costs time."""
+        """Seconds that the recording saves in a forward pass; negative if it costs time."""
         return self.full_s - self.masked_s
 
     @property
@@ -262,7 +262,7 @@ class BlockWorth:
 
 
 def worth(profile: BlockProfile, *, steps: int, budget_bytes: int) -> BlockWorth:
-    """Return what templates of a model take and save.
+    """Return the bytes that templates of a model take, and the seconds that they save.
 
     Args:
         steps: Denoising steps of a template.

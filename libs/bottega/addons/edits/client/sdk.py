@@ -57,7 +57,7 @@ class AsyncTemplateMethods(AsyncGatewayClient):
     """
 
     async def templates(self) -> TemplateOverview:
-        """Return the templates of all stores and workers, and the room that each service has for templates.
+        """Return the templates of all stores and workers, and how much space each service has for templates.
 
         Services that do not answer are listed as silent. Raises NoWorker or NoActivationStore if none answers.
         """
@@ -217,7 +217,7 @@ def _answered(answers: Sequence[AnswerT | BottegaError]) -> Sequence[AnswerT]:
 
 
 def _choose_worker(fleet: FleetStatus, model: str | None, worker: str | None) -> FleetMember:
-    """Return the worker that measures. Raise NoWorker if all of them draw, which would distort a measurement."""
+    """Return the worker that measures. Raise NoWorker if all are busy, because drawing distorts the measurement."""
     workers = ready_workers(fleet)
     served = sorted({served.name for one in workers for served in one.models})
     if not workers:

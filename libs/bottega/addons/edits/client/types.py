@@ -13,7 +13,7 @@ from bottega.v1 import activations_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateHolder:
-    """A service that has templates, and how much room it has for them. A worker has none on a disk."""
+    """A service that has templates, with their sizes and its budgets. Workers have them only in memory."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class TemplateHolder:
     template_budget_bytes: int = 0
     """Bytes that one template may take; 0 for no limit."""
     trouble: str = ""
-    """Why it can record nothing now; empty if all is well."""
+    """Why it can record nothing now; empty if recording works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class FleetTemplate:
     recording: bool
     """Whether the template is still being recorded."""
     valid_share: float
-    """Share of the image that edits can take from it, 0 to 1."""
+    """Share of the image for which edits can reuse the recording, 0 to 1."""
     pinned: bool
     """Whether the template is pinned, and so never evicted."""
     store: str = ""
@@ -100,7 +100,7 @@ class TemplateOverview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedTemplates:
-    """Counts of templates that were dropped."""
+    """Result of `drop_templates`: the numbers of dropped templates."""
 
     stored: int
     """Templates of stores."""
@@ -110,7 +110,7 @@ class DroppedTemplates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmedTemplates:
-    """Counts of templates that stores bring into memory."""
+    """Result of `warm_templates`: the templates that stores load into memory."""
 
     templates: int
     """Templates that are in memory, or being loaded."""
@@ -150,7 +150,7 @@ class BlockProfile:
     forward_s: float = 0.0
     """Seconds of a whole forward pass of one row."""
     about: str = ""
-    """How it was measured, for people; at most 1,000 characters."""
+    """Description of how it was measured; at most 1,000 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def template_from(
     """Return a template that one or more services have recorded.
 
     Args:
-        records: Their descriptions of it. The first one counts, except for what any of them may know better.
+        records: Their descriptions of it. The first one counts, except for facts that are merged from all of them.
         store: Name of the store that has it; empty if none does.
         workers: Names of the workers that have it.
     """

@@ -1,1 +1,1 @@
-"""Recorded activations of edits: where templates are, what loading them costs, and orders to workers and stores."""
+"""Recorded activations in the gateway: locations of templates, costs of loading, and orders to workers and stores."""

@@ -1,4 +1,4 @@
-"""Recorded activations as an add-on: orders to attempts and stores about templates, and what templates cost or save.
+"""The gateway's add-on for recorded activations: orders to attempts and stores, and costs and savings of templates.
 
 The activations themselves go between workers and stores, over links. The gateway identifies a template by what it was
 made of (`JobRequest.template`), before a worker has decoded the image.
@@ -66,7 +66,7 @@ def create(context: AddOnContext) -> ActivationsAddOn:
 
 
 class ActivationsAddOn(AddOn):
-    """The templates of edits, as a gateway deals with them."""
+    """The gateway's part of recorded activations."""
 
     def __init__(self, fleet: FleetView, metrics: AddOnMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
         self._fleet = fleet
@@ -102,7 +102,7 @@ class ActivationsAddOn(AddOn):
         raise RecordingNotKept(text, metadata={"recording": recording})
 
     def job_completed(self, job: AddOnJob, provenance: Provenance) -> None:
-        """Write the recording that an edit took activations from, or that it took none."""
+        """Write into the provenance which recording an edit reused, or that it reused none."""
         pin_edit(provenance.parameters, provenance.mask.recording)
 
     def cost_key(self, job: AddOnJob) -> Hashable:
@@ -115,7 +115,7 @@ class ActivationsAddOn(AddOn):
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
 
-        An edit computes all tokens if its template is nowhere, and at a worker that does not mask.
+        An edit computes all tokens if no service has its template, or if the worker does not compute masked blocks.
         """
         template, share = job.request.template, job.request.computed_share
         if not template or share >= 1.0:
@@ -132,7 +132,7 @@ class ActivationsAddOn(AddOn):
         return WorkerCosts(load_s=SecondsByWorker(workers, seconds), shares=shares, share=share)
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
-        """Return the share of tokens that an edit's mask leaves to compute, if its template is somewhere."""
+        """Return the share of tokens that an edit computes, by its mask, if any service has its template."""
         template = job.request.template
         if not template or self._residence(template) == "nowhere":
             return NO_SAVINGS
@@ -171,7 +171,7 @@ class ActivationsAddOn(AddOn):
             self._edits.labels(self._residence(template, worker.name)).inc()
 
     def member_changed(self, member: Member) -> None:
-        """Take note of the templates in a worker's memory, and of its step times."""
+        """Record which templates a worker has in memory, and its step times."""
         if member.is_worker:
             self._costs.forget(member.name)
             self._residences.note_worker(member)
@@ -211,13 +211,13 @@ class ActivationsAddOn(AddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTemplate:
-    """A template in a store, as it was when the store was asked for it."""
+    """A template in a store, as the store last reported it."""
 
     disk_bytes: int
-    """Bytes that were on the disk and not in memory."""
+    """Bytes that were only on the disk."""
     disk_bytes_per_s: float
     asked_at: float
-    """Monotonic seconds."""
+    """Time of the request to the store, in monotonic seconds."""
 
     def disk_s(self, now: float) -> float:
         """Return the seconds until all of it is in the store's memory; loading began when the store was asked."""
@@ -237,7 +237,7 @@ class Residences:
         return self._workers.get(template, frozenset())
 
     def stored(self, template: str, now: float) -> StoredTemplate | None:
-        """Return a template in the store that will have it in memory first; None if no store has it."""
+        """Return the template of the store that will have it in memory first; None if no store has it."""
         found = self._stored.get(template)
         return min(found.values(), key=lambda stored: stored.disk_s(now)) if found else None
 
@@ -254,7 +254,7 @@ class Residences:
             self._stored.popitem(last=False)
 
     def note_worker(self, member: Member) -> None:
-        """Take note of a worker's report."""
+        """Record the templates in a worker's report."""
         self._set_worker(member.name, member.hosts(kinds.ACTIVATIONS).digests)
 
     def forget_worker(self, name: str) -> None:

@@ -120,7 +120,7 @@ class ActivationMessage:
 
 
 def question_message(number: int, question: TemplateQuestion) -> ActivationMessage:
-    """Return the message that asks what a store has of a template."""
+    """Return the message that queries a store for a template's sections."""
     return _message(ActivationMessageKind.QUESTION, number, question)
 
 

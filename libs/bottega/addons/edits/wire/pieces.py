@@ -24,7 +24,7 @@ class SectionPiece:
     """A range of bytes of one tensor of a section."""
 
     tensor: int
-    """Place of the tensor in the section."""
+    """Index of the tensor in the section."""
     start: int
     """First byte in the tensor."""
     size_bytes: int
@@ -52,7 +52,7 @@ class SectionPieces:
 
     @property
     def first(self) -> tuple[int, int]:
-        """The tensor and the byte in it at which the rest begins. Raises IndexError if nothing is left."""
+        """Index of the next tensor to send, and the next byte in it. Raises IndexError if nothing is left."""
         return self._left[0], self._taken_bytes
 
     def take(self, max_bytes: int) -> list[SectionPiece]:

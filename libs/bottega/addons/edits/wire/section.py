@@ -1,4 +1,4 @@
-"""Sections: the activations that one forward pass of a template put out, as one file.
+"""Sections: the recorded outputs of one forward pass of a template, as one file.
 
 The file has float16 tensors, row-major, each at a multiple of 64 bytes, in the order in which an edit uses them. They
 are followed by 64 bytes that name the owner, so recordings of two tenants are never the same file, even if they are

@@ -47,7 +47,7 @@ class WorkerEdits(EngineEdits):
         )
 
     def fill_beat(self, beat: EngineBeat) -> None:
-        """Add the newest templates that have something in memory, by their sources."""
+        """Add the most recently used templates of which a part is in memory, identified by their sources."""
         super().fill_beat(beat)
         sizes: Counter[str] = Counter()
         for recording in self._stores.recordings:

@@ -51,7 +51,7 @@ class LoadMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """The recent rate while something was being loaded. It is an assumption if that was long ago."""
+        """Recent load rate, without idle times. If the last load was long ago, it is an assumption."""
         with self._lock:
             if not self._recent_bytes or self._clock() - self._came_at_s >= _FORGOTTEN_S:
                 return _FIRST_BYTES_PER_S
@@ -63,11 +63,11 @@ class LoadMeter:
             self._counts[name] += count
 
     def came(self, size_bytes: int, seconds: float, *, mapped: bool = False) -> None:
-        """Count bytes that have come.
+        """Count bytes that have arrived.
 
         Args:
-            seconds: How long the link waited for them, while nothing else came on it.
-            mapped: Whether they are in this host's memory, which tells nothing about the rate of other loads.
+            seconds: Time that the link waited for them, without other messages.
+            mapped: Whether they are mapped from the store on this host. Such loads do not count for the rate.
         """
         with self._lock:
             self._counts["load_bytes"] += size_bytes
@@ -87,7 +87,7 @@ class LoadMeter:
 
 
 class LinkPace:
-    """A stopwatch of one link: it tells the meter how long each load took."""
+    """A stopwatch of one link, which reports the time of each load to the meter."""
 
     def __init__(self, meter: LoadMeter, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter = meter
@@ -104,7 +104,7 @@ class LinkPace:
             self._since_s = self._clock()
 
     def came(self, size_bytes: int, *, mapped: bool = False) -> None:
-        """Note that requested bytes have come; for `mapped`, see LoadMeter."""
+        """Note that requested bytes have arrived; for `mapped`, see LoadMeter."""
         now_s = self._clock()
         self._meter.came(size_bytes, max(0.0, now_s - self._since_s), mapped=mapped)
         self._since_s = now_s

@@ -1,6 +1,6 @@
-"""The questions about templates that wait for stores, and their answers until the engine takes them.
+"""Pending queries to stores about templates, and responses that the engine has not read yet.
 
-Both are bounded in number and time. The engine's thread asks, and the links' threads answer.
+Both are bounded in number and time. The engine's thread sends queries, and the links' threads deliver responses.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class LinkAnswer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingQuestion:
-    """A question that has no answer yet."""
+    """A query without a response yet."""
 
     query: TemplateQuery
     known: Future[StoreWork | None]
     link: ActivationStoreLink
     asked_s: float
-    """When it was sent last, or was to be sent."""
+    """When it was last sent, or queued if the link is not open yet."""
     until_s: float
 
 
 class TemplateQuestions:
-    """The questions and answers of all links of a worker."""
+    """The queries and responses of all links of a worker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -84,7 +84,7 @@ class TemplateQuestions:
                 self._answers.popitem(last=False)
 
     def on_link(self, link: ActivationStoreLink) -> None:
-        """Send the questions that waited for this link."""
+        """Send the queries that waited for this link."""
         with self._lock:
             for number, pending in self._questions.items():
                 if pending.link is link and not pending.known.done():
@@ -92,7 +92,7 @@ class TemplateQuestions:
                     link.ask(number, _question(pending.query))
 
     def on_answer(self, link: ActivationStoreLink, number: int, template: AnsweredTemplate) -> None:
-        """Take in an answer. It is dropped if it comes too late."""
+        """Store a response for `take`. Drop it if it is too late."""
         with self._lock:
             pending = self._questions.pop(number, None)
         # The job may just have cancelled its question.
@@ -104,7 +104,7 @@ class TemplateQuestions:
         pending.known.set_result(work)
 
     def on_lost(self, link: ActivationStoreLink) -> None:
-        """Give up the questions to a lost store, and forget its answers."""
+        """Fail the queries to a lost store, and forget its responses."""
         with self._lock:
             self._answers = OrderedDict(
                 (key, answer) for key, answer in self._answers.items() if answer.link is not link
@@ -112,7 +112,7 @@ class TemplateQuestions:
         self._give_up(lambda pending: pending.link is link)
 
     def on_quiet(self) -> None:
-        """Give up questions without an answer for too long."""
+        """Fail queries that were without a response for too long."""
         now_s = self._clock()
         self._give_up(lambda pending: pending.until_s < now_s)
 

@@ -1,4 +1,4 @@
-"""The ActivationSource of a worker: recordings in its memory, and behind that in the fleet's activation stores.
+"""The ActivationSource of a worker: recordings in its own memory, and in the fleet's activation stores.
 
 Each template belongs to one store, the same one for every worker. While that store is away, questions are answered at
 once with nothing, and new recordings stay in this worker. Sections of a store are loaded when they are requested. A
@@ -39,11 +39,11 @@ class ActivationSettings:
     """The settings of a worker's recordings."""
 
     budget_bytes: int
-    """Memory for recordings in this worker."""
+    """Upper bound on the bytes of recordings in this worker's memory."""
     model_name: str
     """Name of the engine's model in requests."""
     latent_scale: int
-    """Pixels of a side of an element of the model's latents."""
+    """Pixels per latent element, along each side."""
     pinned: bool = False
     """Whether a GPU reads what is loaded."""
     link: ActivationLinkSettings = field(default_factory=ActivationLinkSettings)
@@ -219,7 +219,7 @@ class StoreActivations:
         )
 
     def _is_here(self, query: TemplateQuery) -> bool:
-        """Return whether no store knows more, or less, about a template than this worker."""
+        """Return whether this worker's recording can be used without querying a store."""
         kept = self._memory.get(query.key)
         if kept is None or query.recording not in ("", kept.id):
             return False
@@ -233,7 +233,7 @@ class StoreActivations:
         return None if name is None else self._links[name]
 
     def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
-        """Add what a store knows to the memory.
+        """Update the recordings in memory by a store's response.
 
         A recording in use is never replaced by another one, because they were drawn from different noise.
 
@@ -261,7 +261,7 @@ class StoreActivations:
         self._use_stored(kept, answer)
 
     def _use_stored(self, recording: Recording, answer: LinkAnswer) -> None:
-        """Load a store's sections when they are requested, and give it the sections that it lacks."""
+        """Use a store's recording: load sections on request, and upload sections that the store lacks."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
         self._of_store[recording] = link
@@ -277,7 +277,7 @@ class StoreActivations:
             link.uploads.add(recording, key)
 
     def _offer(self, recording: Recording, answer: LinkAnswer) -> None:
-        """Give the store a recording that only this worker has, if the store accepts it."""
+        """Upload a recording that only this worker has, if the store accepts it."""
         uploads = answer.link.uploads
         if answer.template.recording:
             uploads.pass_over(recording)
@@ -312,7 +312,7 @@ class StoreActivations:
 def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
     """Drop sections that the store has lost, so that the next edit records them again. Nobody reads the recording now.
 
-    Sections that are still here are given back to the store.
+    Sections that this worker still has are uploaded to the store again.
     """
     for key in recording.steps.keys() - {section.key for section in template.sections}:
         recording.writable(key)
@@ -323,7 +323,7 @@ def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
 
 
 def _is_known(recording: Recording, section: AnsweredSection, link: ActivationStoreLink) -> bool:
-    """Return whether the section here is as good as the store's: written here, or the same."""
+    """Return whether this worker's section needs no update: this worker wrote it, or it equals the store's."""
     step = recording.steps.get(section.key)
     if step is None:
         return False

@@ -1,4 +1,4 @@
-"""The link of a worker's engine to one activation store: asks questions, loads sections, and sends recordings.
+"""The link of a worker's engine to one activation store: it sends queries, loads sections, and uploads recordings.
 
 The link is opened as soon as the store is known, and again after a loss, with which everything on its way is lost, too.
 Questions and requests are sent before recordings. TemplateQuestions interprets the answers.
@@ -110,11 +110,11 @@ class ActivationStoreLink(LinkClientHandler):
 
     @property
     def gives_whole(self) -> bool:
-        """Whether the last section came as a file."""
+        """Whether the store sent the last section as a file."""
         return self.shares and self._files is True
 
     def ask(self, number: int, question: TemplateQuestion) -> bool:
-        """Send a question. Return False if there is no link."""
+        """Send a query. Return False if there is no link."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_message(number, question))
 
@@ -203,7 +203,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._owner.on_lost(self)
 
     def check(self) -> None:
-        """Let questions expire while nothing comes."""
+        """Fail old queries while no message arrives."""
         self._owner.on_quiet()
 
     @property

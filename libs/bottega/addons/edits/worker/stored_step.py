@@ -1,4 +1,4 @@
-"""A RecordedStep that a store has: which of its tensors are here, and which are on their way.
+"""A RecordedStep in a store: some of its tensors are loaded, others pending or not requested.
 
 Within a host the tensors are views of the store's own sealed file: nothing is copied, and nobody can change them. From
 other hosts they come one by one, in chunks, into memory that counts in the worker's budget. A tensor is here once all
@@ -38,14 +38,14 @@ class SectionFetch:
     tensors: tuple[int, ...]
     """Indices of the tensors in the section, in the order of their use."""
     left: int
-    """How many of them have not come."""
+    """Number of them that have not arrived."""
     requested_s: float = field(default_factory=time.monotonic)
-    """On CLOCK_MONOTONIC."""
+    """Time of the request, on CLOCK_MONOTONIC."""
     work: StoreWork | None = None
-    """Work of the store, once its answer has begun to come."""
+    """Work of the store, once it has begun to respond."""
 
     def note_answer(self, store: str, times: StoreTimes) -> None:
-        """Note that the store's answer begins to come.
+        """Note that the store has begun to respond.
 
         Args:
             times: Seconds that the store has spent until then.
@@ -148,7 +148,7 @@ class StoredStep:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all tensors are loaded."""
         return len(self._tensors) == len(self._names)
 
     def bytes_of(self, name: str) -> int:
@@ -207,7 +207,7 @@ class StoredStep:
             self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
 
     def let_go(self) -> int:
-        """Drop copies, because others are needed sooner. They are requested again when they are needed.
+        """Drop copied tensors to make room for others. They are requested again when they are needed.
 
         Returns how many bytes were freed.
         """
@@ -222,7 +222,7 @@ class StoredStep:
     # The link calls the methods below.
 
     def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
-        """Take the next bytes: of the tensor at index `place` from `start` on, then of the tensors requested after it.
+        """Read the next bytes: of the tensor at index `place` from `start` on, then of the tensors requested after it.
 
         Bytes that are no longer needed are dropped. Raises ValueError for bytes that are not the next ones.
         """
@@ -230,7 +230,7 @@ class StoredStep:
             self._take_part(fetch, tensor, first, part)
 
     def take_whole(self, file: memoryview) -> None:
-        """Take all of it, in the store's own memory. Raises DataLoss if it is another section."""
+        """Use the whole section in the store's own memory. Raises DataLoss if it is another section."""
         if len(file) != self._layout.size_bytes:
             raise DataLoss("the store sent a file of another size than it announced")
         if bytes(file[-OWNER_BYTES:]) != self._owner:
@@ -279,7 +279,7 @@ class StoredStep:
         raise ValueError(f"a store sent {len(data)} bytes more than were requested")
 
     def _take_part(self, fetch: SectionFetch, tensor: SectionTensor, start: int, data: memoryview) -> None:
-        """Take bytes of one tensor."""
+        """Copy bytes of one tensor."""
         if not self._takes(tensor, fetch):
             return
         buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)
@@ -317,7 +317,7 @@ class StoredStep:
         return name not in self._tensors and name not in self._coming
 
     def _takes(self, tensor: SectionTensor, fetch: SectionFetch) -> bool:
-        """Return whether an edit waits for a tensor and there is room for it."""
+        """Return whether an edit still needs a tensor and there is room for it."""
         name = tensor.name
         with self._room.arrivals:
             if self._coming.get(name) is not fetch:
@@ -346,7 +346,7 @@ class StoredStep:
             self._held_bytes -= self.bytes_of(name)
 
     def _arrived(self, names: Iterable[str]) -> None:
-        """Wake those that wait for these tensors."""
+        """Wake the threads that wait for these tensors."""
         for name in names:
             # Counted, because searching all tensors of a step for each that comes takes longer than copying it.
             if (fetch := self._coming.pop(name, None)) is not None:

@@ -24,7 +24,7 @@ MAX_SECTIONS = 4096
 """Sections of a template: 1,000 steps in both halves, with and without a ControlNet."""
 
 _MAX_SIDE = 1024
-"""Most elements of a latent's side, as a map can have."""
+"""Largest side of a latent, in elements, for which a map can be sent."""
 
 _RECORDING = re.compile("[0-9a-f]{32}")
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -33,7 +33,7 @@ _PROMPT = re.compile("([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnsweredSection:
-    """A forward pass that the store has."""
+    """A forward pass whose outputs the store has."""
 
     key: StepKey
     digest: str
@@ -48,7 +48,7 @@ class AnsweredSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnsweredTemplate:
-    """A store's knowledge of a template."""
+    """A store's response about a template: its recording, or whether this worker may record it."""
 
     recording: str
     """Id of the recording; empty if the store has none."""
@@ -63,7 +63,7 @@ class AnsweredTemplate:
     profile: BlockProfile | None = None
     """Measured times of the model's blocks, if the store has them."""
     times: StoreTimes = field(default_factory=StoreTimes)
-    """Seconds that the store has spent on the question."""
+    """Time that the store has spent on the query."""
 
 
 def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:

@@ -1,4 +1,4 @@
-"""The recordings that one store receives: sections wait within a budget of bytes, and nobody waits for them.
+"""Uploads of recordings to one store: sections wait in a bounded queue, and no edit waits for them.
 
 A section that finds no room is dropped. The store has the others, and a worker that computes that step sends it.
 Sections are sent one at a time, in chunks, and are not copied: edits write to a waiting section only outside its map.
@@ -62,7 +62,7 @@ class RecordedSection:
 
 
 class SectionUpload:
-    """A section on its way: its description, then its tensors in chunks, with other messages in between.
+    """A section that is being sent: its description, then its tensors in chunks, with other messages in between.
 
     Args:
         number: Number of its messages.
@@ -161,7 +161,7 @@ class Uploads:
         return bool(self._queue) or self._sending is not None
 
     def lacks(self, recording: Recording) -> bool:
-        """Return whether the store may have neither the recording nor another one of its template."""
+        """Return whether the store is not known to have the recording, or another one of its template."""
         with self._lock:
             return recording not in self._known and recording not in self._others
 
@@ -208,7 +208,7 @@ class Uploads:
         self._wake()
 
     def abandon(self, recording: Recording) -> None:
-        """Queue the end of a recording that is of no use."""
+        """Queue the message that tells the store to discard a recording."""
         with self._lock:
             if recording not in self._unfinished:
                 return
