@@ -40,11 +40,11 @@ class ServiceHooks:
     warm_up: Step
     """Prepares the service. Health says SERVING after it; a signal cancels it."""
     failed: asyncio.Future[BottegaError] | None = None
-    """Gets the error if the service cannot go on. The service then drains, and ends with that error."""
+    """Set to an error when the service cannot continue. It then drains, and exits with that error."""
     finish: Step | None = None
     """See `Server.drain`."""
     shut_down: Step
-    """Called last, whatever happened."""
+    """Called last, also after an error."""
     answers_after_s: float | None = None
     """Seconds of warming up after which the service counts as started for systemd, because it answers calls meanwhile.
     None: it counts as started when it is warm.
@@ -153,7 +153,7 @@ async def _stopped_or_failed(stopping: asyncio.Event, failed: asyncio.Future[Bot
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Do `work`, but cancel it when the event is set. Return whether it was completed."""
+    """Run `work`, but cancel it when the event is set. Return whether it was completed."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ MAX_METADATA_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address of a service, and the identity that it must have. Without TLS the identity is not checked."""
+    """The address of a service, and the identity that its certificate must have. Without TLS it is not checked."""
 
     address: str
     """host:port."""
@@ -103,7 +103,7 @@ def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, i
 
 
 def _expecting(target: Target) -> list[tuple[str, int | str]]:
-    """Return the option by which gRPC checks the name in the certificate, which is not a host name."""
+    """Return the option that makes gRPC check the certificate for the service's name instead of a host name."""
     return [("grpc.ssl_target_name_override", dns_name(target.role, target.name))]
 
 

@@ -1,4 +1,4 @@
-"""Limits on the connections to a server's port, and the guard that ends connections for the sake of others.
+"""Limits on the connections to a server's port, and the guard that ends connections which harm other clients.
 
 gRPC limits the number of all connections, not of those of one host, which could take all of them and do nothing. So the
 guard ends connections without calls if their host has more than its share.
@@ -109,7 +109,7 @@ def connection_bounds(wanted: int) -> ConnectionBounds:
 
 
 class ConnectionGuard:
-    """A guard that ends connections to a port if they are in the way of others.
+    """A guard that ends connections to a port if they take the place or the time of other clients.
 
     Args:
         max_connections: Bound on all connections, of which each host has its share.
@@ -165,7 +165,7 @@ class ConnectionGuard:
         return open_file_count() / (self._share * self._max_connections)
 
     def _is_working(self) -> bool:
-        """Return whether the process has used much of a core since the last round, for whatever reason."""
+        """Return whether the process has used much of a core since the last round."""
         processor_s, now = time.process_time(), time.monotonic()
         used = processor_s - self._processor_s > _BUSY_SHARE * (now - self._checked_at)
         self._processor_s, self._checked_at = processor_s, now
@@ -219,12 +219,12 @@ class ConnectionGuard:
         return True
 
     def _over(self) -> list[InboundConnection]:
-        """Return the connections that have been muted for long enough."""
+        """Return the connections whose muted time is over."""
         now = time.monotonic()
         return [connection for connection, until in self._muted_until.items() if until <= now]
 
     def _end_muted(self) -> None:
-        """End the connections that have been muted for long enough."""
+        """End the connections whose muted time is over."""
         for connection in self._over():
             del self._muted_until[connection]
             end(connection)
@@ -256,7 +256,7 @@ class ConnectionGuard:
         self._logged_at = time.monotonic()
 
     def _idle_talkers(self, found: Iterable[InboundConnection]) -> Iterator[InboundConnection]:
-        """Yield the connections that brought far more than their calls can explain."""
+        """Yield the connections that received far more bytes than their calls can explain."""
         earlier, self._traffic = self._traffic, {}
         for connection in found:
             account, idle_bytes = self._ledger.found(connection.peer), _idle_bytes(connection)
@@ -268,7 +268,7 @@ class ConnectionGuard:
                 yield connection
 
     def _too_many(self, found: Collection[InboundConnection], busy: Collection[str]) -> Iterable[InboundConnection]:
-        """Yield the connections to be ended. They are chosen at random: nothing tells which are older or harmless."""
+        """Yield the connections to be ended, chosen at random, because age and harmlessness are not known."""
         by_host: dict[str, list[InboundConnection]] = defaultdict(list)
         for connection in found:
             by_host[connection.host].append(connection)
@@ -284,7 +284,7 @@ class ConnectionGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The reasons for a look at the connections of a port."""
+    """The reasons for a round of checks of a port's connections."""
 
     port: int
     crowded: bool
@@ -322,7 +322,7 @@ def _idle_bytes(connection: InboundConnection) -> float:
 
 
 def _received_bytes(connection: InboundConnection) -> int:
-    """Return the bytes that a connection has brought so far; 0 if the system does not report it."""
+    """Return the bytes received over a connection so far; 0 if the system does not report it."""
     return _acknowledged_and_received(connection)[1]
 
 

@@ -53,7 +53,7 @@ class FileRequest:
     owner: int = 0
     """Requests of one owner are answered in their order; owners take turns."""
     order: int = 0
-    """Place of the request among all of the worker."""
+    """Index of the request among all requests of the worker."""
     requested_s: float = field(default_factory=time.monotonic)
     """Time of arrival, on the monotonic clock."""
     waited_s: float = 0.0
@@ -81,10 +81,10 @@ class FileTransfer(abc.ABC):
     @property
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether everything was sent that follows `send_head`."""
+        """Whether all pieces were sent."""
 
     def send_head(self, link: Link) -> int:
-        """Send what the worker gets without waiting for its turn, and return its size in bytes. By default nothing."""
+        """Send the part that does not wait for the owner's turn, and return its size in bytes. By default nothing."""
         return 0
 
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
     """The link of one worker to a store of files.
 
     Args:
-        what: Names files in refusals, such as "sections".
+        what: Plural noun for the files in error messages, such as "sections".
         bytes_per_s: Limit of the link, also within a host; 0 is no limit, and only then files are shared.
     """
 
@@ -172,7 +172,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
         """Return a refusal. `error` is a JobError as JSON."""
 
     def _fetch(self, request: RequestT) -> None:
-        """Take in a request, from the receiving thread. Raises ValueError if the worker has too many."""
+        """Queue a request; called by the receiving thread. Raises ValueError if the worker has too many."""
         with self._lock:
             if request.number in self._wanted:
                 raise ValueError(f"a worker uses request number {request.number} twice")
@@ -214,7 +214,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
         self._borrow(waiting).add_done_callback(lambda loading: self._loaded(waiting, loading))
 
     def _loaded(self, request: RequestT, loading: Future[CacheLease]) -> None:
-        """Hand out a loaded file, or release it if the link has ended."""
+        """Send a loaded file, or release it if the link has ended."""
         if not self._connection.post(lambda link: self._hand_out(link, request, loading)):
             with self._lock:
                 self._ended = True

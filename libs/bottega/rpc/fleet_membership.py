@@ -93,7 +93,7 @@ def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registrati
 
 
 def _ignore(_: object) -> None:
-    """Do nothing."""
+    """Ignore the value."""
 
 
 class FleetMembership:
@@ -190,7 +190,7 @@ class FleetMembership:
         """Handle the end of the stream.
 
         Args:
-            answered: Whether the error is the gateway's, and not gRPC's.
+            answered: Whether the gateway sent the error; else it is a failure of the connection.
         """
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
@@ -207,7 +207,7 @@ class FleetMembership:
         self._refusal = text
 
     async def _log_unreachable(self, facts: dict[str, str]) -> None:
-        """Log the loss of the gateway once, and a lasting absence repeatedly."""
+        """Log that the gateway cannot be reached: once at the loss, and again from time to time."""
         now = time.monotonic()
         if self.joined.is_set():
             _log.warning("fleet cannot be reached", extra=facts)

@@ -56,7 +56,7 @@ class OfferSource(Protocol):
 
         Args:
             link_id: Id of the lost link that is replaced, or "".
-            terms: What the service must agree to, by name.
+            terms: Properties that the service must match, such as the model's hash, by name.
         """
         ...
 
@@ -66,11 +66,11 @@ class LinkClientSettings:
     """Timeouts and limits of a LinkClient."""
 
     silence_s: float = 5.0
-    """A service that is silent this long counts as dead."""
+    """Seconds of silence after which a service counts as dead."""
     limits: Limits = field(default_factory=Limits)
     """Limits of what is received."""
     send_s: float | None = None
-    """How long the service may let a message wait; None means silence_s."""
+    """Seconds for which the service may let a message wait; None means silence_s."""
     connect_s: float = 5.0
     """Timeout of offer and connection together. A healthy service takes milliseconds."""
     start_s: float = 120.0
@@ -82,7 +82,7 @@ class LinkClientSettings:
 
 
 class LinkClientHandler(LinkHandler):
-    """The messages and rules of a pair of services, at the client."""
+    """The client's callbacks for a link: whether one is wanted, and the handling of messages."""
 
     @property
     @abstractmethod
@@ -181,7 +181,7 @@ class LinkClient:
         return self.connection.serve(link, self._handler)
 
     def _open(self, deadline: Deadline) -> Link:
-        """Open a link. A service without room, or with an engine that is starting, is asked again while there is time.
+        """Open a link. Retry until the deadline if the service has no room, or its engine is starting.
 
         Args:
             deadline: For offer and connection, from the moment at which the service's engine has started.

@@ -53,11 +53,11 @@ class ConnectionSettings:
     peer: str
     """Name of the other end in texts."""
     silence_s: float
-    """A peer that is silent this long is given up."""
+    """Seconds of silence after which the peer counts as dead."""
     send_s: float
-    """How long the peer may let a message wait."""
+    """Seconds for which the peer may let a message wait."""
     receive_s: float | None
-    """How long a message of the peer may take to arrive; None means as long as bytes keep coming."""
+    """Seconds in which a message of the peer must arrive; None: as long as bytes keep arriving."""
     pings: bool
     """Whether this end sends pings, and so checks the link several times a second."""
 
@@ -66,7 +66,7 @@ class LinkHandler(ABC):
     """The messages and rules of a pair of services, at one end of its links."""
 
     def on_open(self, connection: Connection) -> None:  # noqa: B027 - a hook
-        """React to the open link, before anything has come. Called by the receiving thread."""
+        """Handle the opening of the link, before any message arrives. Called by the receiving thread."""
 
     @abstractmethod
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -77,26 +77,26 @@ class LinkHandler(ABC):
         """
 
     def on_disconnect(self) -> None:  # noqa: B027 - a hook
-        """React to the end of the link; `on_end` follows when nothing is being sent. Called by the receiving thread."""
+        """Handle the end of the link. `on_end` follows when nothing is being sent. Called by the receiving thread."""
 
     @abstractmethod
     def on_end(self, cause: BottegaError) -> None:
-        """React to a link that has ended or could not be opened. Nothing is sent any more."""
+        """Handle a link that has ended or could not be opened. Nothing is being sent any more."""
 
     def check(self) -> None:  # noqa: B027 - a hook
-        """Check the peer while nothing comes. Raises LinkError for one that answers pings but does nothing else."""
+        """Check the peer while no message arrives. Raises LinkError if it answers pings but makes no progress."""
 
     @property
     def progress(self) -> int:
-        """A count that grows while this end works. Answers to pings carry it."""
+        """A counter that increases while this end makes progress. Responses to pings carry it."""
         return 0
 
     def on_pong(self, progress: int) -> None:  # noqa: B027 - a hook
-        """Take the peer's progress. Called by the receiving thread."""
+        """Record the peer's progress counter. Called by the receiving thread."""
 
     @property
     def idle_s(self) -> float | None:
-        """How long the outbox must be empty before `send_idle` is called; None means never."""
+        """Seconds for which the outbox must be empty before `send_idle` is called; None means never."""
         return None
 
     def send_idle(self, link: Link) -> None:  # noqa: B027 - a hook
@@ -240,7 +240,7 @@ class Connection:
                 self._send_sign(number_message(_PONG, handler.progress))
 
     def _send_sign(self, message: WholeMessage) -> None:
-        """Put a sign of life into the outbox."""
+        """Put a ping or its response into the outbox."""
         self._enqueue(lambda link: self.send_now(link, message))
 
     def _send_all(self, link: Link, handler: LinkHandler) -> None:
@@ -256,7 +256,7 @@ class Connection:
 
     @contextmanager
     def _boundary(self, link: Link) -> Iterator[None]:
-        """Stop faults of a link here: they end this link and nothing else of the process."""
+        """Catch the errors of a link in the block, so that they end only this link, not the process."""
         here, peer = self._settings.here, self._settings.peer
         try:
             yield
@@ -278,10 +278,10 @@ class Keepalive:
 
     Args:
         peer: Its name in errors.
-        silence_s: A peer that is silent this long is given up.
+        silence_s: Seconds of silence after which the peer counts as dead.
         ping: Sends a ping; None if the peer sends something every few seconds anyway.
-        check: Called while nothing comes; raises if a peer that answers pings must be given up all the same.
-        is_at_rest: Returns whether the link has had nothing but pings for a while, so that fewer checks will do.
+        check: Called while no message arrives. Raises to end the link although the peer answers pings.
+        is_at_rest: Returns whether the link has carried only pings for a while, so that checks can be rarer.
     """
 
     def __init__(

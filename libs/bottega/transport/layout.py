@@ -91,7 +91,7 @@ class Layout:
     header_bytes: int = field(init=False)
     """Bytes of the slot that the header takes."""
     offsets: tuple[int, ...] = field(init=False)
-    """Where each tensor begins in the slot."""
+    """First byte of each tensor in the slot."""
     ends: tuple[int, ...] = field(init=False)
     """The first byte after each tensor."""
     size_bytes: int = field(init=False)

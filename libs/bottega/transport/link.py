@@ -32,7 +32,7 @@ class LinkTerms:
     """Limits of what the other end receives."""
     counters: LinkCounters
     lease_s: float = LEASE_S
-    """How long messages stay readable after the link's end."""
+    """Seconds for which messages stay readable after the link's end."""
 
 
 class Link:

@@ -237,7 +237,7 @@ def _second() -> ThreadPoolExecutor:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use now. Operators change the affinity while it runs."""
+    """Return how many cores this process may use now. It is not cached, because operators may change the affinity."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""Common parts of link messages: a kind, which is the name of their first tensor, numbers, and plain bytes; and pacing.
+"""Common parts of link messages: the kind, which is the name of the first tensor, and numbers; and pacing.
 
 bottega.diffusion.tensor_messages makes messages of torch tensors. Large transfers are sent in pieces that keep to a
 rate and let other messages pass in between.
@@ -67,7 +67,7 @@ def read_number(layout: Layout, parts: Sequence[Part]) -> int:
 
 
 class RateLimiter:
-    """A limiter that keeps a link to a number of bytes a second; 0 means no limit.
+    """A limiter of the bytes that a link sends per second; 0 means no limit.
 
     Args:
         max_bytes: Maximum size of a piece, whatever the rate.
@@ -97,7 +97,7 @@ class RateLimiter:
 
 
 class PieceSize:
-    """The size of the next piece: what the link moves in _PIECE_S, measured on earlier pieces.
+    """Chooses the size of the next piece: the bytes that the link moves in _PIECE_S, measured on earlier pieces.
 
     Args:
         slots: How many messages the receiver can hold. The time of slots + 1 pieces is measured: not all of them fit

@@ -52,9 +52,9 @@ class LinkServerSettings:
     limits: Limits
     """Limits of what is received."""
     send_s: float = MESSAGE_S
-    """How long a worker may let a message wait."""
+    """Seconds for which a worker may let a message wait."""
     receive_s: float = MESSAGE_S
-    """How long a message of a worker may take to arrive, once begun."""
+    """Seconds in which a message of a worker must arrive, once it has begun."""
     max_links: int = _MAX_LINKS
     """Maximum number of links at once."""
     max_links_per_host: int = _MAX_LINKS_PER_HOST
@@ -204,6 +204,6 @@ class LinkServer(ABC, Generic[H]):
 
 
 def sum_up_logs() -> None:
-    """Log how many log lines about links were left out."""
+    """Log how many log lines about links were suppressed."""
     for lines in (_NOT_USED, _LINKED, _ENDED):
         lines.sum_up()

@@ -42,7 +42,7 @@ class StepRequest:
     """A step of a worker.
 
     Args:
-        owner: When the owner goes, its requests are dropped.
+        owner: The link that sent the step; see `drop_owner`.
         done: Called once, in the compute thread, when every row has its residuals or the step has failed.
         exclusive: Whether each of its sessions has forwards of its own, without padding.
     """
@@ -75,7 +75,7 @@ class BatchExecutor:
         max_rows: Maximum number of rows of a forward.
         fixed_rows: Pads every forward to this many rows; 0 is off.
         device: Device that computes; default is the CPU.
-        memory: Knows how many rows fit, and learns which did not.
+        memory: Estimates how many rows fit, and learns from forwards that ran out of memory.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BatchExecutor:
 
     @property
     def busy(self) -> bool:
-        """Whether steps wait."""
+        """Whether any step waits."""
         return bool(self._waiting)
 
     def submit(self, work: StepRequest) -> None:

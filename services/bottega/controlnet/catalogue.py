@@ -106,7 +106,7 @@ class ControlNetCatalogue:
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
         self._added: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
-        """Reasons why added ControlNets may not be hosted any more, by name."""
+        """Reasons why ControlNets that were added earlier are not hosted now, by name."""
 
     async def open(self) -> None:
         """Open the file, and read the added ControlNets. Raises ConfigError, DataLoss, StorageUnavailable."""

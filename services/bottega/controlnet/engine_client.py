@@ -1,4 +1,4 @@
-"""The front's side of the server's engine process: questions and answers of controlnet_engine.proto."""
+"""The client of the server's engine process in the front process. It speaks controlnet_engine.proto."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ControlNetEngineClient(
         return answer.opened.offer
 
     def on_event(self, event: pb.ControlNetEngineEvent) -> None:
-        """Complete a call if the event is an answer."""
+        """Complete the call whose response the event is, if it is one."""
         kind = event.WhichOneof("event")
         if kind not in ("hosted", "link_result"):
             return
@@ -97,5 +97,5 @@ class ControlNetEngineClient(
         self._calls.answer(answer.request, from_job_error(answer.error) if answer.HasField("error") else answer)
 
     def fail_calls(self, error: BottegaError) -> None:
-        """Fail all calls, because the engine is gone."""
+        """Fail all calls, because the engine was lost."""
         self._calls.fail_all(error)

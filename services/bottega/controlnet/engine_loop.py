@@ -44,7 +44,7 @@ _WEIGHTS_SHARE = 0.75
 
 
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
-    """Serve until the front is gone, and return the exit status.
+    """Serve until the front closes the pipe, and return the exit status.
 
     If it cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail, too.
     """

@@ -1,6 +1,6 @@
 """The metrics of a ControlNet server: loaded and requested ControlNets, forwards, and links.
 
-This module knows only numbers.
+The module imports neither the engine nor gRPC.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ControlNetMetrics(Collector):
         registry.register(self)
 
     def on_beat(self, beat: ControlNetEngineBeat) -> None:
-        """Take the engine's newest heartbeat."""
+        """Update the metrics by the engine's newest heartbeat."""
         self._beat = beat
 
     def on_engine_lost(self) -> None:

@@ -83,7 +83,7 @@ class ControlNetServer:
         self._tasks = BackgroundTasks("watching of the engine")
         self._engine_wanted = False
         self._on_demand = False
-        """Whether it serves without an engine until one is wanted."""
+        """Whether it serves without an engine until a request needs one."""
         self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
         self._memory = MemoryMeter(self._pids)
@@ -167,7 +167,7 @@ class ControlNetServer:
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:
-        """Return the hosted ControlNets, and how busy the server is."""
+        """Return the hosted ControlNets and the load, for the fleet."""
         beat = self._beat
         activity = fleet_pb2.Activity(
             steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
@@ -205,7 +205,7 @@ class ControlNetServer:
         await self._catalogue.close()
 
     def _start_engine(self) -> None:
-        """Start the engine, if nobody has yet."""
+        """Start the engine, unless it was started already."""
         if not self._engine_wanted:
             self._engine_wanted = True
             self._tasks.start(self._watch_engine())
@@ -228,7 +228,7 @@ class ControlNetServer:
             self._first_hosting = asyncio.get_running_loop().create_future()  # of the engine that is started next
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """Do nothing: this engine is ready once its libraries are imported, and reports no stages before."""
+        """Ignore the event: this engine reports no stages; it is ready once its libraries are imported."""
 
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Make a new engine host the catalogue."""

@@ -1,4 +1,4 @@
-"""Links of workers: their sessions, requests and answers. Everything that belongs to a link ends with it.
+"""Links of workers: their sessions, requests and responses. All sessions and requests of a link end with it.
 
 One of its two threads checks incoming messages and the other sends, so a worker that does not read its answers delays
 no other worker.
@@ -71,7 +71,7 @@ class _SessionLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenSession:
-    """A session that can be asked for residuals."""
+    """A session whose ControlNet is loaded, so that it can compute residuals."""
 
     control: ControlSession
     shape: tuple[int, int, int]
@@ -82,7 +82,7 @@ class ControlNetWorkerLink(LinkHandler):
     """The server's end of a worker's link.
 
     Args:
-        draining: Returns whether no more sessions are begun.
+        draining: Returns whether new sessions are refused.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ControlNetWorkerLink(LinkHandler):
 
     @property
     def progress(self) -> int:
-        """Number of signs of life of the forwards."""
+        """Counter that increases while forwards make progress."""
         return self._executor.progress
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:

@@ -61,7 +61,7 @@ class LoraCatalogue:
         replaced. Raises LoraExists for another LoRA of that name, TooLarge if the catalogue is full.
 
         Args:
-            rewords: Whether a LoRA that is already there gets the trigger words of `record`.
+            rewords: Whether a LoRA that exists already gets the trigger words of `record`.
         """
         return await self._database.transact(lambda connection: self._add(connection, record, rewords))
 

@@ -1,4 +1,4 @@
-"""The configuration of a LoRA store, and what is checked of it before the store starts."""
+"""The configuration of a LoRA store, and the checks of it before the store starts."""
 
 from __future__ import annotations
 

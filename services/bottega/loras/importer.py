@@ -1,4 +1,4 @@
-"""Takes in LoRAs from uploads, paths and the configuration: converts and checks the files, and adds them to the store.
+"""Imports LoRAs from uploads, paths and the configuration: checks and converts files, and adds them to the store.
 
 An import that fails leaves no files behind.
 """
@@ -55,7 +55,7 @@ class ImportRequest:
     base: str
     """Name of its base model."""
     trigger_words: tuple[str, ...]
-    """If empty, the LoRA keeps the words that it has in the store, or gets the phrase in its file."""
+    """Trigger words. If empty, a LoRA in the store keeps its words, and a new one gets the phrase in its file."""
 
 
 class LoraImporter:

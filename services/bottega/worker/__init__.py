@@ -1,1 +1,1 @@
-"""The worker: one base model, its engine process, its codec processes, and the front that joins them."""
+"""The worker: serves one base model with an engine process, codec processes, and a front process that serves gRPC."""

@@ -94,7 +94,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
-    """Return hooks that report to the fleet why the worker cannot serve its model, and then end with that error."""
+    """Return a service that only reports to the fleet why the worker cannot serve its model, and then fails with it."""
     server = Server("worker", settings.server)
     membership: FleetMembership | None = None
 

@@ -1,4 +1,4 @@
-"""The large inputs of an attempt: encoded images, latents and a checkpoint, on their way into the engine.
+"""The large inputs of an attempt, before they are sent to the engine: encoded images, latents and a checkpoint.
 
 Only the overlay of an edit is kept until the attempt ends, because drawn pictures are pasted into it.
 """
@@ -76,12 +76,12 @@ class AttemptInputs:
     async def move_into(
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
     ) -> None:
-        """Add all inputs to the engine's first message, which has the spec already, and drop them.
+        """Decode all inputs into the message that starts the attempt, which already has the spec, and drop them here.
 
         Args:
             start: The message.
             codec: Decodes the images.
-            note_time: Called with the seconds that each image took.
+            note_time: Called with the decoding time of each image, in seconds.
 
         Raises:
             BadImage: An image cannot be decoded.
@@ -106,7 +106,7 @@ class AttemptInputs:
         self._control_images = ()
 
     def report(self, provenance: Provenance) -> None:
-        """Add the facts of the input images to a provenance that has its parameters.
+        """Add facts about the input images, such as their sizes, to a provenance that has its parameters.
 
         What the engine has written about the mask stays in it.
         """

@@ -1,4 +1,4 @@
-"""Runs one attempt in the front: input images, engine, finished images, provenance."""
+"""Runs one attempt in the front process: decodes inputs, drives the engine, encodes images, writes the provenance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """The worker that drew an image, as its provenance and its text name it, and what completes their parameters."""
+    """The facts about a worker that it writes into provenances and image files, and the add-ons that complete them."""
 
     worker: str
     """Name of the worker."""
@@ -64,7 +64,7 @@ class AttemptTrace:
         """Add a span of the front.
 
         Args:
-            began_s: On CLOCK_MONOTONIC.
+            began_s: Start of the span, on CLOCK_MONOTONIC.
         """
         self._trace.spans.add(
             name=name,
@@ -127,18 +127,18 @@ class AttemptRunner:
 
     @property
     def steps_expected(self) -> int:
-        """Denoising steps in all, as far as the request tells; the engine knows the exact number."""
+        """Total denoising steps, estimated from the request; the engine knows the exact number."""
         spec = self._request.spec
         strength = spec.strength if spec.HasField("strength") else None
         return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
 
     @property
     def in_engine(self) -> bool:
-        """Whether the engine has it, so that it would be lost with the engine."""
+        """Whether the engine runs the attempt, so that it would be lost with the engine."""
         return self._in_engine and self._done is None
 
     def start(self) -> None:
-        """Begin in the background."""
+        """Start the attempt in the background."""
         _log.info("attempt started", extra=self._facts)
         self._metrics.attempt_began()
         if self._request.HasField("deadline_s"):
@@ -156,7 +156,7 @@ class AttemptRunner:
             self._send_if_alive(engine_pb2.EngineCommand(preview=preview))
 
     def abort(self, error: BottegaError) -> None:
-        """End it now, in the engine too. Does nothing if it has ended."""
+        """End the attempt with an error, and cancel it in the engine. Do nothing if it has ended."""
         if self.attempt.ended:
             return
         if self.in_engine:
@@ -164,7 +164,7 @@ class AttemptRunner:
         self.fail(error)
 
     def fail(self, error: BottegaError, trace: Trace | None = None) -> None:
-        """End it now. The engine does not have it any more. Does nothing if it has ended.
+        """End the attempt with an error, when the engine no longer runs it. Do nothing if it has ended.
 
         Args:
             trace: Spans of the engine.
@@ -214,7 +214,7 @@ class AttemptRunner:
         self._in_engine = True
 
     def _decide(self, new: AttemptDecisions) -> None:
-        """Add to the decisions."""
+        """Add new decisions to the attempt's decisions."""
         decisions = AttemptDecisions()
         for part in (self.attempt.decisions or self._request.decisions, new):
             decisions.MergeFrom(part)
@@ -266,7 +266,7 @@ class AttemptRunner:
         self._complete_if_ready()
 
     def _spec_of(self, index: int | None) -> GenerationSpec:
-        """Return the parameters that draw an image again; None for those of all images, as far as they are the same."""
+        """Return the parameters that draw image `index` again; for None, the parameters that all images share."""
         decisions = (self.attempt.decisions or self._request.decisions).by_kind
         spec = GenerationSpec()
         spec.CopyFrom(self._request.spec)
@@ -351,7 +351,7 @@ class AttemptRunner:
 
 
 def _facts(request: RunAttemptRequest) -> dict[str, object]:
-    """Return the fields of every log line about an attempt; events of the engine come outside any call."""
+    """Return the fields of every log line about an attempt. They are explicit, because engine events have no call."""
     return {
         "job_id": request.attempt.job_id,
         "request_id": request.request_id,

@@ -1,4 +1,4 @@
-"""The attempts that a worker holds: their states, their followers' events, their newest checkpoints, and when they go.
+"""The attempts that a worker holds: states, events for followers, newest checkpoints, and the time of removal.
 
     state      event                                            next state
     accepted   the engine begins                                running
@@ -121,7 +121,7 @@ class AttemptState(Enum):
 class Attempt:
     """An attempt at a job: its state, its results, and the events for its followers.
 
-    Methods that change it do nothing once it has ended, so that late answers are harmless.
+    Methods that change it do nothing once it has ended, so that late events are harmless.
     """
 
     def __init__(self, key: AttemptKey, clock: Callable[[], float] = time.monotonic) -> None:
@@ -349,7 +349,7 @@ class AttemptCheckpoint:
     steps_done: int
     """Number of steps over all images."""
     data: bytes
-    """The engine's own bytes, which the front does not read."""
+    """The checkpoint as the engine serialized it; the front does not parse it."""
 
 
 class CheckpointWatch:
@@ -375,7 +375,7 @@ class CheckpointWatch:
         self._notify()
 
     async def watch(self) -> AsyncIterator[AttemptCheckpoint]:
-        """Yield every attempt's checkpoint as it is now, then every newer one, until closed."""
+        """Yield the current checkpoint of every attempt, then every newer one, until closed."""
         sent: dict[AttemptKey, AttemptCheckpoint] = {}
         while not self._closed:
             changed = self._changed

@@ -1,4 +1,4 @@
-"""The front's side of the worker's engine process, in the messages of engine.proto.
+"""The client of the worker's engine process in the front process. It speaks engine.proto.
 
 An engine is starting, ready or dead. It counts as dead, and is replaced, if its start makes no progress for
 start_stall_s, if it sends nothing for hang_s once it is ready, or if it makes no step for stall_s while it has work.
@@ -75,7 +75,7 @@ class StartMonitor:
     """A monitor of one engine start: it logs slow stages and reports progress to systemd and the fleet.
 
     Args:
-        extend: Called at each sign of progress with a text that tells how far the start is.
+        extend: Called at each sign of progress, with a text that describes the progress.
     """
 
     def __init__(self, extend: Callable[[str], None]) -> None:
@@ -88,19 +88,19 @@ class StartMonitor:
 
     @property
     def text(self) -> str:
-        """How far the start is, such as "loading unet, 3.1 of 5.1 GB"."""
+        """Description of the progress, such as "loading unet, 3.1 of 5.1 GB"."""
         return progress_text(self._progress.stage, self._progress.done_bytes, self._progress.total_bytes)
 
     @property
     def message(self) -> fleet_pb2.StartProgress:
-        """How far the start is, as a message to the fleet."""
+        """The progress as a message to the fleet."""
         progress = self._progress
         return fleet_pb2.StartProgress(
             stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
     def note(self, progress: StartProgress) -> None:
-        """Take in progress of the engine."""
+        """Record progress of the engine's start."""
         is_new = progress.stage != self._progress.stage
         if is_new:
             self._end_stage()
@@ -185,7 +185,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
     async def ask(self, kind: str, question: bytes, timeout_s: float) -> bytes:
-        """Return what the engine's add-on of a kind answers between two turns; see `EngineAddOn.answer`.
+        """Send a query to the engine's add-on of a kind, and return its response; see `EngineAddOn.answer`.
 
         Raises:
             Unavailable: There is no engine, or it does not answer.
@@ -200,7 +200,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._addon_calls.call(send, timeout_s)).answer
 
     def take_answer(self, event: EngineEvent) -> bool:
-        """Hand an event to the call that waits for it. Return False if the event is not an answer to a call."""
+        """Complete the call that waits for an event. Return False if the event is not the response to a call."""
         match event.WhichOneof("event"):
             case "link_result":
                 link = event.link_result

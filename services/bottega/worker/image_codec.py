@@ -1,4 +1,4 @@
-"""Images on their way in and out of the engine: decoded, encoded and inscribed in the codec processes."""
+"""Decodes input images for the engine, and encodes finished images with their parameters, in the codec processes."""
 
 from __future__ import annotations
 

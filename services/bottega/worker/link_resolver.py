@@ -1,4 +1,4 @@
-"""Links between a worker's engine and other services: fetches offers for the engine, and checks who may link to it.
+"""Links between a worker's engine and other services: requests offers for the engine, and checks its peer.
 
 The engine speaks no gRPC, so the front makes its calls. Tensors never pass through here.
 """
@@ -49,11 +49,11 @@ class LinkResolver:
         self._tasks = BackgroundTasks("asking for links", max_tasks=_MAX_CALLS)
 
     def note_services(self, services: Iterable[ServiceAddress]) -> None:
-        """Take in the services of the fleet. A service at one of these addresses must have the name given for it."""
+        """Update the known services of the fleet. Each address must be served by the service that has its name."""
         self._names = {service.address: service.name for service in services}
 
     def request(self, request: OutgoingLinkRequest) -> None:
-        """Ask for a link for the engine. The engine gets an answer in any case."""
+        """Request a link for the engine. The engine always gets a response, an offer or an error."""
         try:
             self._tasks.start(self._bring(request))
         except QueueFull:
@@ -97,7 +97,7 @@ class LinkResolver:
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
-    """Return the error for the engine without gRPC's own text, which names hosts and may reach callers."""
+    """Return the error for the engine. It omits gRPC's own text, which names hosts and might be shown to callers."""
     error = from_rpc_error(failure)
     return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")
 

@@ -159,11 +159,11 @@ class WorkerMetrics:
         self._codec.labels(work).observe(seconds)
 
     def set_beat(self, beat: EngineBeat) -> None:
-        """Take in the engine's newest beat."""
+        """Update the metrics by the engine's newest heartbeat."""
         self._engine.beat = beat
 
     def set_accelerations(self, accelerations: Sequence[Acceleration]) -> None:
-        """Take in the results of the newest engine's self-check."""
+        """Set the results of the newest engine's self-check."""
         for gauge in self._accelerations.values():
             gauge.clear()
         for acceleration in accelerations:
@@ -171,7 +171,7 @@ class WorkerMetrics:
             self._accelerations["speedup"].labels(acceleration.name).set(acceleration.speedup)
 
     def activity(self) -> Activity:
-        """Return the counts that the fleet gets."""
+        """Return the counts that are reported to the fleet."""
         ended = dict(totals(self._attempts))
         completed, _ = ended.pop(_COMPLETED, 0.0), ended.pop(_CANCELLED, 0.0)
         beat = self._engine.beat

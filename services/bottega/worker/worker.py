@@ -63,7 +63,7 @@ def worker_name(config: WorkerConfig, server: Listening) -> str:
 
 
 class Worker:
-    """The worker behind its gRPC service. Call `start`, and at the end `drain` and `stop`.
+    """The logic of a worker, without gRPC. Call `start`, and at the end `drain` and `stop`.
 
     Args:
         engine: Spawned, but not yet ready.
@@ -109,7 +109,7 @@ class Worker:
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
-        """Done when the worker cannot go on because no engine can be started any more."""
+        """Done with an error when no engine can be started any more, so that the worker has to exit."""
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("work of the worker")
         self._memory = MemoryMeter(
@@ -123,7 +123,7 @@ class Worker:
         self._idle.set()
 
     async def start(self) -> None:
-        """Return when the engine is ready.
+        """Wait until the engine is ready.
 
         Raises:
             ConfigError: The engine cannot use its configuration or the files that it names.
@@ -190,7 +190,7 @@ class Worker:
         return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
-        """Return how busy the worker is."""
+        """Return the load that is reported to the fleet."""
         denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
             running=[denoising.get(key) or _not_denoising(key, runner) for key, runner in self._runners.items()],
@@ -434,7 +434,7 @@ def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
 
 
 def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningAttempt:
-    """Return the report of an attempt that the engine does not have yet, or does not have any more."""
+    """Return the report of an attempt that is in the front only: before or after its time in the engine."""
     steps_left = 0 if runner.attempt.started else runner.steps_expected
     return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
 

@@ -54,7 +54,7 @@ _Raw = AsyncIterator[bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestQuotas:
-    """Memory quotas of requests that are being received, by kind, so that no kind takes the room of another."""
+    """Memory quotas of requests that are being received. Each kind of request has a quota of its own."""
 
     large: MemoryQuota
     """Methods whose requests carry images. A stream of answers releases its request with the first answer."""
@@ -134,7 +134,7 @@ class _Reader:
             raise InvalidRequest("the request's bytes are not a message of this method") from None
 
     def _message(self, raw: bytes) -> object:
-        """Return the parsed message without unknown fields, which nobody uses and which would be stored with it."""
+        """Parse a message, and drop unknown fields, which are useless but would be stored with it."""
         assert self._parse is not None
         if self._descriptor is None:
             return self._parse(raw)

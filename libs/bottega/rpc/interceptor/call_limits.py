@@ -2,8 +2,8 @@
 
 The more places are taken, the fewer one host may have, so that some are always left for another host.
 
-gRPC accepts an answer when there is room on the way to the caller. If the caller does not read, the answer stays in
-memory. Every call has room for a small answer; large ones share `max_bytes`, and have to be read in time.
+gRPC accepts a response when it has buffer space for it. If the caller does not read, the response stays in memory.
+Every call may hold a small response. Large responses of all calls share `max_bytes`, and must be read in time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CallCounter:
     active: int = 0
     """Calls that are being served."""
     opened: int = 0
-    """Those, and calls that have ended but whose answers are not read yet."""
+    """Active calls, plus calls that have ended but whose responses were not read completely."""
 
     @property
     def count(self) -> int:
@@ -109,7 +109,7 @@ class CallSlot:
             counter.active -= 1
 
     def release(self) -> None:
-        """Record that the caller has read everything, or is gone."""
+        """Record that the caller has read all responses, or has disconnected."""
         for counter in self._counters:
             counter.opened -= 1
         self._when_closed()
@@ -128,7 +128,7 @@ def full(message: str, *, limit: str) -> QueueFull:
 
 
 def reserve(size_bytes: int) -> bool:
-    """Return whether the call of this task may build an answer of that size. Otherwise it should send a smaller one."""
+    """Return whether the current call may build a response of that size. Otherwise it should send a smaller one."""
     responses = _responses.get()
     return responses is None or responses.reserve(size_bytes)
 
@@ -138,7 +138,7 @@ class ResponseFlowControl:
 
     Args:
         max_bytes: Bytes of large answers that are not read yet.
-        wait_s: Seconds for a caller to read an answer of a stream.
+        wait_s: Seconds in which a caller must read a response of a stream.
     """
 
     def __init__(self, *, max_bytes: int, wait_s: float) -> None:
@@ -148,7 +148,7 @@ class ResponseFlowControl:
         self._unread: dict[asyncio.Timeout, float] = {}
 
     def shorten_waits(self) -> None:
-        """End calls that do not read soon, because another caller was refused."""
+        """End calls whose callers do not read soon, because another caller was refused for lack of room."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._unread.items():
             ends = scope.when()
@@ -218,6 +218,6 @@ class CallResponses:
         self.release()
 
     def release(self) -> None:
-        """Release the room: everything is read, or the call is over. A second call does nothing."""
+        """Release the memory, because all is read or the call is over. A second call does nothing."""
         self._flow.give_back(self._held_bytes)
         self._held_bytes = 0

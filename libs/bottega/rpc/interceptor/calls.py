@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits by kind of call, so that no kind takes the room of another."""
+    """Limits on concurrent calls. Each kind of call has a limit of its own."""
 
     short: CallLimit
     """Calls with one request and one answer."""
@@ -63,7 +63,7 @@ class CallTracker:
     """A tracker of all calls.
 
     Args:
-        ledger: Counts what the calls of each connection account for.
+        ledger: Counts the bytes that the calls of each connection explain.
         audit: Log of the calls that change something, if there is one.
     """
 
@@ -198,7 +198,7 @@ class CallGuard:
             self.connection.explained_bytes += size_bytes
 
     def received(self, request: object) -> None:
-        """Keep the facts of the request that the audit log needs."""
+        """Record the facts about the request that the audit log needs."""
         if self._calls.audit is not None and self._method in AUDITED:
             self._about = about(request)
 
@@ -242,7 +242,7 @@ class CallGuard:
 
 
 def at_end(do: Callable[[], None]) -> None:
-    """Call `do` when the call of this task is over and its answers are read, or its caller is gone."""
+    """Call `do` when the current call is over and its responses were read, or its caller has disconnected."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda _: do())
@@ -301,7 +301,7 @@ class CallErrorLog:
         (self._expected if expected else self._unexpected).log_event({"method": method}, error=error)
 
     def sum_up(self) -> None:
-        """Write how many calls were left out since the last time, a line for each kind."""
+        """Log how many calls were suppressed since the last time, a line for each kind."""
         for lines in (self._refusals, self._unexpected, self._expected):
             lines.sum_up()
 

@@ -34,17 +34,17 @@ class ConnectionAccount:
     refused: bool = False
     """Whether a stranger's call over it was refused."""
     explained_bytes: int = 0
-    """Bytes that its calls may have brought so far."""
+    """Upper bound on the bytes that its calls have received so far."""
     reading: int = 0
     """Calls that wait for their next message, some of which may have arrived."""
     ended_at: float = -math.inf
-    """When the connection was ended and its queued calls dropped."""
+    """Time at which the connection was ended and its queued calls were dropped."""
     muted: bool = False
     """Whether the connection's data is dropped, and its queued calls with it."""
 
     @property
     def drops_calls(self) -> bool:
-        """Whether its calls are dropped without an answer, which nobody would receive."""
+        """Whether its calls are dropped without a response, which the client could not receive."""
         return self.muted or time.monotonic() - self.ended_at < _ENDED_S
 
 

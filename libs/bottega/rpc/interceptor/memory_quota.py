@@ -45,19 +45,19 @@ class QuotaShare:
         self.release()
 
     def shrink(self, size_bytes: int) -> None:
-        """Keep only the room for a message that has arrived."""
+        """Reduce the reservation to the size of the message that has arrived."""
         freed_bytes = max(0, self._size_bytes - size_bytes)
         self._size_bytes -= freed_bytes
         self._quota.release(self._peer, freed_bytes, arrived=self._coming)
         self._coming = False
 
     def release(self) -> None:
-        """Release the room, because nobody holds the message any more. A second call does nothing."""
+        """Release the reservation, because the message is no longer in memory. A second call does nothing."""
         self.shrink(0)
 
 
 class MemoryQuota:
-    """A quota of memory for requests of one kind, from when they begin to arrive until nobody holds them.
+    """A quota of memory for requests of one kind, from the start of their arrival until they are released.
 
     gRPC reports neither how much of a message has arrived nor its announced size. So an arriving message counts as the
     largest one that gRPC accepts, and a caller may only have its share: one that opens calls and sends nothing only
@@ -112,7 +112,7 @@ class MemoryQuota:
             del self._coming[scope]
 
     def release(self, peer: Peer, size_bytes: int, *, arrived: bool) -> None:
-        """Release memory of a caller, and let waiting calls in.
+        """Release memory of a caller, and admit waiting calls.
 
         Args:
             arrived: Whether this ends the arrival of a message.
@@ -182,7 +182,7 @@ class CallTurn:
 
     peer: Peer
     come: asyncio.Future[None]
-    """Done when the call may go on."""
+    """Done when the call may proceed."""
 
 
 class FairQueue:

@@ -232,13 +232,13 @@ class FrameStream:
         return got
 
     def _wanted_bytes(self, missing: int) -> int:
-        """Return how many of the missing bytes must arrive before waking up is worth it."""
+        """Return how many of the missing bytes must arrive before this thread is woken."""
         if self._records is not None:  # bytes wait here only as whole records
             return 1 if self._records.waiting else self._records.missing
         return min(missing, _COARSE_BYTES)
 
     def _sealed(self, data: bytes) -> bytes | memoryview:
-        """Return the data as it goes out. Call it with `_writing`, because records are ordered."""
+        """Return the data as it is sent, sealed if the link is. Hold `_writing`, because records are ordered."""
         return data if self._records is None else self._records.seal(data)
 
     def _send_at_once(self, encoded: bytes | memoryview) -> int:
@@ -269,7 +269,7 @@ class FrameStream:
 
 
 def gone(error: OSError | None = None) -> PeerDead:
-    """Return the error for a peer that is gone, as far as a connection can tell."""
+    """Return the error for a lost connection, whose peer has probably ended."""
     why = f" ({error.strerror})" if error and error.strerror else ""
     return PeerDead(f"the process at the other end of the link is gone{why}")
 

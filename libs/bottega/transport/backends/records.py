@@ -30,9 +30,9 @@ class SealKeys:
     """The keys of one connection, 32 bytes each."""
 
     ours: bytes
-    """Key of what this end sends."""
+    """Key of the bytes that this end sends."""
     theirs: bytes
-    """Key of what this end receives."""
+    """Key of the bytes that this end receives."""
 
 
 class Records:
@@ -80,7 +80,7 @@ class Records:
 
     @property
     def waiting(self) -> int:
-        """Number of bytes that were opened and not taken yet."""
+        """Number of decrypted bytes that `take` has not returned yet."""
         return len(self._plain)
 
     def take(self, target: memoryview) -> int:

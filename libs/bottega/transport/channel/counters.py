@@ -1,4 +1,4 @@
-"""The life of a link, and counters of what links moved, how long they waited and why they ended.
+"""The state of a link, open or ended, and counters: bytes moved, time waited, and causes of ends.
 
 A link ends once, for one cause, at both ends of both directions together.
 """
@@ -44,7 +44,7 @@ class TransferStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics:
-    """The counters at one moment."""
+    """A snapshot of the counters."""
 
     sent: TransferStatistics
     received: TransferStatistics
@@ -78,7 +78,7 @@ class LinkCounters:
             self._received = self._received.plus(size_bytes, file_bytes, seconds)
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
-        """Count a wait for credit; `in_vain` if none came."""
+        """Count a wait for credit. `in_vain` means that the wait ended without credit."""
         with self._lock:
             self._credit_wait_s += seconds
             self._no_credit += in_vain
@@ -94,7 +94,7 @@ class LinkCounters:
             self._deaths[cause] += 1
 
     def snapshot(self) -> LinkStatistics:
-        """Return all counters, read at one moment."""
+        """Return a consistent snapshot of all counters."""
         with self._lock:
             return LinkStatistics(
                 sent=self._sent,

@@ -1,4 +1,4 @@
-"""The limits of what an end of a link receives, and the moment until which a call may wait."""
+"""The limits on the messages that one end of a link receives, and the deadlines of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A moment of time.monotonic(). One deadline may cover several calls."""
+    """A point in time on time.monotonic() until which calls may wait. Several calls may share one deadline."""
 
     at: float
     """Seconds of time.monotonic(). It is finite, because every wait ends."""
@@ -40,7 +40,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of what an end of a link receives: at most slots x slot_bytes of memory, and as much again for files.
+    """Limits on the messages that one end of a link receives: slots x slot_bytes of memory, and as much for files.
 
     The memory is allocated only as messages need it. Raises ValueError for values out of range.
     """

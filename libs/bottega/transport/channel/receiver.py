@@ -70,7 +70,7 @@ class Receiver:
                     )
 
     def pump(self, deadline: Deadline) -> bool:
-        """Process one frame, or some bytes that belong to the last one; return False if nothing came in time."""
+        """Process one frame, or some bytes of the last one. Return False if nothing arrived in time."""
         try:
             if self._current is not None and self._current.awaited:
                 return self._fill(self._current, deadline)

@@ -187,7 +187,7 @@ class Sender:
         self._counters.waited(time.monotonic() - began, in_vain=False)
 
     def _receive_frame(self, deadline: Deadline) -> bool:
-        """Process one frame of the receiver; return False if none came before the deadline."""
+        """Process one frame of the receiver. Return False if none arrived before the deadline."""
         try:
             frame = self._backend.receive_frame(deadline)
             if frame is None:

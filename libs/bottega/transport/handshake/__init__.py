@@ -1,1 +1,1 @@
-"""How two processes find each other and prove their identity: offers, listening sockets, credentials, mutual proof."""
+"""The opening of links: offers, listening sockets, credentials, and the mutual proof of two processes."""

@@ -59,7 +59,7 @@ def links_group() -> int | None:
 
 
 def distrust_reason(connection: socket.socket, group: int | None) -> str:
-    """Return why the process at the other end of a connected unix socket may have no link; "" if it may.
+    """Return the reason why the process at the other end of a unix socket may not have a link; "" if it may.
 
     For a listening socket, that is the process that called listen.
 

@@ -177,7 +177,7 @@ def _tcp_dial(offer: Offer) -> _Dial:
 
 
 def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) -> _Dial:
-    """Return how to connect for a backend of devices: over a unix socket if on one host. Raises PeerDead."""
+    """Return the function that connects for a device backend, by unix socket within a host. Raises PeerDead."""
     if devices is None:
         raise PeerDead("this process has no device to link")
     if offer.device is None:

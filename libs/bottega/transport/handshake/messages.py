@@ -42,7 +42,7 @@ _BACKENDS = (Backend.MEMFD, Backend.TCP, Backend.CUDA_IPC, Backend.NCCL, Backend
 
 
 class Direction(IntEnum):
-    """The end that sends on a connection."""
+    """The direction of a connection: which end sends on it."""
 
     CONNECTOR_SENDS = 0
     LISTENER_SENDS = 1

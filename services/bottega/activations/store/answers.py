@@ -54,7 +54,7 @@ def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
 
 
 class DrawnCache:
-    """A thread-safe cache of templates' image latents and noise. `lost` is called with the digest of an unusable file."""
+    """A thread-safe cache of templates' image latents and noise; calls `lost` with the digest of an unusable file."""
 
     def __init__(self, files: BlobFiles, *, lost: Callable[[str], None]) -> None:
         self._files = files

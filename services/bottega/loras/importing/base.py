@@ -135,7 +135,7 @@ def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
-    """Yield for each resnet and transformer its name in both, whether it is a resnet, and a transformer's depth."""
+    """Yield each resnet and transformer: its two names, whether it is a resnet, and the depth of a transformer."""
     levels = len(config["block_out_channels"])
     layers = int(config["layers_per_block"])
     depths = _depths(config, levels)

@@ -187,7 +187,7 @@ def _ways(name: Name) -> Iterator[str]:
 
 
 def _modern(path: str) -> str:
-    """Return the present path of a projection whose path comes from the first versions of Diffusers."""
+    """Translate a projection's path from the names of the first versions of Diffusers to today's names."""
     before, _, last = path.rpartition(".")
     if before.endswith("self_attn"):
         return f"{before}.{_OLD_TEXT.get(last, last)}"

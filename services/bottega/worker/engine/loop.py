@@ -1,7 +1,7 @@
 """The loop of a worker's engine process, which owns the device and the model and speaks engine.proto over the pipe.
 
-The loop is one thread and ends with the pipe. Its beats come from between two blocks of a network, so an engine that
-hangs falls silent, and a slow one does not.
+The loop is one thread, and ends when the pipe is closed. It sends heartbeats between two blocks of a network, so that
+an engine that hangs becomes silent, while a slow one does not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(
     trials: Path | None = None,
     max_quiet_s: float = 0.0,
 ) -> int:
-    """Start, report the progress of the start, serve until the front is gone, and return the exit status.
+    """Start the engine, serve until the front closes the pipe, and return the exit status.
 
     If the engine cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail,
     too.
@@ -137,7 +137,7 @@ class WorkerEngineLoop:
         os._exit(0)  # the front is gone, and a turn may take long
 
     def _run_commands(self) -> None:
-        """Execute all commands that have come. Wait for one if there is nothing else to do."""
+        """Execute all received commands. Wait for one if there is nothing else to do."""
         while True:
             try:
                 command = self._commands.get(block=not self._engine.busy, timeout=self._pause_s)
@@ -153,7 +153,7 @@ class WorkerEngineLoop:
 
     @property
     def _pause_s(self) -> float:
-        """How long an idle engine waits for commands."""
+        """Seconds that an idle engine waits for commands."""
         if self._engine.remote_jobs.opening:
             return _LOOK_S
         at_rest = self._follower is None and time.monotonic() - self._stirred_s > _REST_AFTER_S

@@ -142,7 +142,7 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
 
 
 def answer_of(engine: Engine, question: engine_pb2.EngineQuestion) -> engine_pb2.EngineEvent:
-    """Return what an add-on answers to a question, or the error with which it refuses."""
+    """Return the message with an add-on's response to a query, or with its error."""
     answer = engine_pb2.EngineAnswer(request=question.request)
     try:
         addon = next((addon for addon in engine.addons if addon.kind == question.kind), None)
@@ -155,7 +155,7 @@ def answer_of(engine: Engine, question: engine_pb2.EngineQuestion) -> engine_pb2
 
 
 def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -> engine_pb2.EngineEvent:
-    """Return the message that tells that the engine lives and how busy it is.
+    """Return the heartbeat message, which reports the engine's load.
 
     Args:
         peer_links: Open links with the other worker of the pair.

@@ -54,7 +54,7 @@ def key_of(attempt: AttemptId) -> Key:
 
 
 def attempt_of(key: object) -> AttemptId:
-    """Return the attempt of an engine's key."""
+    """Return the attempt that an engine's key stands for."""
     assert isinstance(key, tuple), "key_of made every key"
     return AttemptId(job_id=key[0], number=key[1])
 
@@ -147,7 +147,7 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
 def _may_approximate(
     spec: generation_pb2.GenerationSpec, technique: Literal["stale_residuals", "masked_blocks"]
 ) -> bool:
-    """Return whether a technique may be used: as the request says, else as its fidelity does."""
+    """Return whether a technique may be used: the request decides, or else its fidelity."""
     if spec.techniques.HasField(technique):
         return bool(getattr(spec.techniques, technique))
     return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
@@ -159,7 +159,7 @@ def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
 
 
 def _may_share_turns(spec: generation_pb2.GenerationSpec, model: Model) -> bool:
-    """Return whether steps may be computed beside other requests or in parts: in float32 always, as that is exact."""
+    """Return whether steps may be computed together with other requests or in parts. In float32 that is exact."""
     refused = spec.techniques.HasField("shared_turns") and not spec.techniques.shared_turns
     return not refused or model.dtype == torch.float32
 

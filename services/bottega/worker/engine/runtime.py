@@ -1,4 +1,4 @@
-"""The parts of a worker's engine process: the model on its device, ready to draw, with its add-ons and its peer."""
+"""Builds the parts of a worker's engine process: the loaded model, the engine, its add-ons and the link to its peer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
 class LinkRequests:
-    """An OfferSource that asks the front for links to other services.
+    """An OfferSource that requests links to other services from the front process.
 
     Any thread may call `request`, and one thread calls `answer`.
 
@@ -59,7 +59,7 @@ class LinkRequests:
         return offer
 
     def answer(self, message: LinkResult) -> None:
-        """Handle an answer of the front. It always comes, with an error if the service does not answer."""
+        """Handle the front's response to a request. There always is one; it is an error if the service is silent."""
         offer = self._pending.pop(message.request, None)
         if offer is None:
             return
@@ -88,10 +88,10 @@ class Runtime:
     """Links between devices, where they are possible."""
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
-        """Return what computes rows for the other worker of a pair; None without a peer.
+        """Return the follower, which computes rows for the pair's other worker; None without a peer.
 
         Args:
-            post: Has the engine's thread call a function soon.
+            post: Runs a function in the engine's thread soon.
 
         Raises:
             ConfigError: The address for links cannot be bound.

@@ -1,4 +1,4 @@
-"""The follower's side of a pair: takes the peer's link, and computes rows for it between turns of this engine.
+"""The follower's side of a pair: accepts the peer's link, and computes rows for it between turns of this engine.
 
 A thread of the link receives, and passes on to the engine's thread what has to be computed. While the engine has work
 of its own, the link's thread declines at once, so that two engines that offload to each other never wait for each
@@ -68,11 +68,11 @@ class LeaderLink(LinkHandler):
         self._stepping = False
 
     def on_open(self, connection: Connection) -> None:
-        """Replace the link before."""
+        """Make this the link that the follower serves, in place of an earlier one."""
         self._follower.begin(self)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Tell the follower that nobody waits for its answers."""
+        """Tell the follower that this link has ended, so that it drops the link's work."""
         self._follower.end(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -125,7 +125,7 @@ class Follower(LinkServer[LeaderLink]):
     """The server of the peer's link.
 
     Args:
-        post: Has the engine's thread call a function soon.
+        post: Runs a function in the engine's thread soon.
 
     Raises:
         ConfigError: An address cannot be bound.
@@ -155,7 +155,7 @@ class Follower(LinkServer[LeaderLink]):
 
     @property
     def linked(self) -> bool:
-        """Whether a worker leads this one."""
+        """Whether a leader's link is open."""
         return self._link is not None
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
@@ -208,7 +208,7 @@ class Follower(LinkServer[LeaderLink]):
         self._post(self._remote_jobs.clear)
 
     def admit(self, link: LeaderLink, number: int, remote_job: RemoteJob) -> None:
-        """Have a job of the leader begun."""
+        """Let the engine's thread begin a job of the leader."""
 
         def admit() -> None:
             try:
@@ -221,11 +221,11 @@ class Follower(LinkServer[LeaderLink]):
         self._post(admit)
 
     def dismiss(self, number: int) -> None:
-        """Have a job of the leader ended."""
+        """Let the engine's thread end a job of the leader."""
         self._post(lambda: self._remote_jobs.dismiss(number))
 
     def compute(self, link: LeaderLink, step: RemoteStep) -> None:
-        """Have the rows of a step computed and answered."""
+        """Let the engine's thread compute the rows of a step and send them."""
         self._post(lambda: self._compute(link, step))
 
     def _compute(self, link: LeaderLink, step: RemoteStep) -> None:

@@ -1,6 +1,6 @@
 """The leader's side of a pair: offloads rows to the peer, over a link that is opened again whenever it is lost.
 
-The engine computes itself what is lost with a link.
+If the link is lost, the leader's engine computes the offloaded rows itself.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class _FollowerState:
 
     connection: Connection
     remote_jobs: dict[RemoteJob, int] = field(default_factory=dict)
-    """Numbers of the jobs that were sent on it."""
+    """Number of each job that was sent over the link."""
     ready: set[int] = field(default_factory=set)
     """Numbers of the jobs whose rows can be offloaded."""
     busy: bool = True
     """Whether the peer has work of its own."""
     step: int = 0
-    """Number of the step that has no answer; 0 for none."""
+    """Number of the step whose response is pending; 0 for none."""
     rows: Sequence[Row] = ()
     sent_s: float = 0.0
     outcome: OffloadResult | None = None
-    """Answer to the last step, once it has come."""
+    """Response to the last step; None until it arrives."""
 
 
 class Leader(LinkClientHandler):
@@ -167,7 +167,7 @@ class Leader(LinkClientHandler):
             return state.outcome if state is not None else None
 
     def on_open(self, connection: Connection) -> None:
-        """Start without jobs, because the peer of a new link knows none."""
+        """Begin with an empty state: over a new link, the peer knows none of the jobs."""
         assert connection.link is not None
         choice = connection.link.backend_choice
         _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
