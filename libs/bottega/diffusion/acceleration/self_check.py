@@ -50,7 +50,7 @@ class SelfCheckSettings:
     beat: Callable[[], None]
     """Called between two runs, see `Heartbeat`."""
     deadline_s: float
-    """After this, nothing more is tried: the current turn ends, and its measurements decide."""
+    """Time after which no further acceleration is tried. The current trial is decided by its measurements so far."""
     clock: Callable[[], float] = perf_counter
 
 
@@ -58,7 +58,7 @@ class SelfCheck:
     """Tries accelerations on a model.
 
     Args:
-        log: Records what is tried, so that the next process does not retry what ended this one.
+        log: Records the acceleration under trial, so that the next process skips one that ended this process.
     """
 
     def __init__(

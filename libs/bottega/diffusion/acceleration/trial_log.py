@@ -1,4 +1,4 @@
-"""A file that names the acceleration under trial, for the case that the trial ends the process.
+"""A file that names the acceleration under trial, so that a crash of the process can be attributed to it.
 
 A crash of a driver leaves no other trace. The processes of one worker's engine use the file one after the other; the
 front creates and removes it.
@@ -33,7 +33,7 @@ class TrialLog:
 
     @contextmanager
     def trying(self, name: str) -> Iterator[None]:
-        """Blame this acceleration if the process ends, or an error leaves the `with` block."""
+        """Record the acceleration as fatal if the process ends in the `with` block, or an error leaves the block."""
         self._write([*self.fatal, name])
         yield
         self._write([*self.fatal])

@@ -26,7 +26,7 @@ class CpuEvent:
         return True
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Return at once: work on a CPU is done when it was enqueued."""
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CpuEvent), "events of one device are compared"

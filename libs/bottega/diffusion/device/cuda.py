@@ -38,7 +38,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def delay(self, stream: torch.cuda.Stream) -> None:
-        """Let everything that this stream is given from now on run after the event."""
+        """Make all later work of this stream run after the event."""
         stream.wait_event(self._event)
 
     def seconds_since(self, earlier: Event) -> float:

@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A moment in a stream, at which everything that was enqueued before is done."""
+    """A point in a stream that is reached when all work that was enqueued before it is done."""
 
     @property
     def ready(self) -> bool:
-        """Whether the device has got there. Never waits."""
+        """Whether the device has reached it. Never waits."""
         ...
 
     def wait(self) -> None:
-        """Wait until the device has got there."""
+        """Wait until the device has reached it."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
@@ -32,7 +32,7 @@ class Event(Protocol):
 
 
 class HostCopy(Protocol):
-    """A copy of a tensor on its way to host memory."""
+    """A pending copy of a tensor to host memory."""
 
     @property
     def ready(self) -> bool:
@@ -58,7 +58,7 @@ class Device(Protocol):
         ...
 
     def wait_for(self, event: Event) -> None:
-        """Let everything that is enqueued from now on run after an event. The calling thread does not wait."""
+        """Make all work that is enqueued later run after an event. The calling thread does not wait."""
         ...
 
     def to_host(self, tensor: Tensor) -> HostCopy:
@@ -90,7 +90,7 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes of the device nobody uses; None if its memory is the host's."""
+        """Return the free bytes of the device; None if its memory is the host's."""
         ...
 
     def allocated_bytes(self) -> int | None:

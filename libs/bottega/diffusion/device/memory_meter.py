@@ -32,7 +32,7 @@ class DeviceMemoryMeter:
         self.last = DeviceMemory()
 
     def look_if_due(self) -> None:
-        """Read the memory if a second has passed.
+        """Read the memory if a second has passed since the last reading.
 
         Call it between turns, because the device must not be asked while graphs are recorded.
         """

@@ -1,4 +1,4 @@
-"""One budget for a device's memory: who has reserved how much, and how much a picture needs besides.
+"""The memory budget of a device: reservations by name, and the memory that a picture needs in addition.
 
 What forwards and decoding need is measured once. It is proportional to the elements of their latents; attention needs
 no more than that in any of torch's fused kernels.
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes that are left for activations besides reservations; None if nothing is counted."""
+        """Bytes that reservations leave for activations; None if memory is not limited."""
         if self.budget_bytes is not None:
             return max(0, self.budget_bytes - sum(self.reserved.values()))
         available = self._available()
@@ -104,7 +104,7 @@ class MemoryPlan:
         self._refused.clear()
 
     def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
-        """Note how much memory a forward needed besides the weights.
+        """Record the memory that a forward needed in addition to the weights.
 
         Args:
             area: Elements of a latent's height and width.
@@ -168,7 +168,7 @@ class MemoryPlan:
         return left is None or needed <= left
 
     def refusal(self, width: int, height: int) -> TooLarge:
-        """Return the error of a picture for which the device had no memory when it was drawn."""
+        """Return the error for a picture that ran out of device memory while it was drawn."""
         why = "" if self.budget_bytes is None else f": {self._left_text()}"
         return TooLarge(
             f"the device does not have enough memory for {width}x{height}, even alone{why}; ask for fewer pixels",

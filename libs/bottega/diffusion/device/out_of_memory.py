@@ -1,4 +1,4 @@
-"""Whether an error means that a device, or the host, is out of memory."""
+"""Recognizes errors which mean that a device, or the host, is out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads an engine computes with on a CPU, and that no other thread of its process divides work.
+"""Sets the number of compute threads of an engine on a CPU, and keeps other threads of the process single-threaded.
 
 libgomp's threads wait awake for the next operator only while there are at most as many as cores, over all teams of the
 process. A team belongs to the thread that divides its work, and lives as long as that thread. If another thread divides

@@ -17,7 +17,7 @@ from torch import Tensor
 from bottega.diffusion.rows import RowActivations
 
 PromptOrigin = tuple[Tensor, Hashable]
-"""Embeddings of a prompt, and the key of the LoRAs. Projections that follow from both may be kept from step to step."""
+"""Embeddings of a prompt, and the key of the LoRAs. Both determine its projections, which may be cached over steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,16 +35,16 @@ class Inputs:
     time_ids: Tensor
     """[rows, 6]."""
     activations: Sequence[RowActivations | None] = ()
-    """What each row reads from a recording and writes to one; empty if no row does."""
+    """Each row's access to recordings, for reading or writing; empty if no row has any."""
     origins: Sequence[PromptOrigin] = ()
-    """What determines the projections of each row's prompt; empty if they are not kept."""
+    """Cache keys for the projections of each row's prompt; empty if projections are not cached."""
     controlled: bool = False
     """Whether residuals of ControlNets are added."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Activations:
-    """The state that blocks pass on. The first dimension of every tensor is the row."""
+    """The state that each block passes to the next one. The first dimension of every tensor is the row."""
 
     hidden: Tensor
     embedding: Tensor

@@ -101,7 +101,7 @@ class Model:
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """The scheduler configuration that samplers are made from."""
+        """The model's scheduler configuration, from which samplers are created."""
         return self.samplers.config
 
     @property
@@ -173,7 +173,7 @@ def load_model(
         name: Name of the model in requests.
         dtype: Element type of the weights in memory.
         device_memory_mib: See `open_memory_plan`.
-        reporter: Gets the stages of the start.
+        reporter: Receives the progress of loading.
 
     Raises:
         ConfigError: The folder is not a model that can be served.
@@ -230,7 +230,7 @@ def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, An
 
 
 def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
-    """Try every sampler. Raise ConfigError if the model's own one cannot draw."""
+    """Try every sampler. Raise ConfigError if the model's default sampler does not work."""
     samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
     own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
     if reason := samplers.refusals[own]:

@@ -1,4 +1,4 @@
-"""How a model's scheduler configuration affects each sampler: which choices can draw, and why others are refused."""
+"""The samplers that work with a model's scheduler configuration, and the reasons why others are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ModelSamplers:
 
     @property
     def refusals(self) -> Mapping[SamplerChoice, str]:
-        """Why each choice is refused; empty if it can draw. The first call takes about 30 ms."""
+        """Reason why each choice is refused; empty for choices that work. The first call takes about 30 ms."""
         return {choice: self.refusal(choice, self._steps) for choice in CHOICES}
 
     def default_choice(self, kind: SamplerKind) -> SamplerChoice:

@@ -111,7 +111,7 @@ class Sampler:
             `Kind.from_config(pipe.scheduler.config)`.
         steps: Number of denoising steps.
         begin: The first step that is made.
-        karras: Whether to use Karras' sigmas; None for what is configured. Samplers outside KARRAS ignore it.
+        karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Sampler:
         return scale * latent + fresh * noise
 
     def model_input(self, latent: Tensor, step: int) -> Tensor:
-        """Return the latent as the model takes it. Calling it again for the same step changes nothing."""
+        """Return the latent scaled for the model's input. It may be called again for the same step."""
         scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(step))
         return scaled
 
@@ -236,7 +236,7 @@ class Sampler:
                 torch.randn(tuple(shape), generator=generator, dtype=drawn)
 
     def euler_step(self, step: int) -> EulerStep | None:
-        """Return a step for code that makes it in another way, or None if the sampler is not Euler.
+        """Return the parameters of an Euler step, for code that computes it itself; None for other samplers.
 
         Such code then calls `count_step`.
         """
@@ -247,11 +247,11 @@ class Sampler:
         return EulerStep(sigma=sigma, next_sigma=next_sigma, velocity=prediction == "v_prediction")
 
     def count_step(self) -> None:
-        """Count the step for which `model_input` was last called as made."""
+        """Advance the sampler by the step for which `model_input` was last called."""
         self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
-        """Return what `restore` needs besides the step. Only multi-step samplers have state."""
+        """Return the state for `restore`, without the step. Only multi-step samplers have any."""
         if self._kind is not SamplerKind.DPMPP_2M:
             return SamplerState(tensors={}, numbers={})
         tensors = {

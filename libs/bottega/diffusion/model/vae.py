@@ -1,4 +1,4 @@
-"""How a model's VAE decodes: in which element type, and in one piece or in tiles.
+"""The decoding of latents by a model's VAE: the element type, and decoding in one piece or in tiles.
 
 By default it decodes as stock Diffusers does: in the model's element type, or in float32 if that is float16 and the
 VAE's configuration has `force_upcast`. An operator may choose another type. A half-precision type is tried on a latent

@@ -88,11 +88,11 @@ class RemoteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteNoise:
-    """The answer to a step."""
+    """The response to a step: the noise of its rows."""
 
     number: int
     places: tuple[int, ...]
-    """Places of the rows that were computed."""
+    """Indexes of the rows that were computed."""
     noise: Tensor
     """[places, channels, height, width]."""
     waited_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The leading engine's view of the other worker of a pair: what it sends about a job and a row."""
+"""The leading engine's interface to the pair's other worker: jobs and rows that it offloads, and their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OffloadedRow:
     row: Row
     remote_job: RemoteJob
     image: int
-    """Place of the image in the job."""
+    """Index of the image in the job."""
     active: tuple[int, ...] = ()
     """One number for each part, see `JobAddOn.active_in`."""
 
@@ -81,5 +81,5 @@ class OffloadTarget(Protocol):
 
     @property
     def awaits_result(self) -> bool:
-        """Whether the answer to the last rows may still come."""
+        """Whether the result of the last rows is still pending."""
         ...

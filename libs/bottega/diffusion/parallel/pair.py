@@ -1,4 +1,4 @@
-"""Latent parallelism: a forward of a group, of which the other worker of the pair computes some rows.
+"""Latent parallelism: the pair's other worker computes some rows of a group's forward.
 
 The leader decides, and keeps latents, samplers and generators. It computes rows that do not come back in the same turn,
 so that the follower's death costs only time.
@@ -50,7 +50,7 @@ class PairPrediction(Prediction):
     offloaded: frozenset[Hashable] = frozenset()
     """Owners of rows that the follower computed."""
     taken_back: frozenset[Hashable] = frozenset()
-    """Owners of offloaded rows that did not come back."""
+    """Owners of offloaded rows that the follower did not return in time."""
     peer_wait_s: float = 0.0
     """Seconds of waiting for offloaded rows after everything else was done."""
 
@@ -59,7 +59,7 @@ class Pair:
     """Shares forwards with the other worker of the pair.
 
     Args:
-        predict: A forward on this worker.
+        predict: Runs a forward on this worker.
         times: Measured seconds of such forwards; their runner updates it.
         fractions: Cost of masked rows; their runner updates it.
         heartbeat: Beats while the leader waits.
@@ -160,7 +160,7 @@ class Pair:
         return count
 
     def _saved(self, rows: Sequence[Row]) -> float:
-        """Return how much less masked rows, which stay here, cost than plain ones, in rows."""
+        """Return the saving of masked rows, which are never offloaded, compared to plain rows, in plain rows."""
         shares = (row.activations.share for row in rows if row.activations is not None and row.activations.reads)
         return sum(1.0 - self._fractions.fraction(_shape(rows[0]), share) for share in shares)
 

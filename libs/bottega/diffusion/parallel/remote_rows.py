@@ -37,7 +37,7 @@ class ComputedRows:
     """The computed rows of a step."""
 
     places: tuple[int, ...]
-    """Places of the rows whose residuals were not late."""
+    """Indexes of the rows whose residuals were not late."""
     noise: Tensor
     """[places, channels, height, width], in the same order."""
     waited_s: float
@@ -51,7 +51,7 @@ class RemoteJobStatus:
     remote_job: int
     ready: bool
     error: BottegaError | None = None
-    """Why they never can be; the job is then forgotten."""
+    """Reason why its rows can never be computed, after which the job is forgotten; None otherwise."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class RemoteJobs:
         return any(not admitted.opened for admitted in self._admitted.values())
 
     def admit(self, number: int, remote_job: RemoteJob) -> None:
-        """Add a job. Raise BottegaError if its add-ons can never get what they need."""
+        """Add a job. Raise BottegaError if its add-ons can never serve it."""
         halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
         job = _AdmittedJob(halves=halves, parts=[], opened=not remote_job.parts)
         try:
@@ -128,7 +128,7 @@ class RemoteJobs:
         return news
 
     def dismiss(self, number: int) -> None:
-        """Forget a job, if it is here."""
+        """Forget a job. Do nothing if it is unknown."""
         admitted = self._admitted.pop(number, None)
         if admitted is not None:
             admitted.close()

@@ -26,7 +26,7 @@ class GraphedActivations(Activations):
     """Activations of a forward that may run as a graph."""
 
     recorded: RecordedForward | None
-    """The graphs that compute the rest; None if it runs block by block."""
+    """The graphs that compute the remaining blocks; None if those run block by block."""
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
         """Keep only these rows. The rest of the forward has another shape and runs block by block."""

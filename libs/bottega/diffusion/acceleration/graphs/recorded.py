@@ -16,7 +16,7 @@ from bottega.diffusion.acceleration.graphs.capture import Capture
 from bottega.diffusion.model.backbone import Activations, Block, Inputs, UNetBackbone
 
 Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-"""Shapes of sample and prompt, dtype, and whether residuals come."""
+"""Shapes of sample and prompt, dtype, and whether residuals are added."""
 
 
 def key_of(inputs: Inputs) -> Key:
@@ -29,11 +29,11 @@ class Segment:
     """A recorded sequence of blocks."""
 
     last: int
-    """Place of its last block."""
+    """Index of its last block."""
     launch: Callable[[], None]
     """Replays the segment."""
     after: Activations
-    """The activations that it leaves."""
+    """The activations after the segment."""
 
 
 class RecordedForward:
