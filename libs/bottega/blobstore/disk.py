@@ -18,7 +18,7 @@ _STRAYS_AFTER = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The usable rest of a record, given the files that exist."""
+    """The usable part of a record that was read: the files that it still needs, and its parts without a file."""
 
     files: Iterable[str] = ()
     """Names of the record's files; none if the record is useless and is to be deleted."""
@@ -61,7 +61,7 @@ class BlobDisk:
                 raise Unavailable(f"{held} (key folder)") from None
 
     def unlock(self) -> None:
-        """Let another process use the folder. It does nothing if the folder is not locked."""
+        """Unlock the folder for other processes. Do nothing if it is not locked."""
         self._lock.release()
 
     def open(self) -> bool:
@@ -110,7 +110,7 @@ class BlobDisk:
             self._removed = 0
 
     def make_room(self) -> None:
-        """Delete the discarded files, which frees room for others."""
+        """Delete the discarded files, to free space."""
         while self._garbage:
             self.files.remove(self._garbage[-1:])
             self._garbage.pop()

@@ -121,12 +121,12 @@ class RecordSchema:
     """The content of a store's SQLite file."""
 
     what: str
-    """Names it for people, such as "the records of templates"."""
+    """Name of the file in error messages, such as "the records of templates"."""
     application_id: int
     """Value of PRAGMA application_id."""
     version: int
     remedy: str
-    """Tells people what fills a new file after a damaged one."""
+    """Advice in error messages: how the content of a damaged file is restored."""
     records: RecordTable
     """Its key is the record's number."""
     parts: RecordTable
@@ -208,7 +208,7 @@ class BlobRecords:
 
     @property
     def shares_values(self) -> bool:
-        """Whether parts have shared values."""
+        """Whether the parts' tables have columns with digests of shared values."""
         return bool(self._schema.shared)
 
     def open(self) -> bool:

@@ -1,4 +1,4 @@
-"""The thread that writes for a store, how it recovers from a disk that is full or fails, and the store's counters.
+"""The writing thread of a store, which survives a full or failing disk, and the store's counters.
 
 Such a disk makes the store read-only: what arrives is dropped, what exists is served, and the disk is tried again every
 `retry_s` seconds. The same thread reads what the disk has at the start.
@@ -47,7 +47,7 @@ class BlobWriter(abc.ABC):
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be recorded now; empty if it can."""
+        """Why nothing can be recorded now; empty if recording works."""
         return self._trouble
 
     @property
@@ -79,7 +79,7 @@ class BlobWriter(abc.ABC):
         self._disk.unlock()
 
     def flush(self, timeout_s: float) -> bool:
-        """Return whether everything that was handed in before was written within the timeout."""
+        """Wait until all work that was queued before is written. Return False at the timeout."""
         try:
             self._thread.call(self._tidy, wait_s=timeout_s)
         except StorageUnavailable:
@@ -90,7 +90,7 @@ class BlobWriter(abc.ABC):
 
     @abc.abstractmethod
     def _read(self) -> None:
-        """Read all records into the store's memory, in place of everything that is known, by `BlobDisk.load`."""
+        """Replace the store's contents in memory by the records on the disk, read with `BlobDisk.load`."""
 
     @abc.abstractmethod
     def _take_changes(self) -> RecordChanges:
@@ -135,7 +135,7 @@ class BlobWriter(abc.ABC):
             self._attempt(lambda: self._disk.tidy(self._take_changes()))
 
     def _attempt(self, step: Callable[[], object]) -> bool:
-        """Use the disk, and return whether that succeeded. A failure makes the store read-only."""
+        """Run a step that uses the disk, and return whether it succeeded. A failure makes the store read-only."""
         try:
             step()
         except (StorageUnavailable, DataLoss) as error:
@@ -151,7 +151,7 @@ class BlobWriter(abc.ABC):
         self._trouble = error.message
 
     def _heal(self) -> None:
-        """Try the disk again. If the records have failed or are gone, read the folder again."""
+        """Try the disk again. If the records failed or are missing, read the folder again."""
         try:
             self._loaded = self._disk.open() and self._loaded
             self._probe()

@@ -183,7 +183,7 @@ def computed_share(pixels: bytes, order: MaskOrder) -> float:
 
 
 def _any(tokens: Image.Image) -> Image.Image:
-    """Return the image with every pixel white that is not black."""
+    """Return the image with all pixels white that are not black."""
     return tokens.point([0] + [255] * 255)
 
 
@@ -340,7 +340,7 @@ def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box,
 
 
 def _overlaid(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box) -> Image.Image:
-    """Return what VaeImageProcessor.apply_overlay returns for a grey mask, with its rounding."""
+    """Compute the same as VaeImageProcessor.apply_overlay for a grey mask, with the same rounding."""
     kept = Image.new("RGBa", image.size)
     kept.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask))
     kept = kept.convert("RGBA")

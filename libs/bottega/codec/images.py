@@ -146,7 +146,7 @@ def load_image(data: bytes) -> LoadedImage:
 
 
 def too_much_memory() -> BadImage:
-    """Return the error for an image that needs more memory than there is."""
+    """Return the error for an image that needs more memory than the codec process may use."""
     return BadImage("the image needs more memory than its decoder may have")
 
 

@@ -1,4 +1,4 @@
-"""A pool of codec processes: it sends them images, and decides what to blame for a lost process.
+"""A pool of codec processes: it sends them images, and decides whether the image caused the loss of a process.
 
 The image is to blame if the process used up the CPU time of a call, or died twice in it. If the process made no
 progress, it was stopped or the machine was busy. This module decodes nothing itself.
@@ -37,7 +37,7 @@ _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """An encoded image, and when it was encoded."""
+    """An encoded image, with the time of its encoding."""
 
     data: bytes
     began_s: float
@@ -195,7 +195,7 @@ class CodecPool(ProcessPool):
 
 
 def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNeed:
-    """Return what decoding images takes, by their headers.
+    """Estimate the seconds that decoding images takes, from their headers.
 
     Args:
         made_pixels: Pixels of the result.

@@ -1,4 +1,4 @@
-"""Measured seconds of a turn, by latent shape and number of rows, and the cost of rows of which some tokens count."""
+"""The measured seconds of a turn by latent shape and rows, and the cost of rows that compute only some tokens."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StepTimes:
         self._tried_at = self._turns
 
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
-        """Yield everything measured: shape, rows, seconds."""
+        """Yield all measurements: shape, rows, seconds."""
         for shape, known in self._means.items():
             for rows, mean in known.items():
                 yield shape, rows, mean.seconds
@@ -123,7 +123,7 @@ class StepTimes:
     def from_entries(
         cls, entries: Iterable[tuple[Shape, int, float]], outdated: Collection[tuple[Shape, int]] = ()
     ) -> StepTimes:
-        """Return the same table at the other end of a wire.
+        """Rebuild a table from the entries that another process sent.
 
         It leaves out entries without rows, time or area, and shapes beyond MAX_SHAPES.
 
@@ -246,7 +246,7 @@ class RowFractions:
         A turn without information changes nothing.
 
         Args:
-            times: Times of plain rows, which tell what the whole turn would have taken.
+            times: Times of plain rows, from which the time of the same turn without masks is estimated.
         """
         saved = sum(1.0 - share for share in shares)
         measured = rows_in(times, shape, seconds, most=rows)
@@ -260,12 +260,12 @@ class RowFractions:
             del self._fixed[next(iter(self._fixed))]
 
     def entries(self) -> Iterator[tuple[Shape, float]]:
-        """Yield everything measured: shape and fixed part. The shape that ran last comes last."""
+        """Yield all measurements: shape and fixed part. The shape that ran last comes last."""
         yield from self._fixed.items()
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, float]]) -> RowFractions:
-        """Return the same object at the other end of a wire, without invalid parts and shapes beyond MAX_SHAPES."""
+        """Rebuild the object from entries that another process sent, without invalid ones or more than MAX_SHAPES."""
         fractions = cls()
         for shape, fixed in entries:
             if math.isfinite(fixed) and 0.0 <= fixed <= 1.0 and len(fractions._fixed) < MAX_SHAPES:

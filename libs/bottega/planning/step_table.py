@@ -1,4 +1,4 @@
-"""Planned seconds of a step by its size, in a table that is short enough for every report of a worker."""
+"""The planned seconds of a step by its size, in a table that is small enough to be part of a worker's reports."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class StepTable:
         return _along(curve, row_equivalents) if row_equivalents > 0.0 else 0.0
 
     def entries(self) -> Iterator[tuple[Shape, float, float]]:
-        """Yield everything planned: shape, row-equivalents, seconds."""
+        """Yield all planned steps: shape, row-equivalents, seconds."""
         for shape, points in self._points.items():
             for row_equivalents, seconds in _curve(points):
                 yield shape, row_equivalents, seconds
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, float, float]]) -> StepTable:
-        """Return the same table at the other end of a wire, within the same bounds."""
+        """Rebuild a table from the entries that another process sent, within the same bounds."""
         table = cls()
         for shape, row_equivalents, seconds in entries:
             table.note(shape, row_equivalents, seconds)

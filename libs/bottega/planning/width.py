@@ -1,6 +1,6 @@
-"""The work of requests, and what follows from the cost of a turn: how many requests run together, and where.
+"""Decisions that follow from the cost of a turn: how many requests run together, and on which worker.
 
-The work of a request is counted here alone: what guidance, image-to-image and ControlNets run.
+Only this module computes the work of a request: its rows and steps with guidance, image-to-image and ControlNets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 _HORIZON = 32
 
 MAX_BACKLOG = 16
-"""Number of queued requests that are considered beside those of a worker. It need not be told of more."""
+"""Largest number of queued requests that decisions consider. Callers need not report a longer queue."""
 
 # How much worse the mean may get for a wider group. A wider group is fairer, because its last member ends earlier, and
 # it can admit the next arrival, which the sum does not count.
@@ -170,7 +170,7 @@ def rows_to_offload(
         theirs: Seconds of a forward at the peer, with transfer.
         backlog: Requests that wait for a worker. Nothing is offloaded then: two workers that share a request achieve
             less than two that have one each, because half the rows take more than half the time.
-        saved: How many rows' worth of time the rows that stay save by computing only part of their tokens.
+        saved: Time that local rows save by computing only part of their tokens, in plain rows.
     """
     if backlog > 0 or offloadable < 1 or rows < 2:
         return 0

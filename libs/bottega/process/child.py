@@ -1,4 +1,4 @@
-"""A child process with a framed pipe to it. This module does not know what the child does, nor what frames carry.
+"""A child process with a framed pipe to it. The module is independent of the child's task and the frames' content.
 
 The child is a fresh interpreter (`python -m MODULE --fd N ...`), never a fork: forking a process that runs gRPC or
 threads is unsafe. It leads its own process group, so that Ctrl-C in a terminal reaches only the parent, which then

@@ -1,4 +1,4 @@
-"""A service's side of its engine process: it starts, feeds, watches and replaces the engine.
+"""The supervisor of a service's engine process: it starts the engine, sends commands, watches and replaces it.
 
 The engine owns a device. If it crashes, hangs or runs out of memory, only its own work is lost. While it starts it
 reports its progress, and is killed after `start_stall_s` without any. From then on every message is a sign of life. The
@@ -68,38 +68,38 @@ class StartProgress:
     """The progress of an engine that is not ready yet."""
 
     stage: str
-    """What the engine does, as text for users."""
+    """Description of the current stage, for users."""
     done_bytes: int = 0
     total_bytes: int = 0
-    """Bytes of the stage; 0 if it has none to count."""
+    """Bytes to process in the stage; 0 if the stage does not count bytes."""
 
 
 class EngineListener(Protocol[Ready_contra, Event_contra]):
     """The receiver of an engine's messages."""
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """React to a new stage of the engine's start, or to progress in it."""
+        """Handle a new stage of the engine's start, or progress in it."""
 
     async def on_engine_ready(self, ready: Ready_contra) -> None:
-        """React to an engine that accepts commands from now on."""
+        """Handle that the engine is ready and accepts commands."""
 
     async def on_engine_event(self, event: Event_contra) -> None:
-        """React to an event. It must be fast, because the engine's next message waits for it."""
+        """Handle an event. This must be fast, because the engine's next message waits for it."""
 
     async def on_engine_lost(self, why: str) -> None:
-        """React to the loss of the engine and of everything that it held."""
+        """Handle the loss of the engine, with all of its work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeouts:
-    """Seconds after which an engine is given up."""
+    """Seconds after which an engine is killed and replaced."""
 
     start_stall_s: float
-    """Without progress of its start."""
+    """Seconds without progress of the engine's start."""
     hang_s: float
-    """Without any message."""
+    """Seconds without any message of a ready engine."""
     stall_s: float
-    """With work but without a turn."""
+    """Seconds without a turn while the engine has work."""
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
@@ -197,7 +197,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         return await child.stop(_STOP_GRACE_S)
 
     async def _run_once(self, listener: EngineListener[ReadyT, EventT]) -> tuple[bool, str]:
-        """Serve one process until it is gone; return whether it had been ready, and why it is gone."""
+        """Serve one process until it ends. Return whether it had been ready, and why it ended."""
         try:
             if self._child is None:
                 await self.spawn()
@@ -231,7 +231,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         return f"{event}{stage}, before it was ready; what it logged just before says why"
 
     async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
-        """Pass on the engine's events until it is gone; return the reason."""
+        """Pass the engine's events to the listener until the engine ends. Return the reason."""
         turns, moved_s = -1, self._awake()
         while not isinstance(event := await self._receive_event(child, self._timeouts.hang_s), str):
             now = self.turns(event)
@@ -359,6 +359,6 @@ class PendingCalls(Generic[AnswerT]):
             call.set_result(answer)
 
     def fail_all(self, error: BottegaError) -> None:
-        """Fail all calls, because the engine is gone."""
+        """Fail all calls, because the engine was lost."""
         for number in list(self._pending):
             self.answer(number, error)

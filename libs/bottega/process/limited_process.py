@@ -1,4 +1,4 @@
-"""A child process behind limits that answers one call at a time. It is started on demand, and ended when it fails.
+"""A child process with resource limits that serves one call at a time. It starts on demand, and ends when it fails.
 
 A caller that has an untrusted file read must distinguish a file that kills its reader from a machine that is too busy,
 so a lost process reports how it was lost.
@@ -34,25 +34,25 @@ _log = logging.getLogger(__name__)
 
 
 class Loss(StrEnum):
-    """The way in which a process was lost in a call."""
+    """The cause for which a process was lost during a call."""
 
     OVERTIME = "took too long"
-    """It worked beyond the deadline."""
+    """The process was still working at the deadline of the call."""
     STALLED = "stood still"
     """The deadline passed while it hardly ran: it was stopped, or the machine was busy."""
     CPU_LIMIT = "reached its limit of processor time"
-    """It spent the processor time that a call may take."""
+    """The process used up the processor time that a call may take."""
     DIED = "died"
-    """It ended in any other way."""
+    """The process ended for another reason."""
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the same call may succeed in another process."""
+        """Whether the loss may be accidental, so that the call may succeed in another process."""
         return self in (Loss.STALLED, Loss.DIED)
 
 
 class ProcessLost(Exception):
-    """The process is gone, and its call has no answer."""
+    """The process ended before it answered its call."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss.value)
@@ -190,11 +190,11 @@ class SandboxStatus:
     """The restrictions that are in force for a process."""
 
     no_network: bool
-    """It has a network namespace of its own."""
+    """Whether it has a network namespace of its own."""
     filtered: bool
-    """It has a system-call filter that this process does not have."""
+    """Whether it has a system-call filter that this process does not have."""
     no_new_privileges: bool
-    """No program that it starts has more rights than it has."""
+    """Whether programs that it starts can never have more rights than it has."""
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class PoolLimits:
     """Bounds of a pool."""
 
     processes: int
-    """How many processes run at once."""
+    """Number of processes."""
     max_waiting: int
     """How many calls may wait for a process, half of them large."""
     max_wait_s: float | None = None
@@ -62,9 +62,9 @@ class PoolLimits:
     limit: str
     """Name of these bounds in a refusal."""
     waiting: str
-    """What waits, as text for users."""
+    """Plural noun for the waiting calls, in error messages."""
     attempts: int = 2
-    """How often a call is tried if its process was lost by chance."""
+    """Number of attempts at a call whose process was lost by accident."""
     new_process: bool = False
     """Whether each call gets a process of its own."""
     idle_s: float | None = None
@@ -73,7 +73,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
-    """A frame to send to a process."""
+    """A frame to send to a process, and limits for it."""
 
     frame: bytes
     limits: Mapping[int, int] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class ProcessPool:
                 attempt += 1
 
     def _full(self) -> QueueFull:
-        """Return the error of a call for which there was no room, or not in time."""
+        """Return the error for a call that found no room in the queue, or waited too long."""
         return QueueFull(
             f"too many {self._limits.waiting}; ask again",
             metadata={"limit": self._limits.limit},
@@ -211,7 +211,7 @@ class ProcessPool:
             self._idle = None
 
     def _rest(self) -> None:
-        """End the processes after a while, unless there is another call."""
+        """End the processes after the idle time, unless another call arrives."""
         self._stay_awake()
         if self._limits.idle_s is not None and not self._stopped:
             loop = asyncio.get_running_loop()

@@ -155,7 +155,7 @@ class GrpcListener:
         await self._interceptor.calls.wait_idle()
 
     async def stop(self) -> None:
-        """End now and cancel running calls. A second call does nothing."""
+        """Stop the listener at once, and cancel running calls. A second call does nothing."""
         await self._guarding.aclose()
         await self.grpc.stop(_STOP_GRACE_S)
         self._interceptor.calls.errors.sum_up()
@@ -173,7 +173,7 @@ class GrpcListener:
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
 
     def _check_exposure(self) -> None:
-        """Raise ConfigError if strangers could call, unless the configuration allows it."""
+        """Raise ConfigError if unknown hosts could call the port, unless the configuration allows it."""
         if is_loopback(self._listen) or (self._tls is not None and self._authenticates):
             return
         key = f"{self.listener_name or 'server'}.listen"
@@ -189,7 +189,7 @@ class Server(GrpcListener):
     Create it in a running event loop, add servicers to `grpc`, and call `start`.
 
     Args:
-        name: Name of the service, for people.
+        name: Name of the service in messages.
         authenticator: Authenticator of the main listener; see GrpcListener.
     """
 
@@ -262,7 +262,7 @@ class Server(GrpcListener):
         """End gracefully: set health to NOT_SERVING, pause, call `finish`, and wait for running calls within the grace.
 
         Args:
-            finish: The service's own part. It must end streams that would otherwise go on for ever.
+            finish: The service's own steps of a drain. It must end streams that would not end by themselves.
         """
         self._draining = True
         await self.set_serving(False)

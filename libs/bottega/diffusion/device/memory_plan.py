@@ -3,7 +3,7 @@
 What forwards and decoding need is measured once. It is proportional to the elements of their latents; attention needs
 no more than that in any of torch's fused kernels.
 
-A CPU has no budget: everyone may keep what they like, and forwards are not measured. Decoding needs by far the most. It
+A CPU has no budget: reservations are not limited, and forwards are not measured. Decoding needs the most memory. It
 is compared with the memory that is available to the process at that moment, because the kernel kills a process where a
 GPU's allocator would raise an error.
 """

@@ -79,7 +79,7 @@ def request_id_from(text: str) -> str:
 
 
 def dropped_lines() -> int:
-    """Return how many lines this process dropped because nobody read them."""
+    """Return how many lines this process dropped because the reader of stderr was too slow."""
     return _handler.pipe.dropped if _handler else 0
 
 
@@ -160,7 +160,7 @@ def _add_bound_fields(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LogLine:
-    """A line that waits."""
+    """A line in the queue."""
 
     data: bytes
     dropped: int = 0

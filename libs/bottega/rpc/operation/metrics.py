@@ -218,10 +218,10 @@ class _MetricsRequest(WSGIRequestHandler):
         self.rfile, self.wfile = io.BufferedReader(io.BytesIO(self._head)), self._answer
 
     def finish(self) -> None:
-        """Close nothing."""
+        """Leave the buffers open: the server closes the connection."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        """Suppress the standard library's log line for each request."""
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[object]]) -> None:

@@ -31,7 +31,7 @@ class Role(StrEnum):
     """The role of a caller."""
 
     LOCAL = "local"
-    """Any caller of a listener that authenticates nobody."""
+    """Any caller of a listener without authentication."""
     TENANT = "tenant"
     OPERATOR = "operator"
     GATEWAY = "gateway"
@@ -100,15 +100,15 @@ class Caller:
     tenant: str = ""
     """Tenant whose jobs and pictures the caller sees; empty if there are no tenants."""
     max_calls: int = 0
-    """Unary calls of the tenant that may be served at once; 0 is without a bound."""
+    """Upper bound on unary calls of the tenant that are served at once; 0 for no bound."""
     max_streams: int = 0
-    """Streams of the tenant that may be served at once; 0 is without a bound."""
+    """Upper bound on streams of the tenant that are served at once; 0 for no bound."""
     grants: Grants = ALL_GRANTED
     """Models and adapters that the tenant may use."""
 
 
 LOCAL = Caller(role=Role.LOCAL)
-"""The caller where nobody is authenticated. It may do everything."""
+"""The caller on a listener without authentication. It may call all methods."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 
@@ -135,7 +135,7 @@ class CallAuthenticator(Protocol):
 
 
 class AllLocal:
-    """A CallAuthenticator that accepts everybody."""
+    """A CallAuthenticator for listeners without authentication: every caller is LOCAL."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
         """Return LOCAL."""

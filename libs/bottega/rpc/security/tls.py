@@ -174,7 +174,7 @@ def _server_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfig
 
 
 async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
-    """Return a sentence if only one of the port and the caller uses TLS; else an empty text.
+    """Return an explanation if the port uses TLS and the caller does not, or the reverse; empty if they agree.
 
     Args:
         address: host:port; anything else is not checked.
