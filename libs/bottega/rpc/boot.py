@@ -87,7 +87,11 @@ def _arguments(name: str, kind: type[object], description: str) -> argparse.Name
     parser = argparse.ArgumentParser(prog=f"python -m bottega.{name}", description=description)
     keys = f"YAML file; every key has a default, see {kind.__name__}"
     parser.add_argument("--config", type=Path, metavar="FILE", help=keys)
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
+    parser.add_argument(
+        "--stop-with-stdin",
+        action="store_true",
+        help="stop, as after SIGTERM, when the stdin pipe is closed",
+    )
     return parser.parse_args()
 
 

@@ -158,7 +158,7 @@ class ConnectionGuard:
                         await asyncio.to_thread(self._look, look, frozenset(self._busy()))
                     await asyncio.sleep(_FLOOD_ROUND_S)
             except OSError as error:
-                _log.warning("connections cannot be looked at", extra={"why": str(error)})
+                _log.warning("the server's connections cannot be inspected", extra={"why": str(error)})
 
     def _crowding(self) -> float:
         """Return the open files and sockets relative to a host's share. Up to 1, no host can have more than that."""

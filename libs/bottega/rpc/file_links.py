@@ -97,7 +97,7 @@ class FileTransfer(abc.ABC):
         while done < len(view):
             got = os.preadv(self.lease.descriptor, [view[done:]], place + done)
             if not got:
-                raise InternalError("the file has become shorter while it was sent")
+                raise InternalError("the file was truncated while it was sent")
             done += got
 
 

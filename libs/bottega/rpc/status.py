@@ -227,7 +227,7 @@ _CLASS_BY_CODE: dict[Code, type[BottegaError]] = {
 
 # Beginning of gRPC's text when it refuses a call because of its own limit, before the service sees the call.
 _TOO_MANY_CALLS = "Concurrent RPC limit"
-_TOO_MANY_CALLS_MESSAGE = "as many calls are served as can be; ask again"
+_TOO_MANY_CALLS_MESSAGE = "the server serves its maximum number of calls; retry"
 _RETRY_S = 1.0
 
 _MESSAGES: dict[Code, str] = {

@@ -189,4 +189,4 @@ def test_every_service_has_the_same_command_line(
     assert said[0] == f"usage: python -m bottega.{service} [-h] [--config FILE] [--stop-with-stdin]"
     assert said[2].startswith("Bottega's ")
     assert said[-2].startswith("  --config FILE      YAML file; every key has a default, see ")
-    assert said[-1] == "  --stop-with-stdin  stop as at SIGTERM when stdin, a pipe, ends"
+    assert said[-1] == "  --stop-with-stdin  stop, as after SIGTERM, when the stdin pipe is closed"

@@ -406,7 +406,7 @@ def test_a_process_without_a_descriptor_left_says_so_and_ends_that_link(liar: Li
         liar.share(file.descriptor, size=5000, kind=_FILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            with pytest.raises(NoSharedMemory, match="descriptor left"):
+            with pytest.raises(NoSharedMemory, match="no free file descriptor"):
                 liar.link.recv(patience())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -35,7 +35,7 @@ def test_a_certificate_names_an_identity_until_its_time_is_over() -> None:
 def test_keys_and_authorities_that_do_not_belong_together_are_refused() -> None:
     authority, foreign = new_authority(days=10), new_authority(days=10)
     one, other = new_certificate(authority, WORKER, days=5), new_certificate(authority, WORKER, days=5)
-    with pytest.raises(ConfigError, match="not made together"):
+    with pytest.raises(ConfigError, match="does not belong to the certificate"):
         check_pair(CertificatePair(certificate=one.certificate, key=other.key), authority.certificate, source="c")
     with pytest.raises(ConfigError, match="not signed by the authority"):
         check_pair(one, foreign.certificate, source="c")

@@ -113,7 +113,7 @@ def test_a_length_that_no_record_has_is_refused_before_anything_is_kept() -> Non
         receiver = ends()[1]
         receiver.wanted[:] = length.to_bytes(4, "little")
         assert receiver.received(4, memoryview(bytearray(10))) == 0
-        with pytest.raises(BadFrame, match="no sealed record"):
+        with pytest.raises(BadFrame, match="not a sealed record"):
             receiver.wanted  # noqa: B018 - a property that checks
     assert len(receiver._incoming) == RECORD_BYTES + 2 * records._HEADER_BYTES + records._TAG_BYTES
 

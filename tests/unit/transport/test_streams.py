@@ -68,7 +68,7 @@ def test_what_came_before_a_record_that_is_none_can_be_read() -> None:
         target = bytearray(len(payload))
         assert peer.read_bulk(memoryview(target), Deadline.after(SOON)) == len(payload)
         assert target == payload
-        with pytest.raises(BadFrame, match="no sealed record"):
+        with pytest.raises(BadFrame, match="not a sealed record"):
             peer.receive_frame(Deadline.after(SOON))
     finally:
         here.close()

@@ -75,7 +75,10 @@ def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
 @command.command("show")
 @click.argument("service")
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), help="Its file; default: that of its unit, if it exists."
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    help="Configuration file; default: that of the service's unit, if it exists.",
 )
 @click.option(
     "--folder",

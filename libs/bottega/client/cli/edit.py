@@ -152,7 +152,7 @@ def _text(shape: MaskShape) -> str:
 @click.option(
     "--like",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Edit as this earlier picture was drawn, changed by the other options; give its image and mask again.",
+    help="Repeat this earlier edit, with the other options changed; give its image and mask again.",
 )
 @edit_options
 @drawing_options

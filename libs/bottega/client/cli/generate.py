@@ -20,7 +20,7 @@ from bottega.client.types.png_parameters import parameters_of
 @click.option(
     "--like",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Draw this earlier picture again, changed by the other options.",
+    help="Repeat this earlier picture, with the other options changed.",
 )
 @click.option(
     "-p",

@@ -52,7 +52,9 @@ _IMAGE_TO_IMAGE = (
     ),
 )
 _EDITING = (
-    click.option("--strength", type=float, help="How much the masked part is redrawn, above 0 to 1; default: 0.9999."),
+    click.option(
+        "--strength", type=float, help="How much the masked part may change, from above 0 to 1; default: 0.9999."
+    ),
     click.option(
         "--padding-mask-crop",
         type=int,

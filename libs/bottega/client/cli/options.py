@@ -77,7 +77,7 @@ def timeout_option(command: CommandT) -> CommandT:
         default=DEFAULT_TIMEOUT_S,
         show_default=True,
         callback=_note_timeout,
-        help="Seconds to wait at most.",
+        help="Time-out in seconds.",
     )(command)
 
 

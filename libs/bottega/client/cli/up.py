@@ -58,7 +58,9 @@ class _WithServicesOptions(click.Command):
     show_default=True,
     help="Model to serve: miniature, or a folder in Diffusers' layout.",
 )
-@click.option("--model-name", default="", help="Name to ask for it by; default: that of its folder or repository.")
+@click.option(
+    "--model-name", default="", help="Name of the model in requests; default: the name of its folder or repository."
+)
 @click.option("--device", default="auto", show_default=True, help="Device of the workers: auto, cpu or cuda:N.")
 @click.option(
     "--dtype",

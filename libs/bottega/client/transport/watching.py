@@ -140,7 +140,7 @@ class CancelOnExit:
             job_id: Empty if the caller left before it was known.
         """
         if self._over:
-            _log.warning("a request was left unfinished when its client was closed; it may still run")
+            _log.warning("a request was not cancelled before its client was closed; it may still run")
             return
         self._tasks.start(self._cancel(request, job_id))
 

@@ -65,12 +65,12 @@ class CallLimit:
         host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
         free = self._max_calls - self._all.count
         if free <= 0:
-            raise full("as many calls are served as can be", limit=self._limit)
+            raise full("the server serves its maximum number of calls", limit=self._limit)
         host_room = fair_room(free=free, held=host.count, share=self._share)
         if host_room <= 0:
-            raise full("your host has as many calls open as it may have now", limit=self._limit)
+            raise full("your host has reached its share of open calls", limit=self._limit)
         if fair_room(free=host_room, held=connection.count, share=self._share) <= 0:
-            raise full("your connection has as many calls open as it may have now", limit=self._limit)
+            raise full("your connection has reached its share of open calls", limit=self._limit)
         return CallSlot(
             [self._all, *(self._held.setdefault(key, CallCounter()) for key in (peer.host, peer))], self._tidy(peer)
         )
@@ -209,7 +209,7 @@ class CallResponses:
         """Return an answer after reserving room for it. Raises QueueFull without room."""
         if not self.reserve(len(raw)):
             self._flow.shorten_waits()
-            raise full("as many answers wait to be read as there is memory for", limit="max_answers_mib")
+            raise full("there is no memory for more responses until callers read earlier ones", limit="max_answers_mib")
         return raw
 
     async def send(self, raw: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:

@@ -322,7 +322,7 @@ class TenantCalls:
         key = known.tenant, quota
         if most and self._served[key] >= most:
             raise QuotaExceeded(
-                f"as many {quota} of tenant {known.tenant} are served as it may have at once: {most}",
+                f"tenant {known.tenant} has reached its quota of concurrent {quota}: {most}",
                 metadata={"quota": quota, "most": str(most)},
                 retry_after_s=1.0,
             )

@@ -107,7 +107,7 @@ class MemoryQuota:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise full("the request came too slowly", limit="max_requests_mib") from None
+            raise full("the request arrived too slowly", limit="max_requests_mib") from None
         finally:
             del self._coming[scope]
 
@@ -165,7 +165,7 @@ class MemoryQuota:
             raise
         if not turn.come.done():
             self._waiting.remove(turn)
-            raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
+            raise full("there is no memory to receive more requests now", limit="max_requests_mib")
 
     def _shorten_waits(self) -> None:
         """End calls whose messages arrive slowly, because another call waits for room."""

@@ -101,7 +101,7 @@ def check_pair(pair: CertificatePair, authority: bytes, *, source: str) -> None:
     certificate = _loaded(pair.certificate, source=source)
     key = _loaded_key(pair.key, source=f"the key of {source}")
     if key.public_key() != certificate.public_key():
-        raise ConfigError(f"the key is not the one of {source}: they were not made together")
+        raise ConfigError(f"the key does not belong to the certificate {source}")
     chain = x509.load_pem_x509_certificates(pair.certificate)
     roots = x509.load_pem_x509_certificates(authority)
     if not any(_issued(chain[-1], root) for root in roots):
@@ -176,7 +176,7 @@ def _loaded_key(key: bytes, *, source: str) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError):
         raise ConfigError(f"{source} is no key in PEM without a password") from None
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{source} is of another kind than `bottega certs` makes: an EC key is wanted")
+        raise ConfigError(f"{source} has the wrong type of key: `bottega certs` makes EC keys")
     return loaded
 
 

@@ -128,7 +128,7 @@ class TlsFiles:
         try:
             self._material = self._read()
         except ConfigError as error:
-            _log.error("new certificates cannot be used; those before stay", extra={"text": error.message})
+            _log.error("new certificates cannot be used; the previous ones stay in use", extra={"text": error.message})
         else:
             _log.info("the certificates were read again", extra={"certificate": str(self._paths[0])})
 

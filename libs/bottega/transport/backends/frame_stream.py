@@ -119,7 +119,9 @@ class FrameStream:
             if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
                 return array.array("i", value)[0]
         if flags & socket.MSG_CTRUNC:
-            raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
+            raise NoSharedMemory(
+                "this process has no free file descriptor for the peer's shared memory: raise its limit"
+            )
         raise BadFrame("the peer announced shared memory and sent none")
 
     def send_credit(self, frame: Frame) -> None:
@@ -131,7 +133,7 @@ class FrameStream:
             encoded = self._sealed(frame.pack())
             if self._send_at_once(encoded) < len(encoded):
                 self._torn = True
-                raise BadFrame("the peer sends messages and never reads its credit")
+                raise BadFrame("the peer sends messages but does not read the credit for them")
 
     def read_bulk(self, target: memoryview, deadline: Deadline) -> int:
         """Read into `target` until it is full or the deadline passes; return how many bytes were read. Raises PeerDead.
@@ -263,7 +265,7 @@ class FrameStream:
             if not pieces:
                 return
             if not self._writable.poll(_milliseconds(deadline)):
-                raise DeadlineExceeded("the peer did not take a message in time; it may be stopped or overloaded")
+                raise DeadlineExceeded("the peer did not receive a message in time; it may be stopped or overloaded")
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline))
             flags = 0
 

@@ -128,7 +128,9 @@ class Records:
             return
         size = int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
         if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
-            raise BadFrame("the peer sent no sealed record: the way between changes bytes, or it does not seal")
+            raise BadFrame(
+                "the peer sent bytes that are not a sealed record: the network changed them, or it does not encrypt"
+            )
         self._due = _HEADER_BYTES + size
 
     def _open(self, target: memoryview) -> None:
@@ -137,7 +139,7 @@ class Records:
         try:
             self._opening.decrypt_into(nonce, incoming[_HEADER_BYTES : self._due], incoming[:_HEADER_BYTES], target)
         except InvalidTag:
-            raise BadFrame("a sealed record was changed, left out, repeated or moved on its way") from None
+            raise BadFrame("a sealed record was changed, dropped, repeated or reordered on the network") from None
         self._opened += 1
         ahead = self._have - self._due  # bytes of the next record's header
         incoming[:ahead] = incoming[self._due : self._have]

@@ -89,7 +89,7 @@ class GrpcWorkerClient:
                 raise Unavailable("the worker cannot be reached") from None
             lost = _typed(error, answered=answered)
             if is_death(lost) and await self._still_has(attempt):
-                lost = WorkerLost("the connection to the worker broke, and the worker lives")
+                lost = WorkerLost("the connection to the worker was lost, but the worker still runs")
             raise lost from None
         finally:
             call.cancel()

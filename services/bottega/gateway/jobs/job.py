@@ -338,7 +338,7 @@ class Job:
 
     def fail_if_exhausted(self) -> bool:
         """Decide that the job fails if its attempts have used up all numbers."""
-        why = WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0)
+        why = WorkerLost(f"{self.attempts} attempts at this job failed", retry_after_s=1.0)
         return self.attempts >= MAX_ATTEMPTS and self.fail(why)
 
     def cancel(self, why: str = "the job was cancelled") -> bool:

@@ -416,7 +416,7 @@ async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: Botteg
     await shop.fail(job, error)
     await asyncio.wait_for(job.ended.wait(), 2)
     assert isinstance(job.error, WorkerLost)
-    assert job.error.message == "4095 attempts at this job came to nothing"
+    assert job.error.message == "4095 attempts at this job failed"
     await shop.stop()
 
 
