@@ -49,13 +49,16 @@ class BackgroundTasks:
         return task
 
     async def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Return or raise what `work` does. It is cancelled with its caller. Raises QueueFull if too many tasks run."""
+        """Run `work` as a task, and return its result.
+
+        It is cancelled with its caller. Raises QueueFull for too many.
+        """
         return await self._run(work)
 
     async def run_shielded(
         self, work: Coroutine[Any, Any, ResultT], *, on_abandoned: Callable[[ResultT], None] | None = None
     ) -> ResultT:
-        """Return or raise what `work` does. It runs to its end even if the caller is cancelled.
+        """Run `work` as a task, and return its result. It runs to its end even if the caller is cancelled.
 
         Raises QueueFull if too many tasks run.
 
@@ -124,7 +127,7 @@ async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
 
 def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, but let it begin first: otherwise not a line of its work would run, nor any `finally`."""
+    """Cancel a task after it has begun. If it were cancelled earlier, none of its code would run, nor any `finally`."""
     work = task.get_coro()
     if isinstance(work, Coroutine) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
         task.get_loop().call_soon(task.cancel)  # its first step is scheduled already, so it runs before this
@@ -151,7 +154,7 @@ def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT])
 
 
 async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return or raise what `work` does. If the caller is cancelled, CancelledError is raised after the work has ended.
+    """Run `work` to its end, and return its result. If the caller is cancelled, raise CancelledError after that.
 
     It is for work that must not stop halfway, such as creating or removing a file.
     """

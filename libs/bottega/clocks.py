@@ -1,4 +1,4 @@
-"""Clocks: those of a service, which tests can fake; one that nobody can set; one that stops with the process."""
+"""Clocks: those of a service, which tests can fake; a steady clock; and one that counts only while the process runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
     monotonic: Callable[[], float] = time.monotonic
     """Seconds, for durations and deadlines."""
     wall: Callable[[], float] = time.time
-    """Unix time in seconds, for people."""
+    """Unix time in seconds, for display."""
     boot: Callable[[], str] = boot_id
     """Returns the id of the machine's boot."""
 
@@ -90,8 +90,8 @@ class SteadyClock:
     def resume(self, mark: ClockMark) -> None:
         """Continue the clock of an earlier process.
 
-        The monotonic clock says how much time has passed since the mark. After a reboot it says nothing, and the wall
-        clock may have been set: then no time counts as passed.
+        The time since the mark is measured by the monotonic clock. After a reboot, the monotonic clock has restarted and
+        the wall clock may have been set, so no time counts as passed.
         """
         if mark.boot and mark.boot == self._clock.boot():
             self._ahead_s = max(mark.ahead_s, mark.steady - self._clock.monotonic())

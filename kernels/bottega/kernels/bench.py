@@ -53,7 +53,7 @@ class Measurement:
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Iterator[Measurement]:
-    """Measure the cases of every kernel; raise the error of a kernel that cannot run here.
+    """Measure the cases of every kernel. Raise the error of a kernel that cannot run on this device.
 
     `small` selects the sizes for an interpreter.
     """

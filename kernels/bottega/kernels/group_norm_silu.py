@@ -39,11 +39,11 @@ class _Cut:
     groups: int
     """Groups per tile."""
     channels: int
-    """Lanes per tile, at least the channels of its groups."""
+    """Channels per tile, rounded up so that all channels of its groups fit."""
     places: int
-    """Places per tile."""
+    """Pixels per tile."""
     part: int
-    """Places per part."""
+    """Pixels per part."""
     parts: int
 
 
@@ -234,7 +234,7 @@ def group_norm_silu(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, *, groups: int, eps: float, activate: bool = True) -> Tensor:
-    """Compute the same with torch."""
+    """Compute the same result with torch."""
     normed = functional.group_norm(x, groups, weight, bias, eps)
     return functional.silu(normed) if activate else normed
 

@@ -25,7 +25,7 @@ _STOP_S = 30.0
 
 
 class Loader(Protocol[LoadedT_co]):
-    """A loader of values. `what` names one of them in texts for users."""
+    """A loader of values. `what` is the noun for a value in error messages."""
 
     what: str
 
@@ -87,7 +87,7 @@ class LoadCache(Generic[ValueT]):
 
     @property
     def coming(self) -> list[str]:
-        """Names of values that are being loaded, or wait for a load because a caller asked for them."""
+        """Names of values that are being loaded, or that a caller has requested."""
         with self._changed:
             return self._plan.coming
 
@@ -123,7 +123,7 @@ class LoadCache(Generic[ValueT]):
         lease.values.cancel()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce that requests that wait elsewhere will lease these. Unknown names are ignored."""
+        """Announce values that queued requests will lease, so that they are loaded ahead. Ignore unknown names."""
         items = []
         for name in names:
             try:

@@ -27,18 +27,18 @@ _PATIENCE = 100
 
 
 class EvictionOrder(Protocol):
-    """An order of eviction that is learnt from uses."""
+    """An order of eviction, computed from the uses of items."""
 
     def used(self, name: str) -> None:
         """Count a use."""
         ...
 
     def value(self, name: str) -> tuple[int, int]:
-        """Return a sort key; the least goes first."""
+        """Return a sort key; the item with the lowest key is evicted first."""
         ...
 
     def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
-        """Return whether to load `absent` unrequested in place of all of `others`, none of which is in use."""
+        """Return whether to load `absent` ahead of any request, in place of the unused items `others`."""
         ...
 
 
@@ -90,7 +90,7 @@ class CacheItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCommand:
-    """An order to the owner of the memory: first drop `evicted`, then load `name`."""
+    """A command to the owner of the memory: first drop `evicted`, then load `name`."""
 
     name: str
     evicted: tuple[str, ...]
@@ -194,7 +194,7 @@ class LoadPlan:
         self._grant()
 
     def expect(self, items: Iterable[CacheItem]) -> None:
-        """Announce that requests that wait elsewhere will claim these.
+        """Announce items that queued requests will claim.
 
         They are loaded ahead while no claim waits here.
         """
@@ -277,7 +277,7 @@ class LoadPlan:
         return LoadCommand(name=name, evicted=tuple(victims))
 
     def _ahead(self) -> LoadCommand | None:
-        """Return a load that no claim waits for: expected items first, then popular ones."""
+        """Return an item to load ahead of any claim: an expected one, else a popular one."""
         if self._waiting:
             return None  # the waiting claims will need the room
         absent = [

@@ -28,7 +28,7 @@ EntryT = TypeVar("EntryT", bound=LruEntry)
 
 
 def _ignore(_key: str, _entry: object) -> None:
-    """Do nothing, for entries that hold only memory."""
+    """Ignore the eviction of an entry that holds only memory."""
 
 
 class LruCache(Generic[EntryT]):

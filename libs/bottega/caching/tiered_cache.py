@@ -40,11 +40,11 @@ class TieredCache:
 
     Args:
         path: Returns the path of a digest's file.
-        what: Name of such a file in texts for users.
+        what: Noun for a file in error messages.
         missing: Returns the error for a digest without a file.
         budget_bytes: Budget of the memory tier.
         max_entries: Maximum number of files in memory; each holds a file descriptor.
-        max_loads: How many loads run at once.
+        max_loads: Number of loads that run at once.
         on_damaged: Called with the digest of a damaged file by the thread that read it. If given, files are checked
             whenever they are read from the disk, including those that do not fit into memory.
         spared: Returns the groups to evict last; called under the lock.
@@ -201,7 +201,7 @@ class TieredCache:
             self._memory.clear()
 
     def _look_at(self, digest: str) -> KnownFile | None:
-        """Ask the disk about a file; return None if it is in memory or cannot be found."""
+        """Look up a file on the disk. Return None if it is in memory or does not exist."""
         if self._memory.get(digest) is not None:
             return None
         try:

@@ -12,14 +12,14 @@ from bottega.v1.trace_pb2 import StoreTimes
 
 
 class Tier(StrEnum):
-    """The place of a file when it was requested."""
+    """The place from which a request for a file was served."""
 
     MEMORY = "memory"
-    """In memory already, and not only because of this request."""
+    """The file was in memory already, for another reason than this request."""
     LOADED = "loaded"
-    """Loaded for this request: the load was running, or it was loaded ahead and this is its first use."""
+    """The file was loaded for this request: it was being loaded, or was loaded ahead and is used for the first time."""
     DISK = "disk"
-    """On disk, because memory had no room for it."""
+    """The file is read from disk, because memory had no room for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheLease:
-    """Bytes that stay readable until the lease is given back, whatever is loaded or deleted.
+    """Bytes that stay readable until the lease is given back, even if the file is evicted or deleted.
 
     Read them with os.preadv.
     """
@@ -63,7 +63,7 @@ class CacheLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFile:
-    """Facts that a caller knows about a file, so that the disk need not be asked."""
+    """Facts about a file that a caller knows, which save a look-up on the disk."""
 
     size_bytes: int
     group: str = ""

@@ -1,4 +1,4 @@
-"""The client's parts of the add-ons: the package `client` of every package in bottega.addons.
+"""Finds the client's parts of the add-ons: the package `client` of every package in bottega.addons.
 
 Its `sdk` module has `ADD_ON`, a description for people, and the methods that bottega.client.sdk.clients adds to the
 clients. Its `cli` module has the subcommands, `PART` (options of `bottega generate` and `bottega edit`) and

@@ -40,7 +40,7 @@ class LeftOutThing:
 
     @property
     def sentence(self) -> str:
-        """A line about it, for people."""
+        """A line of text about it."""
         return f"{self.service} leaves out {self.name}: {self.reason}"
 
 

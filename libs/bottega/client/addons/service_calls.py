@@ -68,11 +68,11 @@ class ServiceCalls(Generic[StubT]):
         *,
         missing: BottegaError,
     ) -> tuple[FleetMember, AnswerT]:
-        """Return the first service that has what `call` asks for, and its answer.
+        """Call services in turn until one has the requested item. Return that service and its response.
 
         Args:
             services: The services to ask, in this order.
-            call: Asks one service. It raises an error of the class of `missing` if that service lacks the thing.
+            call: Calls one service. It raises an error of the class of `missing` if that service lacks the item.
             missing: Raised if no service has it.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Checks whether a gateway answers, its certificates and who has joined it, or else which process has its ports."""
+"""Checks a gateway: whether it answers, its certificates, its fleet, or else the process that uses its ports."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _check_services(fleet: FleetStatus) -> Iterator[CheckResult]:
 
 
 def _check_left_out(fleet: FleetStatus) -> Iterator[CheckResult]:
-    """Warn of what services find and do not host, and of workers that cannot serve their model."""
+    """Warn of files that services found but do not host, and of workers that cannot serve their model."""
     for member in fleet.members:
         for item in member.load.left_out:
             todo = "Correct it or take it away, and start the service again."

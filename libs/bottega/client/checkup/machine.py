@@ -167,7 +167,7 @@ def check_model(model: str) -> Iterator[CheckResult]:
 
 
 def _described(report: ModelReport) -> str:
-    """Return such as "SDXL, 64 x 64 pixels; 4 files of weights in F16, 4.3 million parameters, 8.3 MiB"."""
+    """Describe a model, as in "SDXL, 64 x 64 pixels; 4 files of weights in F16, 4.3 million parameters, 8.3 MiB"."""
     parts = report.parts.values()
     sizes = Counter[str]()
     for part in parts:

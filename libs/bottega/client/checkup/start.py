@@ -1,4 +1,4 @@
-"""Checks what a service would find on this machine when it starts: its files, its certificates and its ports.
+"""Checks whether a service could start on this machine: its files, its certificates and its ports.
 
 If root asks and the service's unit is installed, files are checked twice: as root, and as the unit's user. Files that
 only a running unit can see, such as its credentials, are not checked.
@@ -41,7 +41,7 @@ class PortFinding:
     """A port of a configuration that cannot be opened now."""
 
     text: str
-    """The finding, for people."""
+    """The finding, in words."""
     certain: bool
     """Whether a start would fail; False if the service itself may be the process that listens there."""
 
@@ -145,7 +145,7 @@ def _file_check(service: ServiceSpec, config: object) -> Callable[[], None]:
 
 @contextmanager
 def _acting_as(user: UnitUser) -> Iterator[None]:
-    """Have this process read files as another user for the `with` block."""
+    """Let this process read files as another user in the `with` block."""
     group, groups = os.getegid(), os.getgroups()
     os.setgroups(user.groups)
     os.setegid(user.groups[0])
@@ -215,7 +215,7 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def _by_whom(what: str, port: int, service: ServiceSpec, file: Path) -> PortFinding | None:
-    """Return a finding about the process that uses a port; None if it is the service with this configuration."""
+    """Describe the process that uses a port; None if it is the service with this configuration."""
     pids = {
         connection.pid
         for connection in psutil.net_connections("tcp")

@@ -1,4 +1,4 @@
-"""Log files of services: bounded files that are written line by line, their last lines, and lines as they come."""
+"""Log files of services: writes bounded files line by line, reads their last lines, and follows new lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a suite: each is started, read, restarted when it dies, and stopped; and all of them together."""
+"""Supervises the processes of a suite: starts them, logs their output, restarts those that die, and stops all."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ServiceProcess:
         self.pid: int | None = None
         """PID of its current process; None between two processes."""
         self.progress = ""
-        """How far a slow start is; empty when it serves."""
+        """Progress of a slow start, in words; empty when it serves."""
         self.serving = asyncio.Event()
         self._plan = plan
         self._listener = listener
@@ -122,7 +122,7 @@ class ServiceProcess:
             _end_group(self.pid)
 
     def _give_up_if_due(self, status: int, deaths: int) -> None:
-        """Raise DoesNotStart if another try cannot help, or there were enough tries."""
+        """Raise DoesNotStart if a restart cannot help, or the service died too often."""
         what = f"{self.name} does not start: "
         if status == ConfigError.exit_status:
             what += "its configuration cannot be used"
@@ -276,7 +276,7 @@ class Supervisor:
             self._written = record
 
     async def _whole_fleet(self, client: AsyncClient) -> FleetStatus | None:
-        """Return the fleet when every service serves and all that join it have reported to it, else None."""
+        """Return the fleet if every service serves, and all that join the fleet have reported their load; else None."""
         if not all(process.serving.is_set() for process in self._processes):
             return None
         try:

@@ -75,10 +75,10 @@ class CallTimeout(DeadlinePassed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDeadline:
-    """The moment after which the caller no longer wants the answer."""
+    """The time at which the caller gives up."""
 
     at_s: float
-    """By time.monotonic()."""
+    """The deadline, on time.monotonic()."""
     allowed_s: float
     """Seconds that the call had at first, for error messages."""
 
@@ -157,7 +157,7 @@ _ENDS = "Allow more time (timeout_s), or submit() a job, which outlives the call
 
 @dataclass(slots=True, kw_only=True)
 class LastProgress:
-    """The progress of a job as its caller knows it; without a job_id if there was no event."""
+    """The last progress of a job that its caller has received; without a job_id before the first event."""
 
     job_id: str = ""
     steps_done: int = 0
@@ -171,7 +171,7 @@ class LastProgress:
 
 
 def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -> DeadlinePassed:
-    """Return an error that tells the job's progress, with advice in its notes.
+    """Return a time-out error that describes the job's progress, with advice in its notes.
 
     Args:
         error: The error of the call.
@@ -191,7 +191,7 @@ def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -
 
 
 class TlsMismatch(Unavailable):
-    """The two ends of a connection do not agree on TLS, or on a certificate. A retry does not help."""
+    """Only one end of a connection uses TLS, or a certificate is not trusted. A retry does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

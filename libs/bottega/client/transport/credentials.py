@@ -1,4 +1,4 @@
-"""Credentials of a client, and the bounds on the answers of servers, which a client need not trust.
+"""Credentials of a client, and bounds on the responses of servers, which may not be trustworthy.
 
 An empty message in a list takes two bytes on the wire and a hundred in memory, so an answer of valid size could take a
 gigabyte. An answer with too many fields, or one that is no message, raises an error when it is read.
@@ -126,7 +126,7 @@ class _BoundedChannel:
 
 
 class _Unreadable:
-    """A stand-in for an answer that cannot be read, which raises an error on every access.
+    """A placeholder for a response that cannot be parsed. It raises an error on every access.
 
     A parser cannot raise it itself: gRPC logs its errors and returns None.
     """

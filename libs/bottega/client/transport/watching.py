@@ -171,7 +171,7 @@ class CancelOnExit:
 
 
 def job_has_ended(error: BottegaError) -> bool:
-    """Return whether an error means that the job has ended, or never began."""
+    """Return whether an error means that the job has ended, or was never accepted."""
     if isinstance(error, Unavailable):
         return isinstance(error, NoWorker | WorkerLost)
     return not isinstance(error, DeadlinePassed)
