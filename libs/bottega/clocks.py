@@ -90,8 +90,8 @@ class SteadyClock:
     def resume(self, mark: ClockMark) -> None:
         """Continue the clock of an earlier process.
 
-        The time since the mark is measured by the monotonic clock. After a reboot, the monotonic clock has restarted and
-        the wall clock may have been set, so no time counts as passed.
+        The time since the mark is measured by the monotonic clock. After a reboot, that clock has restarted and the wall
+        clock may have been set, so no time counts as passed.
         """
         if mark.boot and mark.boot == self._clock.boot():
             self._ahead_s = max(mark.ahead_s, mark.steady - self._clock.monotonic())

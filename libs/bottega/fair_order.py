@@ -60,7 +60,7 @@ class FairOrder:
             self._done_at = {tenant: at for tenant, at in self._done_at.items() if at > least}
 
     def idle(self) -> None:
-        """Record that nothing waits any more, which resets the tenants' usage."""
+        """Record that the queue is empty, which resets the tenants' usage."""
         self._now = max(self._done_at.values(), default=self._now)
         self._done_at.clear()
 

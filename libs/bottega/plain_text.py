@@ -1,4 +1,4 @@
-"""Text for people: excerpts of untrusted text, and progress."""
+"""Formats text for users: excerpts of untrusted text, and progress."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ MAX_KEPT_LATENTS_BYTES = 12 << 20
 MAX_PAGE = 100
 
 MAX_LEFT_OUT = 64
-"""Longest list of things that a service reports as not hosted."""
+"""Largest number of items that a service reports as not hosted."""
 MAX_REASON_CHARACTERS = 512
-"""Length of a reason that a service reports to the fleet, for people."""
+"""Largest length of a reason, in characters, that a service reports to the fleet."""
 
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
@@ -204,7 +204,7 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
 
 
 def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
-    """Return a service's report of things that it does not host, within the bounds of the contract.
+    """Return a service's report of items that it does not host, within the bounds of the contract.
 
     Args:
         kind: Kind of the things, as in Hosted.

@@ -178,7 +178,7 @@ class DeviceSender(_DeviceEnd):
 
 
 class Inflow(Protocol):
-    """A piece of a message on its way into a slot."""
+    """A piece of a message that is being received into a slot."""
 
     def done(self, deadline: Deadline) -> bool:
         """Wait until the bytes have arrived; return False at the deadline. Raises LinkError."""
@@ -227,7 +227,7 @@ class DeviceReceiver(_DeviceEnd):
         raise NotImplementedError
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait for bytes that are on their way when the link has ended."""
+        """Wait for pending transfers after the end of the link."""
         if self._inflow is not None:
             self._inflow[0].done(deadline)
 
@@ -257,14 +257,14 @@ class _LateCredits:
         self._thread: threading.Thread | None = None
 
     def send(self, frame: Frame, moment: torch.cuda.Event) -> None:
-        """Give credit when the device reaches the moment. The caller holds the lock of all credit."""
+        """Give credit when the device has reached a point in its stream. The caller holds the lock of all credit."""
         self._queue.put((frame, moment))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="link-credit", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end soon."""
+        """Tell the thread to end, without waiting for it."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -51,10 +51,10 @@ _MAX_KEY_BYTES, _MAX_VALUE_BYTES = 512, 1 << 20
 
 
 class Transfer(Protocol):
-    """A piece of a message on its way."""
+    """A pending transfer of a piece of a message."""
 
     def done(self, deadline: Deadline) -> bool:
-        """Wait until the piece has arrived or left; return False at the deadline. Raises PeerDead if it never will."""
+        """Wait until the piece was sent or received. Return False at the deadline. Raises PeerDead if it failed."""
         ...
 
 

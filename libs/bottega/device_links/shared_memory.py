@@ -44,7 +44,7 @@ class Exported(Protocol):
     def handle(self) -> bytes: ...
 
     def free(self) -> None:
-        """Free the memory. Call it only when nobody has it mapped."""
+        """Free the memory. Call it only when no process has it mapped."""
         ...
 
 

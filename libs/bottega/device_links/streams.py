@@ -23,7 +23,7 @@ _of_thread = threading.local()
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Return this moment in the current stream; None on a CPU."""
+    """Return an event at the current point of the current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -51,12 +51,12 @@ def keep_until_used(tensor: Tensor) -> None:
 
 
 def has_come(moment: torch.cuda.Event | None) -> bool:
-    """Return whether the device has reached that moment."""
+    """Return whether the device has reached an event of `mark`."""
     return moment is None or bool(moment.query())  # type: ignore[no-untyped-call]
 
 
 def reached(moment: torch.cuda.Event | None, deadline: Deadline) -> bool:
-    """Wait until the device has reached that moment; return False at the deadline."""
+    """Wait until the device has reached an event of `mark`. Return False at the deadline."""
     pause_s = _FIRST_PAUSE_S
     while not has_come(moment):
         left_s = deadline.left_s()

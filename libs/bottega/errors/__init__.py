@@ -66,15 +66,15 @@ class Violation:
     field: str
     """Path of the field, as in google.rpc.BadRequest."""
     description: str
-    """The rule, and what would be right."""
+    """The rule, and an example or range of valid values."""
 
 
 class BottegaError(Exception):
     """The root of all errors. A subclass fixes its `code` and `reason`.
 
     Args:
-        message: Text for people. It says what to do where something can be done.
-        metadata: Facts for programs, which travel in ErrorInfo.
+        message: Text for users, with advice if the user can do anything about the error.
+        metadata: Facts for programs, sent in ErrorInfo.
         retry_after_s: Seconds after which a retry may help; None if none will.
         violations: Fields that break rules. Only InvalidRequest and its subclasses have any.
     """
@@ -114,7 +114,7 @@ class BottegaError(Exception):
 
 
 class InternalError(BottegaError, code=Code.INTERNAL, reason=error_pb2.ERROR_REASON_INTERNAL):
-    """A fault in the suite; the log says more under the same request_id."""
+    """A bug or failure in the suite. The log has details under the same request_id."""
 
 
 class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
@@ -161,7 +161,7 @@ class Unauthenticated(BottegaError, code=Code.UNAUTHENTICATED, reason=error_pb2.
 
 
 class Forbidden(BottegaError, code=Code.PERMISSION_DENIED, reason=error_pb2.ERROR_REASON_FORBIDDEN):
-    """The caller is known, and may not do that."""
+    """The caller is authenticated, but does not have permission for the call."""
 
 
 class QuotaExceeded(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.ERROR_REASON_QUOTA_EXCEEDED):
@@ -169,7 +169,7 @@ class QuotaExceeded(BottegaError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2
 
 
 class JobNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_JOB_NOT_FOUND):
-    """No such job, or it has expired."""
+    """The job does not exist, or has expired."""
 
 
 class ImageNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_IMAGE_NOT_FOUND):
@@ -205,7 +205,7 @@ class DeadlinePassed(BottegaError, code=Code.DEADLINE_EXCEEDED, reason=error_pb2
 
 
 class JobCancelled(BottegaError, code=Code.CANCELLED, reason=error_pb2.ERROR_REASON_JOB_CANCELLED):
-    """Somebody cancelled the job."""
+    """A caller cancelled the job."""
 
 
 class NotFinite(BottegaError, code=Code.ABORTED, reason=error_pb2.ERROR_REASON_NOT_FINITE):
@@ -280,7 +280,7 @@ class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING)
 
 
 class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
-    """The process at the other end, or the connection to it, is gone. Partly received messages are void."""
+    """The process at the other end, or the connection to it, was lost. Discard partly received messages."""
 
 
 class LinkClosed(LinkError, reason=error_pb2.ERROR_REASON_LINK_CLOSED):
@@ -303,7 +303,7 @@ class NoSharedMemory(LinkError, code=Code.RESOURCE_EXHAUSTED, reason=error_pb2.E
 
 
 class AuthFailed(LinkError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_LINK_AUTH_FAILED):
-    """The token of a link's offer is wrong, used or too old. Ask for a new offer."""
+    """The token of a link's offer is wrong, already used or too old. Request a new offer."""
 
 
 class StaleEpoch(LinkError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_STALE_EPOCH):

@@ -28,7 +28,7 @@ VARIABLE = "BOTTEGA_SERVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOption:
-    """A number that `bottega up` takes for a service."""
+    """A numeric option of `bottega up` for a service, such as the number of its processes."""
 
     name: str
     """An identifier; the command line shows it with dashes."""
@@ -87,7 +87,7 @@ class UnitSettings:
     reads_models: bool = False
     """Whether it reads models, which may lie in a home folder."""
     start_s: int = 0
-    """Seconds to become ready or to ask for more time; 0 is systemd's default."""
+    """Seconds in which it must become ready or extend its start; 0 for systemd's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def options_of(services: tuple[ServiceSpec, ...]) -> Iterator[ServiceOption]:
 
 
 def missing_packages(service: ServiceSpec) -> list[str]:
-    """Return what a service requires and is not installed here."""
+    """Return the distributions that a service requires but that are not installed."""
     return [name for name in service.requires if not _is_installed(name)]
 
 

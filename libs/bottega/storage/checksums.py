@@ -1,4 +1,4 @@
-"""Checksums of stored values, where nothing else notices a flipped bit."""
+"""Checksums of stored values, to detect flipped bits that SQLite and the disk do not report."""
 
 from __future__ import annotations
 

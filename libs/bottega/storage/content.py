@@ -41,7 +41,7 @@ class _Entry:
     """An image in the index."""
 
     owners: set[str]
-    """Owners that put it. It is deleted when none of them keeps it."""
+    """Owners that stored the image. It is deleted when all of them have released it."""
     size_bytes: int
     time: float
     """When it was last put or renewed, on the store's steady clock."""
@@ -149,11 +149,11 @@ class ContentStore:
         await self._writer.run(lambda: self._put(digest, data, owner))
 
     async def renew(self, digest: str) -> bool:
-        """Renew the time of an image, as another `put` would. Return False if it is gone or damaged."""
+        """Extend the time until an image expires, as another `put` would. Return False if it is missing or damaged."""
         return await self._writer.run(lambda: self._renew(digest))
 
     async def release(self, digest: str, *, owner: str, put_before: float) -> None:
-        """Remove an image from an owner, and delete it if it has no other owner. It does nothing if it is gone.
+        """Remove an image from an owner, and delete it if it has no other owner. Do nothing if it does not exist.
 
         Args:
             put_before: Time on the store's clock. An image that was put or renewed later stays, because it is needed.
@@ -161,7 +161,7 @@ class ContentStore:
         await self._writer.run(lambda: self._release(digest, owner, put_before))
 
     async def get(self, digest: str) -> bytes | None:
-        """Return an image; None if it is gone. Raises DataLoss if it is damaged."""
+        """Return an image; None if it does not exist. Raises DataLoss if it is damaged."""
         reader = await self.reader(digest)
         if reader is None:
             return None
@@ -178,7 +178,7 @@ class ContentStore:
         return await self._reader.run(lambda: self._read(digest, owner), owner=owner)
 
     def holds(self, digest: str) -> bool:
-        """Return whether the image exists, as far as is known without asking the disk."""
+        """Return whether the image is in the index, without a look-up on the disk."""
         entry = self._entries.get(digest)
         return entry is not None and not entry.damaged and entry.time + self._ttl_s > self.steady()
 

@@ -1,4 +1,4 @@
-"""The free space of a disk, and the part of it that stores leave to others."""
+"""The free space of a disk, and the part of it that stores leave to other programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FREE_SHARE = 0.05
 
 
 def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
-    """Return the free bytes of the folder's disk, and how many of them stay free. Raises StorageUnavailable.
+    """Return the free bytes of the folder's disk, and how many of them must stay free. Raises StorageUnavailable.
 
     Args:
         min_free_bytes: Bytes that stay free; at most a twentieth of the disk.

@@ -46,7 +46,7 @@ class SerialTask:
 
     do: Callable[[], Any]
     outcome: asyncio.Future[Any] | Future[Any] | None = None
-    """Future of the caller; None if nobody waits."""
+    """Future of the caller; None if no caller waits for the result."""
     size_bytes: int = 0
     """Approximate number of bytes that the task writes."""
     result: Any = None
@@ -54,7 +54,7 @@ class SerialTask:
 
     @property
     def wanted(self) -> bool:
-        """Whether the work is still to be done. It is False if its caller has given up."""
+        """Whether the work is still needed. False if its caller has given up."""
         return self.outcome is None or not self.outcome.done()
 
     def deliver(self) -> None:
@@ -134,7 +134,7 @@ class SerialThread:
         return self._queue.qsize()
 
     async def run(self, do: Callable[[], ResultT], *, size_bytes: int = 0) -> ResultT:
-        """Return or raise what `do` does.
+        """Run `do` in the thread, and return its result.
 
         Raises StorageUnavailable if too many tasks wait, if it takes too long, and after `close`. Then, and if the
         caller is cancelled, work that has begun continues to its end, and other work is dropped.
@@ -159,7 +159,7 @@ class SerialThread:
             giving_up.cancel()
 
     def call(self, do: Callable[[], ResultT], *, wait_s: float | None = None) -> ResultT:
-        """Return or raise what `do` does, after all work that was queued before. Not for event loops.
+        """Run `do` in the thread after all work that was queued before, and return its result. Not for event loops.
 
         Raises StorageUnavailable if that takes longer than `wait_s`, and after the end. Work that has begun continues.
         """
@@ -173,12 +173,12 @@ class SerialThread:
             raise unavailable("the disk does not answer", cause="ETIMEDOUT") from None
 
     def post(self, do: Callable[[], None]) -> None:
-        """Queue work that nobody waits for; its errors are logged. After the end, it is dropped."""
+        """Queue work without waiting for its result. Errors are logged. Work is dropped after the end of the thread."""
         with contextlib.suppress(StorageUnavailable):
             self._enqueue(SerialTask(do=do))
 
     async def close(self) -> None:
-        """End the thread after the work that waits. Raises StorageUnavailable if that takes too long."""
+        """End the thread after the queued work. Raises StorageUnavailable if that takes too long."""
         if self._started and not self._closed and not await asyncio.to_thread(self.end):
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
 
@@ -231,7 +231,7 @@ class SerialThread:
                 return
 
     def _next(self) -> SerialTask | None:
-        """Return the tick if it is due, however much waits, or else the next task. None is the end."""
+        """Return `tick` if it is due, even if tasks wait; else the next task. None means the end."""
         if self._tick is None:
             return self._queue.get()
         left_s = self._tick_due_s - time.monotonic()
@@ -288,7 +288,7 @@ class FairThread:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, do: Callable[[], ResultT], *, owner: str) -> ResultT:
-        """Return what `do` returns or raises. Raises StorageUnavailable as SerialThread.run does."""
+        """Run `do` in the owner's turn, and return its result. Raises StorageUnavailable as SerialThread.run does."""
         await self._wait_for_turn(owner)
         try:
             return await self._thread.run(do)

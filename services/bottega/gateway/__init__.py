@@ -1,7 +1,7 @@
-"""The gateway, which accepts requests, keeps their jobs, knows the fleet, and gives the jobs to workers.
+"""The gateway, which accepts requests, stores them as jobs, tracks the fleet, and assigns the jobs to workers.
 
 A request comes in through `api`, becomes a job in `jobs`, waits in `scheduling`, and is given to a worker of the
-`fleet` by `dispatch`. What a request may have beside its model is in bottega.addons.
+`fleet` by `dispatch`. ControlNets, LoRAs and the other features of requests are in bottega.addons.
 
 What happens when something dies is described where the state is kept: for a job in jobs/job.py, for a service in
 fleet/registry.py, for the gateway in gateway.py, for an attempt in worker/attempts.py, for a worker's engine in

@@ -1,4 +1,4 @@
-"""One gateway, which makes its parts, starts them, drains them and stops them.
+"""The gateway process: it creates the parts of the gateway, starts them, drains them and stops them.
 
     starting   the store is open                                serving
     serving    SIGTERM                                          draining: nothing new, what runs may end in the grace
@@ -13,7 +13,7 @@
                                                                 images are kept, and written when it is back
                                                                 (jobs/storage.py)
 
-A check of the leases that is late renews all of them: a gateway that was itself late declares no service dead.
+If the check of the leases is late, it renews all of them, because the gateway itself was stalled, not the services.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Gateway:
         self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
 
     async def warm_up(self) -> None:
-        """Start all parts of the gateway. Its health is SERVING afterwards, even if no worker has joined.
+        """Start all parts of the gateway. Afterwards its health is SERVING, even if no worker has joined.
 
         This does not return while the disk is unusable. Until then, reads are served as far as possible, and other
         calls are refused with the reason.
@@ -163,12 +163,12 @@ class Gateway:
         self._health.start(self._keep_health())
 
     async def finish(self) -> None:
-        """Take no new jobs, wait for those that run, and end the streams of the fleet."""
+        """Refuse new jobs, wait for the running ones, and end the streams of the fleet."""
         await self._health.cancel()
         await self._controller.drain()
 
     async def shut_down(self) -> None:
-        """End everything that is left."""
+        """Stop all parts that are still running."""
         await self._health.cancel()
         await self._periodic.stop()
         await self._controller.stop()

@@ -1,4 +1,4 @@
-"""The metrics of the gateway, beside those of its calls."""
+"""The metrics of the gateway, except for those of its gRPC calls."""
 
 from __future__ import annotations
 

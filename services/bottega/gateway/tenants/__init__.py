@@ -168,7 +168,7 @@ def _caller(tenant: Tenant) -> Caller:
 
 
 class Admittance:
-    """The place of a new job among those of its tenant that are being admitted, for as long as it is held.
+    """The reservation of a new job in its tenant's quotas, while the job is being admitted.
 
     The job's caller holds it, and so does the task that stores the job, which goes on when the caller leaves.
     """
@@ -180,7 +180,7 @@ class Admittance:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the place while the block runs."""
+        """Keep the reservation while the block runs."""
         self._holders += 1
         try:
             yield
@@ -190,7 +190,7 @@ class Admittance:
                 self._leave()
 
     def count(self) -> None:
-        """Count the job, which is stored, as a new one of its tenant."""
+        """Count the job, which has been stored, as a new job of its tenant."""
         self._begin()
 
 

@@ -1,4 +1,4 @@
-"""The engine's ControlNets on servers: requests steps, waits for residuals, and hands them to the engine.
+"""The engine's ControlNets on servers: requests steps, waits for residuals, and passes them to the engine.
 
 If a server is lost, its steps are requested from the next one once that has loaded the ControlNet. Until then only
 requests that use it wait. Without any server the request fails: an image is never drawn without its controls.
@@ -34,7 +34,7 @@ _LOOK_S = 0.1
 
 
 class StalenessPolicy:
-    """Decides whether a request waits for each step's residuals or goes on with those of the step before.
+    """Decides whether a request waits for each step's residuals or uses those of the step before.
 
     It measures how long a step and its encoder half take, and decides by `planning.pipelines`.
     """
@@ -54,11 +54,11 @@ class StalenessPolicy:
         self._asked_s, self._needed = now_s, False
 
     def on_idle(self) -> None:
-        """Note that the time until the next turn belongs to no step."""
+        """Note that the engine is idle, so that the time until the next turn is not counted as a step."""
         self._asked_s = None
 
     def on_residuals_needed(self) -> None:
-        """Note that the turn could use its residuals now."""
+        """Note that the turn has reached the first block that needs residuals."""
         if not self._needed and self._asked_s is not None:
             self._needed = True
             self._encoder_s = smoothed(self._encoder_s, self._clock() - self._asked_s)
@@ -173,7 +173,7 @@ class RemoteControlNets:
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Request residuals ahead, from servers with slots to spare.
+        """Request residuals ahead, from servers with enough free slots.
 
         An answer that is requested ahead holds its slot for longer, and a server without a free slot cannot answer at
         all.

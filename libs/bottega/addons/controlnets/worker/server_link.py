@@ -83,7 +83,7 @@ class ChangeCondition:
         return self._count
 
     def notify(self) -> None:
-        """Count an event and wake those that wait."""
+        """Count an event, and wake the engine's thread."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
@@ -115,7 +115,7 @@ class ServerLink(LinkClientHandler):
     ) -> None:
         self.server = server
         self.answer_s = 0.0
-        """Recent seconds from a request to the whole answer; 0 if unknown."""
+        """Recent seconds from a request to its complete response; 0 if unknown."""
         self.transfer_s = 0.0
         """Recent seconds from an answer's beginning to its end; 0 within this host, where transfers take none."""
         self._changes = changes
@@ -153,7 +153,7 @@ class ServerLink(LinkClientHandler):
 
     @property
     def slot_bytes(self) -> int:
-        """Most bytes of one answer."""
+        """Largest size of one response, in bytes."""
         return self._settings.limits.slot_bytes
 
     def start(self) -> None:
@@ -185,7 +185,7 @@ class ServerLink(LinkClientHandler):
 
     @property
     def has_slots_to_spare(self) -> bool:
-        """Whether answers hold, or will hold, less than half of the slots."""
+        """Whether responses occupy, or will occupy, less than half of the slots."""
         return len(self._outstanding) < self._settings.limits.slots // 2
 
     def spare_slots(self) -> None:
@@ -222,7 +222,7 @@ class ServerLink(LinkClientHandler):
         self._changes.notify()
 
     def on_pong(self, progress: int) -> None:
-        """Note how many signs of progress the server has counted."""
+        """Record the server's progress counter."""
         if progress != self._progress:
             self._progress, self._progress_s = progress, time.monotonic()
 

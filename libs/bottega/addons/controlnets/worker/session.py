@@ -99,7 +99,7 @@ class PlacedSession:
         return any(answers.newest is not None and answers.newest.result.refused for answers in self._answers.values())
 
     def asked(self, row: Row) -> bool:
-        """Return whether the row's step was requested and its answer is here or may come."""
+        """Return whether the row's step was requested, and its residuals have arrived or are pending."""
         newest = self._of(row).newest
         return newest is not None and newest.step == row.step
 
@@ -132,14 +132,14 @@ class PlacedSession:
         return None
 
     def forget_answers(self) -> None:
-        """Drop the answers that are here or will come. Other sessions may still use the same results."""
+        """Drop received and pending residuals. Other sessions may still use the same results."""
         for answers in self._answers.values():
             _drop(answers.newest)
             _drop(answers.before)
         self._answers.clear()
 
     def give_up_answers(self) -> None:
-        """Drop the answers of a lost server.
+        """Drop the residuals of a lost server.
 
         Incomplete results are marked as void for rows that have read their first points.
         """

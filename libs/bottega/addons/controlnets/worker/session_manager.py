@@ -105,7 +105,7 @@ class SessionManager:
         return session.lease is not None and session.lease.opened
 
     def take_in_news(self) -> None:
-        """Process the changes that the links' threads have received."""
+        """Process the leases that opened or failed, and the links that were lost, since the last call."""
         if self.changes.count == self._seen:
             return
         self._seen = self.changes.count

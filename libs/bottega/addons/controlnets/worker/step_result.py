@@ -18,7 +18,7 @@ class CallTimes:
     asked_s: float
     """When the step was requested, on CLOCK_MONOTONIC."""
     seconds: float = 0.0
-    """Seconds until the whole answer was here; 0 before."""
+    """Seconds until the complete response had arrived; 0 before that."""
 
 
 class StepResult:
@@ -37,7 +37,7 @@ class StepResult:
         self.refused = False
         """Whether the server has refused the step."""
         self.void = False
-        """Whether it will never be complete, so that steps that used a part of it have to be repeated."""
+        """Whether it can never become complete. Steps that used a part of it have to be repeated."""
         self.times = CallTimes(asked_s=time.monotonic())
         """Kept by others, too, which then do not hold the result's memory."""
         self._tensors: dict[int, Tensor] = {}
@@ -47,11 +47,11 @@ class StepResult:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all residuals have arrived."""
         return len(self._tensors) == self.points
 
     def has(self, points: tuple[int, ...]) -> bool:
-        """Return whether these points are here."""
+        """Return whether the residuals of these points have arrived."""
         return all(point in self._tensors for point in points)
 
     def at(self, point: int, place: int) -> Tensor:
@@ -85,11 +85,11 @@ class StepResult:
         self._return()
 
     def use(self) -> None:
-        """Count one more row that reads from it."""
+        """Count one more row that reads the result."""
         self._users += 1
 
     def drop(self) -> None:
-        """Count one row less. Without any row its memory is given back."""
+        """Count one row less. When no row is left, give the memory back to the server."""
         self._users -= 1
         if self._users == 0:
             self._return()
