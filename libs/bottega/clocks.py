@@ -90,7 +90,7 @@ class SteadyClock:
     def resume(self, mark: ClockMark) -> None:
         """Continue the clock of an earlier process.
 
-        The time since the mark is measured by the monotonic clock. After a reboot, that clock has restarted and the wall
+        The monotonic clock measures the time since the mark. After a reboot, that clock has restarted and the wall
         clock may have been set, so no time counts as passed.
         """
         if mark.boot and mark.boot == self._clock.boot():

@@ -111,7 +111,7 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def check(data: bytes) -> None:
-    """Raise BadImage if a file has more parts than images have. The error says what was found and what is accepted."""
+    """Raise BadImage if a file has more chunks, segments or scans than the limits allow. The error names the limit."""
     for image_format in _FORMATS:
         if data.startswith(image_format.signature):
             image_format.check(data)

@@ -72,7 +72,7 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
 
 
 def describe_other(path: Path) -> str:
-    """Return a sentence that says what a path without model_index.json contains."""
+    """Describe in a sentence the content of a path that has no model_index.json."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return _file(path)

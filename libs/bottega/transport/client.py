@@ -68,7 +68,7 @@ class LinkClientSettings:
     silence_s: float = 5.0
     """Seconds of silence after which a service counts as dead."""
     limits: Limits = field(default_factory=Limits)
-    """Limits of what is received."""
+    """Limits on messages that the service sends."""
     send_s: float | None = None
     """Seconds for which the service may let a message wait; None means silence_s."""
     connect_s: float = 5.0

@@ -27,9 +27,9 @@ class LinkTerms:
     epoch: int
     backend_choice: BackendChoice
     ours: Limits
-    """Limits of what this end receives."""
+    """Limits on messages that this end receives."""
     theirs: Limits
-    """Limits of what the other end receives."""
+    """Limits on messages that the other end receives."""
     counters: LinkCounters
     lease_s: float = LEASE_S
     """Seconds for which messages stay readable after the link's end."""

@@ -50,7 +50,7 @@ class LinkServerSettings:
     """Limits and timeouts of a LinkServer."""
 
     limits: Limits
-    """Limits of what is received."""
+    """Limits on messages that workers send."""
     send_s: float = MESSAGE_S
     """Seconds for which a worker may let a message wait."""
     receive_s: float = MESSAGE_S

@@ -14,7 +14,7 @@ from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedLatent:
-    """A latent."""
+    """A latent as it is stored and sent: its element type, shape and bytes."""
 
     dtype: DType
     shape: tuple[int, ...]

@@ -54,7 +54,7 @@ class Member:
     times: StepTimes = field(default_factory=StepTimes)
     fractions: RowFractions = field(default_factory=RowFractions)
     planned: StepTable = field(default_factory=StepTable)
-    """Seconds of turns that load what masked rows do not compute."""
+    """Planned seconds of turns with masked rows, including the loads of their recorded activations."""
     hosted: Mapping[str, HostedKind] = field(default_factory=dict)
     """What it hosts, by kind."""
     connected: bool = True

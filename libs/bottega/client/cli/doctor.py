@@ -1,4 +1,4 @@
-"""`bottega doctor`: looks for problems that keep the suite from running, and says what to do."""
+"""`bottega doctor`: looks for problems that keep the suite from running, and gives advice."""
 
 from __future__ import annotations
 

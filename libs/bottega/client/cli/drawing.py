@@ -47,7 +47,7 @@ Rename = Callable[[Violation], Violation]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingTerms:
-    """The options of a command that draws, except for what to draw."""
+    """The options of a drawing command, except for the parameters of the picture."""
 
     output: Path | None
     num_images: int

@@ -207,7 +207,7 @@ class CallTerms:
     fleet: bool = False
     """Whether the server is the gateway's listener for services."""
     report_unreached: Callable[[], None] = lambda: None
-    """Called if there is no answer after UNREACHED_S; logs a warning if there is no connection."""
+    """Called if no response has come after UNREACHED_S. It logs a warning if the connection failed."""
 
 
 class EventCarrier(Protocol):

@@ -102,7 +102,7 @@ class Denoiser:
             self._network.residual_provider.ask_ahead(controlled)
 
     def cost(self, request: Request) -> float:
-        """Return what each of a request's rows costs in the next turn, as a fraction of a plain row."""
+        """Return the cost of each of a request's rows in the next turn, as a fraction of a plain row."""
         _, height, width = request.key.shape
         return self.row_fractions.fraction((height, width), request.computed_share)
 

@@ -1,4 +1,4 @@
-"""One image's edit: a part of the image is redrawn, and the rest is put back after every step.
+"""An edit of one image: the masked part is redrawn, and the rest is restored after every step.
 
 This follows Diffusers' StableDiffusionXLInpaintPipeline with a UNet of four input channels. The module handles the
 latents of one request; it does not know the rest of the batch or what blocks compute.

@@ -39,7 +39,7 @@ class StoreWork:
     answered_s: float
     """When the beginning of the answer arrived."""
     sent_s: float | None = None
-    """When the rest of the answer arrived, if it came in pieces; else None."""
+    """When the last piece of the response arrived; None if it was not sent in pieces."""
 
     def spans(self, track: str) -> Iterator[TracedSpan]:
         """Yield the parts that took time.

@@ -94,7 +94,7 @@ class Scene:
 
 
 def near_miss(scene: Scene, rng: random.Random) -> Scene:
-    """Return a scene with one difference. With two things, it is mostly which has what, or which is where."""
+    """Return a scene with one difference. With two things, mostly their attributes or their places are exchanged."""
     while True:
         changed = rng.choice((_exchanged, _turned, _other_thing) if scene.relation else _CHANGES)(scene, rng)
         if changed is not None and changed != scene:

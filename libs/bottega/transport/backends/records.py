@@ -36,7 +36,7 @@ class SealKeys:
 
 
 class Records:
-    """The encryption of a link: one thread at a time may seal what this end sends, and one open what it receives."""
+    """The encryption of a link. One thread at a time may seal outgoing bytes, and another may open incoming records."""
 
     def __init__(self, keys: SealKeys) -> None:
         self._sealing, self._opening = AESGCM(keys.ours), AESGCM(keys.theirs)

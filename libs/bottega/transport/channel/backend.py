@@ -268,7 +268,7 @@ class ProvenConnections:
     connecting: bool
     """Whether this end connected."""
     limits: Limits
-    """Limits of what this end receives."""
+    """Limits on messages that this end receives."""
 
 
 class DeviceLinks(Protocol):

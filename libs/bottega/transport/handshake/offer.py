@@ -52,7 +52,7 @@ class Offer:
     epoch: int
     """How often the link has been opened, from 1."""
     limits: Limits
-    """Limits of what the listener receives."""
+    """Limits on messages that the listener receives."""
     sealed: bool = True
     """Whether bytes that cross a network are sealed."""
     memfd: MemfdEndpoint | None = None

@@ -81,7 +81,7 @@ class EntryIndex(Protocol):
         ...
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """Return the cosine of a vector and that of an entry; None if there is no such entry."""
+        """Return the cosine of a vector and an entry's vector; None if the entry does not exist."""
         ...
 
     def sample(self, key: str, count: int) -> Vectors:

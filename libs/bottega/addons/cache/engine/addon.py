@@ -288,7 +288,7 @@ class JobCachedStarts(JobAddOn):
             wait([self.asked], min(_MAX_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
 
     def _pin(self, job: EngineJob, spec: ResolvedSpec) -> None:
-        """Note which latents pictures must start from, and which ones those of a checkpoint have started from."""
+        """Record the latents that pictures must start from, and those from which pictures of a checkpoint started."""
         starts: list[CacheStart | None] = [None] * len(self._pictures)
         if kinds.CACHE in job.pinned:
             self._decided = True

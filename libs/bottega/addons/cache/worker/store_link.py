@@ -85,7 +85,7 @@ class CacheStoreLink(LinkClientHandler):
         return True
 
     def ask(self, number: int, question: LatentQuestion) -> bool:
-        """Send a question. Return False if there is no link."""
+        """Send a query. Return False if there is no link."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_of(number, question))
 

@@ -30,7 +30,7 @@ class SessionLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """Where the residuals of one row and step are, once the server has sent them."""
+    """A reference to the residuals of one row and step in a result, which may still be arriving."""
 
     step: int
     result: StepResult

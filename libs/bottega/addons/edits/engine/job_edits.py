@@ -220,7 +220,7 @@ class JobEdits(JobAddOn):
             self._recorder.give_up("the edit that recorded it did not finish")
 
     def _use_kept(self, job: EngineJob) -> KeptLatents | None:
-        """Make the images put back the latents that their template was generated with, if those exist and fit.
+        """Make the images restore the kept latents of their template outside the mask, if those exist and fit.
 
         This also happens on workers that mask no blocks, so that every attempt draws the same picture.
         """

@@ -119,7 +119,7 @@ class ActivationStoreLink(LinkClientHandler):
         return connection is not None and connection.send(messages.question_message(number, question))
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """Request tensors of a section. Return False if there is no link, or too much is on its way."""
+        """Request tensors of a section. Return False if there is no link, or too many requests are pending."""
         with self._lock:
             connection = self._connection
             if connection is None or len(self._fetches) >= _MAX_FETCHES:

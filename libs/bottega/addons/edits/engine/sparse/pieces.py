@@ -113,7 +113,7 @@ class Tiles:
             whole[row, :, rectangle.rows, rectangle.columns] = tile
 
     def _clear_beyond(self, maps: Tensor, margin: int) -> None:
-        """Zero the elements beyond the picture in place, which is what a convolution with padding sees there."""
+        """Set the elements beyond the picture to zero, in place, like the padding of a convolution."""
         for tile, rectangle in zip(maps, self.rectangles, strict=True):
             for dim, first, length, total in (
                 (1, rectangle.top, rectangle.height, self.size[0]),
