@@ -1,4 +1,4 @@
-"""Model folders in Diffusers' layout: what a folder is, and whether the suite can serve it. Imports no torch.
+"""Model folders in Diffusers' layout: recognizes a folder's kind, and checks whether the suite can serve it. No torch.
 
 `check_model_folder` reads configurations, indexes and the headers of safetensors files, never a weight.
 `bottega doctor`, `bottega up`, `bottega config check` and the front process of a worker call it, so that all of them

@@ -74,7 +74,7 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
 
 
 def _sha256(file: BufferedReader, size_bytes: int) -> str:
-    """Return the hash of the first `size_bytes`: a file that grows while it is read would have no end."""
+    """Return the hash of the first `size_bytes`, so that reading ends even if the file grows meanwhile."""
     total = hashlib.sha256()
     while size_bytes > 0 and (chunk := file.read(min(size_bytes, _PIECE_BYTES))):
         total.update(chunk)

@@ -1,4 +1,4 @@
-"""Rules for single fields of a configuration: which values are served, and why others are refused.
+"""Rules for single fields of a configuration: the values that are served, and the reasons to refuse others.
 
 A part has a table with a rule for each field that its class in Diffusers or transformers knows. Other fields are
 accepted, because those libraries ignore them. The documentation's tables are made from the same rules.

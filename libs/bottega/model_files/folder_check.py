@@ -1,4 +1,4 @@
-"""Checks a model's folder: what it is, its parts' configurations, the headers of their weights, its tokenizers."""
+"""Checks a model's folder: its kind, its parts' configurations, the headers of their weights, and its tokenizers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ModelReport:
 
     folder: Path
     family: str = ""
-    """Kind of model for people, such as `SDXL` or `Stable Diffusion 1`; empty if it is unknown."""
+    """Display name of the kind of model, such as `SDXL` or `Stable Diffusion 1`; empty if unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class ModelReport:
     default_size: int = 0
     """Default side of a picture in pixels; 0 if it is unknown."""
     problems: tuple[str, ...] = ()
-    """Reasons why it cannot be served: sentences that name a file or field and say what to do."""
+    """Reasons why it cannot be served: sentences that name a file or field, with advice."""
     proposal: Proposal | None = None
     """Suitable defaults, if it looks like a few-step model and its folder has no `bottega.json`."""
 

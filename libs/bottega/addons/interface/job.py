@@ -14,7 +14,7 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """The request that a job was made of, without its spec: as the caller sent it, and what admission found.
+    """The request of a job, without its spec: the fields that the caller sent, and the facts that admission added.
 
     The fields that JobRecord has as well are stored. The others only matter while the request is admitted.
     """
@@ -22,13 +22,13 @@ class JobRequest:
     fingerprint: str = ""
     """Hash of the spec as the caller sent it."""
     deadline_s: float | None = None
-    """Seconds after which nobody wants the pictures; None means no bound."""
+    """Seconds after which no caller wants the pictures; None means no deadline."""
     caller_s: float | None = None
     """Seconds until the caller leaves, and the job ends with it; None for a job that goes on without its caller."""
     preview: bool = False
     """Whether its first caller wants previews."""
     received_at: float = 0.0
-    """When it came, on the monotonic clock."""
+    """Time of its arrival, on the monotonic clock."""
     shape: Shape = (0, 0)
     """Height and width of the latent."""
     request_id: str = ""
@@ -59,7 +59,7 @@ class JobRequest:
     """Priority among the jobs of the same tenant."""
 
     def deadline(self, now: float) -> float | None:
-        """Return the time after which nobody wants the pictures, for a clock that says `now`."""
+        """Return the time after which no caller wants the pictures, given the clock's current time `now`."""
         return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
 
 
@@ -70,17 +70,17 @@ class JobSteps:
     done: int = 0
     total: int = 0
     repeated: int = 0
-    """Number of steps that a later attempt made again."""
+    """Number of steps that later attempts repeated."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobLosses:
-    """The attempts of a job that brought no image."""
+    """Counts of a job's failed attempts, by cause."""
 
     deaths: int = 0
     """Number of workers that died while they ran it exclusively."""
     beside_others: int = 0
-    """Number of workers that died with it beside others, or were cut off."""
+    """Number of workers that died while they also ran other jobs, or that became unreachable."""
     returns: int = 0
     """Number of attempts that workers refused or returned."""
     quarantined_until: int | None = None
@@ -88,10 +88,10 @@ class JobLosses:
     last_worker: str = ""
     """The worker that was lost last."""
     last_at: float = 0.0
-    """When that was, on the monotonic clock."""
+    """Time of that loss, on the monotonic clock."""
 
     def quarantine(self, steps: JobSteps) -> None:
-        """Quarantine a job, after a worker died with it, until it has got further.
+        """Quarantine the job after a worker died while running it, until an attempt has made more steps.
 
         After a second death it stays quarantined: its fatal step may come late, and other jobs must not be near then.
         """
@@ -111,7 +111,7 @@ class AddOnJob(Protocol):
     steps: JobSteps
     losses: JobLosses
     decisions: AttemptDecisions
-    """The decisions of the attempts so far, which later attempts must keep."""
+    """The decisions of the attempts so far, which later attempts must follow."""
     provenance: Provenance | None
     worker: str
     """Name of the worker that has it; empty while it waits."""
@@ -120,7 +120,7 @@ class AddOnJob(Protocol):
     versions: Mapping[str, str]
     """Hashes of the ControlNets that the newest attempt uses, by name."""
     servers: tuple[str, ...]
-    """Servers that the newest attempt was given for its ControlNets."""
+    """Servers that were assigned to the newest attempt for its ControlNets."""
     loras: tuple[str, ...]
     """Digests of its LoRAs, one for each in the spec."""
     lora_set: tuple[tuple[str, float], ...]

@@ -23,9 +23,9 @@ class HostedKind:
     digests: frozenset[str] = frozenset()
     """Digests of the items."""
     applied: tuple[tuple[str, float], ...] = ()
-    """Digest and scale of each item that is in use for all that the service computes, sorted."""
+    """Digest and scale of each item that everything the service computes uses, such as merged LoRAs; sorted."""
     switch_s: float = 0.0
-    """Seconds that it takes to apply other items."""
+    """Seconds to replace the applied items by others."""
 
 
 _NOTHING_HOSTED = HostedKind()
@@ -39,31 +39,31 @@ class Member:
     joined_at: float
     heard_at: float
     lease_until: float = math.inf
-    """When it is lost unless it reports before."""
+    """Time at which the member is lost unless it reports before."""
     instance: str = ""
-    """A secret of its process, which the gateway never shows."""
+    """Random id of its process, which proves identity and is never shown."""
     host: str = ""
     """Host of its newest stream."""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     has_reported: bool = False
-    """Whether `load` is a report of its own."""
+    """Whether `load` was reported by the member; else it is the default."""
     steps_left: dict[str, int] = field(default_factory=dict)
-    """Steps that are left of the attempts that it runs, by job."""
+    """Remaining steps of the attempts that it runs, by job."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Shares of the tokens that these attempts compute, by job, as far as known."""
+    """Shares of the tokens that these attempts compute, by job; without attempts whose share is unknown."""
     times: StepTimes = field(default_factory=StepTimes)
     fractions: RowFractions = field(default_factory=RowFractions)
     planned: StepTable = field(default_factory=StepTable)
     """Planned seconds of turns with masked rows, including the loads of their recorded activations."""
     hosted: Mapping[str, HostedKind] = field(default_factory=dict)
-    """What it hosts, by kind."""
+    """Hosted items, by kind."""
     connected: bool = True
     stream: int = 1
-    """Number of its Join streams; only the newest one speaks for it."""
+    """Number of Join streams it has opened. Reports of older streams are ignored."""
     backlog: int = 0
-    """Number of jobs that wait for it, as its stream was told."""
+    """Number of jobs that wait for it, as last sent over its stream."""
     backed_off_until: float = 0.0
-    """Until when it gets no new jobs or ControlNet sessions, on the monotonic clock."""
+    """Time until which it gets no new jobs or ControlNet sessions, on the monotonic clock."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its newest stream has something to send or has to end; every stream has an event of its own."""
     # The scheduler reads these of every member in every round, where reading a message would be too slow.
@@ -112,7 +112,7 @@ class Member:
         return hmac.compare_digest(self.instance.encode(), instance.encode())
 
     def report_backlog(self, backlog: int) -> None:
-        """Have its stream report how many jobs wait for it, if that has changed."""
+        """Send the number of jobs that wait for it over its stream, if it has changed."""
         if backlog != self.backlog:
             self.backlog = backlog
             self.wake.set()

@@ -1,4 +1,4 @@
-"""Prefetching: lets services load what jobs in the queue will need.
+"""Prefetching: lets services load items, such as LoRAs, before queued jobs need them.
 
 Calls run in background tasks, one at a time for each service, so a service that is slow or gone delays nothing else.
 """
@@ -32,7 +32,7 @@ class PrefetchClient(Protocol):
     """A client of one service that can prefetch. Every failure is a BottegaError."""
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Let the service load these, in this order."""
+        """Let the service load these items, in this order."""
 
     async def close(self) -> None:
         """End all calls."""
@@ -66,7 +66,7 @@ class ServicePrefetcher:
         self._tasks = BackgroundTasks(f"prefetching of {kind}")
 
     def request(self, service: Member, names: Iterable[str]) -> None:
-        """Let a service load things by its names or digests for them. Returns at once."""
+        """Let a service load items, given by its names or digests for them. Return at once."""
         queue = self._queues.get(service)
         if queue is None:
             queue = self._queues[service] = _ServiceQueue(client=self._connect(service.target))
