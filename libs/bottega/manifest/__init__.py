@@ -56,7 +56,7 @@ class SuiteSettings:
     device: str
     dtype: str
     threads: int
-    """The requested number; 0 divides `cores`."""
+    """Requested threads of each worker; 0 divides `cores` among the workers."""
     cores: int
     drain_grace_s: float
     state: Path

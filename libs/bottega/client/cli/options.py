@@ -108,7 +108,7 @@ def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -
 
 
 def state_option(command: CommandT) -> CommandT:
-    """Add --state, which gives the command a StateFolder as `state`."""
+    """Add the option --state to a command. Its value is passed as a StateFolder, in the argument `state`."""
     return click.option(
         "--state",
         type=click.Path(file_okay=False, path_type=Path),

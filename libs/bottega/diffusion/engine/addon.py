@@ -146,7 +146,7 @@ class RemoteAddOn(Protocol):
         ...
 
     def activate(self, row: Row, active: int) -> Row:
-        """Return the row with the parts that `active` selects. Raise ValueError for an unknown number."""
+        """Return the row with the parts that are active, given the leader's `JobAddOn.active_in`. Raise ValueError."""
         ...
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class EngineOrder:
     control_images: tuple[Tensor, ...] = ()
     """One for each of the spec's ControlNets, uint8 [its height, its width, 3]."""
     addons: Mapping[str, bytes] = field(default_factory=dict)
-    """Orders for add-ons, by kind, as messages of their own."""
+    """Orders for add-ons, by kind: serialized messages that each add-on defines."""
     decisions: Decisions = field(default_factory=dict)
     """Decisions of earlier attempts."""
     latent_parallelism: bool = True

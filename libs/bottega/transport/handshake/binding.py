@@ -96,7 +96,8 @@ class Endpoints:
     unix_path: Path | None = None
     """Path of the socket for this host. This user, root and the links' group (credentials.py) may use it."""
     seal: bool = True
-    """Whether bytes over TCP are sealed. Links between devices of two hosts cannot be, so they are refused then."""
+    """Whether bytes over TCP are sealed. If so, links between devices of two hosts are refused: those cannot be sealed.
+    """
 
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:

@@ -104,7 +104,7 @@ class ActivationStoreLink(LinkClientHandler):
 
     @property
     def shares(self) -> bool:
-        """Whether sections may come as files: the store is on this host, and has not sent the last one in chunks."""
+        """Whether the store may send sections as files: it is on this host, and did not send the last one in chunks."""
         link = self._connection.link if self._connection is not None else None
         return link is not None and link.passes_files and self._files is not False
 
