@@ -67,7 +67,7 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
         with open_below(path, root) as file:
             left -= os.fstat(file.fileno()).st_size
             if left < 0:
-                raise ValueError(f"its files have over {_MAX_CONTROLNET_BYTES} bytes")
+                raise ValueError(f"its files have more than {_MAX_CONTROLNET_BYTES} bytes")
             return _sha256(file, os.fstat(file.fileno()).st_size)
 
     return files_digest(folder, files, hashed=hashed)

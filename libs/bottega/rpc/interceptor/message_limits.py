@@ -114,7 +114,7 @@ def check_size(size_bytes: int, limits: MessageLimits) -> None:
     """Raise TooLarge if a message has more bytes than its method needs."""
     if size_bytes > limits.max_bytes:
         metadata = {"limit": "message", "bytes": str(limits.max_bytes)}
-        raise TooLarge(f"a message of this method has at most {limits.max_bytes} bytes", metadata=metadata)
+        raise TooLarge(f"a message of this method may have at most {limits.max_bytes} bytes", metadata=metadata)
 
 
 def has_unknown_fields(raw: bytes, descriptor: Descriptor, *, max_fields: int) -> bool:
@@ -198,7 +198,7 @@ class _FieldWalk:
         self._count += count
         if self._count > self._max_fields:
             metadata = {"limit": "fields", "fields": str(self._max_fields)}
-            raise TooLarge(f"a message of this method has at most {self._max_fields} fields", metadata=metadata)
+            raise TooLarge(f"a message of this method may have at most {self._max_fields} fields", metadata=metadata)
 
     def _value(self, wire_type: int, begin: int) -> tuple[int, int]:
         """Return the offsets of the beginning and end of a field's content."""

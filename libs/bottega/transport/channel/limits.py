@@ -22,7 +22,7 @@ class Deadline:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):
-            raise ValueError(f"a deadline is a finite moment, not {self.at}")
+            raise ValueError(f"a deadline must be finite; got {self.at}")
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:

@@ -41,7 +41,7 @@ class SectionPieces:
         self._layout = layout
         places = range(len(layout.tensors)) if tensors is None else tuple(dict.fromkeys(tensors))
         if any(not 0 <= place < len(layout.tensors) for place in places):
-            raise ValueError(f"the section has the tensors 0 to {len(layout.tensors) - 1}")
+            raise ValueError(f"tensors of the section must be numbered 0 to {len(layout.tensors) - 1}")
         self._left = deque(places)
         self._taken_bytes = 0  # of the first tensor that is left
 
