@@ -1,6 +1,6 @@
 """The writing thread of a store, which survives a full or failing disk, and the store's counters.
 
-Such a disk makes the store read-only: what arrives is dropped, what exists is served, and the disk is tried again every
+Such a disk makes the store read-only: new items are dropped, stored ones are served, and the disk is retried every
 `retry_s` seconds. The same thread reads what the disk has at the start.
 """
 

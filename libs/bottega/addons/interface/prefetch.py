@@ -1,6 +1,6 @@
 """Prefetching: lets services load items, such as LoRAs, before queued jobs need them.
 
-Calls run in background tasks, one at a time for each service, so a service that is slow or gone delays nothing else.
+Calls run in background tasks, one at a time for each service, so that a slow or lost service delays no other.
 """
 
 from __future__ import annotations

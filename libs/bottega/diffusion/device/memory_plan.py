@@ -1,6 +1,6 @@
 """The memory budget of a device: reservations by name, and the memory that a picture needs in addition.
 
-What forwards and decoding need is measured once. It is proportional to the elements of their latents; attention needs
+The memory of forwards and of decoding is measured once. It is proportional to the elements of latents; attention needs
 no more than that in any of torch's fused kernels.
 
 A CPU has no budget: reservations are not limited, and forwards are not measured. Decoding needs the most memory. It

@@ -146,7 +146,10 @@ class RemoteAddOn(Protocol):
         ...
 
     def activate(self, row: Row, active: int) -> Row:
-        """Return the row with the parts that are active, given the leader's `JobAddOn.active_in`. Raise ValueError."""
+        """Return the row with the parts that the leader's `JobAddOn.active_in` chose.
+
+        Raise ValueError for an unknown number.
+        """
         ...
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ _PAUSE_S = 0.05
 
 
 class ReadinessGate:
-    """Adds requests to the batcher when their add-ons are ready, and removes them when they are not."""
+    """Keeps the batcher's requests up to date: adds those whose add-ons are ready, and removes the others."""
 
     def __init__(self, batcher: Batcher[Request], addons: Sequence[EngineAddOn]) -> None:
         self._batcher = batcher

@@ -99,7 +99,10 @@ class KeyedIndex:
         return index.search(wanted, count)
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """Return the cosine of a vector and that of an entry; None if there is no such entry. Raises like `search`."""
+        """Return the cosine of a vector and an entry's vector; None if the entry does not exist.
+
+        Raises like `search`.
+        """
         index = self._indexes.get(key)
         stored = None if index is None else index.vector(number)
         if index is None or stored is None:

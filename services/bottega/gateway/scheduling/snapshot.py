@@ -275,7 +275,7 @@ class FleetSnapshot:
         )
 
     def _running(self, member: Member, ours: Sequence[Job]) -> tuple[tuple[ResourceRequest, ...], tuple[float, ...]]:
-        """Return the requests that still denoise on a worker, and the seconds until each is due."""
+        """Return the resources of the jobs that still denoise on a worker, and the seconds until each job is due."""
         reported = dict(member.steps_left)
         requests, due_s = list[ResourceRequest](), list[float]()
         for job in ours:

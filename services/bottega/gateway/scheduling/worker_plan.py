@@ -287,7 +287,7 @@ def _makes_late(
 
 
 def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
-    """Return whether a group of that width has a place, will have one within the lead time, or should be tried."""
+    """Return whether a group of that width has a free place, will soon have one, or should be tried once."""
     if len(planned) < width:
         return True
     seconds = state.turn_seconds(request.shape)

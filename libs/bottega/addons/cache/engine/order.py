@@ -28,7 +28,7 @@ class StartOrder:
     record: bool = False
     tenant: str = ""
     job: str = ""
-    """Name of the job, see `CacheQuestion.job`."""
+    """Id that is the same for all attempts at the job; see `CacheQuestion.job`."""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     pin: CacheStart | None = None
     """The cached latent that the request names for its only picture; None if it names none."""
