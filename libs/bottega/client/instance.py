@@ -151,7 +151,7 @@ class StateFolder:
         write_whole(self._record, json.dumps(asdict(record)).encode())
 
     def read(self) -> InstanceRecord | None:
-        """Return the last record, whose instance may be gone; None if there is no readable one."""
+        """Return the last record, whose instance may have ended; None if no record can be read."""
         try:
             values = json.loads(self._record.read_bytes())
             children = tuple(InstanceProcess(**child) for child in values.pop("children"))

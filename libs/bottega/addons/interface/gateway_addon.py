@@ -201,7 +201,7 @@ class AddOn:
         """Add the decisions that a job must follow to draw the same pictures as `before`.
 
         Args:
-            decisions: A copy of the decisions of the attempts at `before`.
+            decisions: A copy of the decisions that the attempts at `before` made.
             before: A job of the same request.
         """
 

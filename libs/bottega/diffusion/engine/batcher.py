@@ -409,7 +409,7 @@ class Batcher(Generic[Request]):
         return sum(-(-count // min(self._widths[group], capacity)) for group, (count, capacity) in counts.items())
 
     def _lack(self, urgent: Sequence[_Slot[Request]], now: int) -> int:
-        """Return how many turns are missing if this turn does not serve the most urgent request; negative if none.
+        """Return by how many turns the most urgent request would be late if this turn skips it; negative if not.
 
         Args:
             urgent: All admitted requests of the tenant whose turn it is; the one that has waited longest is first.

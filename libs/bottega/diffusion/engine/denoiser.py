@@ -107,7 +107,7 @@ class Denoiser:
         return self.row_fractions.fraction((height, width), request.computed_share)
 
     def covered(self, kind: tuple[object, ...]) -> AbstractContextManager[None]:
-        """Return a context that keeps the heart beating if this kind of work may compile because it is the first."""
+        """Return a context that sends heartbeats while the first work of a kind may be compiling."""
         if not self._compile_s or kind in self._compiled:
             return nullcontext()
         if len(self._compiled) < _MAX_KINDS:
@@ -149,7 +149,7 @@ class Denoiser:
         return _joined(rows, [prediction for part in parts for prediction in self._halved(part)])
 
     def _halved(self, rows: Sequence[Row]) -> Iterator[Prediction]:
-        """Run one forward, or those of its halves if there is no memory for it."""
+        """Run one forward. If memory is short, run a forward for each half of the rows instead."""
         prediction = self._tried(rows)
         if prediction is not None:
             yield prediction

@@ -249,7 +249,7 @@ class EngineEdits(EngineAddOn):
     def begin(
         self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None
     ) -> Recording | None:
-        """Begin a recording of an order's template; see `ActivationSource.begin`."""
+        """Start to record an order's template; see `ActivationSource.begin`."""
         return self.source.begin(key, shape, drawn, origin=read_order(order).source)
 
     def use_profile(self, recording: Recording) -> None:

@@ -1,6 +1,6 @@
 """Plans the loads of all running edits: which blocks of coming steps load activations, and which are computed in full.
 
-The engine asks before each turn, and the plan covers a few turns, so that the load stream never waits for a turn to
+The engine calls `plan` before each turn. A plan covers a few turns, so that the load stream never waits for a turn to
 begin. A decision for a step is final, because its loads are under way.
 """
 
