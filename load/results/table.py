@@ -18,8 +18,8 @@ _BEGIN = "<!-- begin: results, written by python -m load.results.table -->\n"
 _END = "<!-- end: results -->\n"
 # The name that a figure has in its bench's JSON object, as in "a request (ratio)".
 _KEY = re.compile(r" \(\w+\)$")
-# All machines had two, as the page says.
-_CORES = re.compile(r", 2( virtual)? cores$")
+# All machines had two cores, as the page says.
+_NOT_NEEDED = re.compile(r", 2( virtual)? cores$|\(R\)| Processor")
 
 
 def table(folder: Path = RESULTS) -> str:
@@ -28,7 +28,7 @@ def table(folder: Path = RESULTS) -> str:
     for path in sorted(folder.glob("*.json")):
         run = json.loads(path.read_text())
         with_bars = [row for row in run["rows"] if row["wanted"]]
-        machine = _CORES.sub("", run["machine"])
+        machine = _NOT_NEEDED.sub("", run["machine"])
         lines.append(f"| **{run['bench']}** | {run['date']}, {machine}; {run['conditions']} | | |\n")
         lines += [
             f"| | {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]
