@@ -36,7 +36,8 @@ class BlobDisk:
         folder: Contains the records, and the folder of files.
         files: Name of the folder of files.
         names: Matches a file's whole name; see BlobFiles.
-        min_free_bytes: Free space of the disk that is left to others; at most a twentieth of the disk.
+        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
+            5 %.
     """
 
     def __init__(

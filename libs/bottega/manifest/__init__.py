@@ -83,7 +83,10 @@ class UnitSettings:
     links: bool = False
     """Whether services of the same machine that run as other users open links to it."""
     tenants: bool = False
-    """Whether it reads root's file of tenants. Not together with links, because a unit has one group."""
+    """Whether it reads the tenants file, which only root may write.
+
+    Must not be set together with `links`: each needs its own group, and a unit has only one.
+    """
     reads_models: bool = False
     """Whether it reads models, which may lie in a home folder."""
     start_s: int = 0

@@ -190,7 +190,7 @@ def text_encoder_tensors(config: Mapping[str, Any], *, projects: bool) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """A level of a UNet, for its blocks on the way down and up."""
+    """The parameters of one UNet level, which its down block and its up block share."""
 
     width: int
     heads: int

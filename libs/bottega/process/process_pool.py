@@ -73,11 +73,14 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
-    """A frame to send to a process, and limits for it."""
+    """A frame to send to a process, and resource limits for a process that this call starts."""
 
     frame: bytes
     limits: Mapping[int, int] = field(default_factory=dict)
-    """Limits of a process of its own, in addition to its spec's."""
+    """Limits by `resource.RLIMIT_...` number, in addition to those of the ProcessSpec.
+
+    They apply only if the call starts its process, so pools that use them set `new_process`.
+    """
 
 
 class ProcessPool:

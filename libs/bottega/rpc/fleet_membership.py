@@ -64,7 +64,7 @@ class Listening(Protocol):
 
 
 class StartingServer(Listening, Protocol):
-    """An interface of the server of a service that takes long to start."""
+    """An interface of a server that sets its health and reports the progress of a long start to systemd."""
 
     async def set_serving(self, serving: bool) -> None:
         """Set whether health says SERVING."""

@@ -38,7 +38,8 @@ class BlobFiles:
     Args:
         folder: Created if it does not exist.
         names: Matches a file's whole name. Names begin with two hex digits.
-        min_free_bytes: Free space of the disk that is left to others; at most a twentieth of the disk.
+        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
+            5 %.
         synced: Whether files and their names are on the disk when a call that writes returns. Otherwise nothing waits
             for that: a file that a power cut damaged fails its checksum, which counts as missing.
     """

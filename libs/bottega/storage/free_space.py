@@ -15,7 +15,7 @@ def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
     """Return the free bytes of the folder's disk, and how many of them must stay free. Raises StorageUnavailable.
 
     Args:
-        min_free_bytes: Bytes that stay free; at most a twentieth of the disk.
+        min_free_bytes: Bytes that stay free. A value above 5 % of the disk counts as 5 %.
     """
     with os_errors.translated():
         disk = os.statvfs(folder)

@@ -27,9 +27,12 @@ class ActivationsConfig(StoreConfig):
     Beyond it, or when the disk is full, whole templates are evicted, least recently used first, except pinned ones.
     """
     min_free_bytes: NotNegative = 1 << 30
-    """Free disk space in bytes that is left to others; at most a twentieth of the disk."""
+    """Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as 5 %."""
     template_mib: NotNegative = 2662
-    """Bound on one template in MiB. Workers then record the blocks that save most time per byte. 0: no bound."""
+    """Bound in MiB on the activations of one template; 0 for no bound.
+
+    If a template would be larger, workers record only the blocks that save the most time per byte.
+    """
     waiting_bytes: AtLeastOne = 1 << 30
     """Bound on the bytes of recordings that arrive or wait to be written. More is dropped, and no worker waits."""
     loads_at_once: AtLeastOne = 4

@@ -26,7 +26,7 @@ class CacheConfig(StoreConfig):
     budget_bytes: AtLeastOne = 16 << 30
     """Bound on the disk bytes of latents and of the small picture of each entry."""
     min_free_bytes: NotNegative = 1 << 30
-    """Free disk space in bytes that is left to others; at most a twentieth of the disk."""
+    """Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as 5 %."""
     max_entries: AtLeastOne = 200_000
     """Bound on the number of pictures with cached latents."""
     policy: PolicyName = "lcbfu"

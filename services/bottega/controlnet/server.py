@@ -163,7 +163,9 @@ class ControlNetServer:
             await self._profiles.set(digest, profile)
         self._hosted = self._with_profiles(self._beat)
         self._report()
-        _log.info("a ControlNet is profiled", extra={"controlnet": name, "similarity": profile.similarity})
+        _log.info(
+            "the profile of a ControlNet was stored", extra={"controlnet": name, "similarity": profile.similarity}
+        )
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:

@@ -91,7 +91,10 @@ class LoraConfig(StoreConfig):
     disk_bytes: AtLeastOne = 256 << 30
     """Bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of unfinished uploads."""
     min_free_bytes: NotNegative = 1 << 30
-    """Free disk space in bytes that uploads and imports leave to others; at most a twentieth of the disk."""
+    """Bytes of disk space that uploads and imports leave free for other programs.
+
+    A value above 5 % of the disk counts as 5 %.
+    """
     loads_at_once: AtLeastOne = 4
     """Bound on LoRAs that are loaded from disk at once."""
     lease_s: Seconds = 10.0

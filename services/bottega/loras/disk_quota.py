@@ -41,7 +41,8 @@ class DiskQuota:
 
     Args:
         budget_bytes: Upper bound on the store's files, with reservations.
-        min_free_bytes: Free space that is left to other programs, but no more than 5 % of the disk.
+        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
+            5 %.
         kept_bytes: Returns the size of the files that the store keeps.
     """
 

@@ -44,10 +44,11 @@ def is_id(text: str) -> bool:
 
 
 class QuarantineFolder:
-    """The folder of files in quarantine.
+    """The folder that holds a LoRA store's files in quarantine, with an index of them in memory.
 
     Args:
-        in_place: Returns the size of a digest's weights outside of quarantine, or None if there are none.
+        in_place: Returns the size in bytes of the weights that the store has outside of quarantine under a digest;
+            None if it has none.
     """
 
     def __init__(self, folder: Path, *, in_place: Callable[[str], int | None]) -> None:

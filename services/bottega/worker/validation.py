@@ -96,11 +96,11 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         if not 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES:
             yield Violation(field="spec.mask_image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
         if not spec.HasField("keep_unmasked"):
-            yield Violation(field="spec.keep_unmasked", description="must be filled in with a mask")
+            yield Violation(field="spec.keep_unmasked", description="must be set if mask_image is set")
         elif spec.keep_unmasked and not spec.HasField("mask_feather"):
-            yield Violation(field="spec.mask_feather", description="must be filled in where unmasked pixels are kept")
+            yield Violation(field="spec.mask_feather", description="must be set if keep_unmasked is true")
     if spec.HasField("strength") != spec.HasField("image"):
-        yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
+        yield Violation(field="spec.strength", description="must be set if image is set, and absent otherwise")
     elif spec.HasField("strength"):
         yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
 

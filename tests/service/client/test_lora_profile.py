@@ -84,7 +84,7 @@ async def test_what_cannot_be_measured_is_said_and_nothing_noted(house: House) -
     assert "at least 4 different ones" in result.stderr
     worker.script.similarities = ()
     result = await run_at(house.gateway, *PROFILE, "ink")
-    assert "did not measure ink" in result.stderr
+    assert "did not compare latents with and without the LoRA ink" in result.stderr
     async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
         with pytest.raises(errors.LoraNotFound):
             await client.profile_lora("nobody", PROMPTS)

@@ -13,7 +13,7 @@ from bottega.client.types.fleet import FleetMember, FleetStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientAddOn:
-    """A description of the services of one kind."""
+    """Titles and checks of one kind of add-on service, for `bottega fleet` and `bottega doctor`."""
 
     kind: str
     """The kind with which they join the fleet."""

@@ -153,7 +153,8 @@ def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
     if table.dtype != torch.int64 or table.dim() != 2 or not 2 <= len(table) <= _MOST_ROWS:
         raise ValueError("a step's table must be int64 [1 + rows, columns]")
     if not _FACTS <= table.shape[1] <= _FACTS + _MOST_PARTS:
-        raise ValueError(f"a step's table has {table.shape[1]} columns")
+        bounds = f"{_FACTS} to {_FACTS + _MOST_PARTS}"
+        raise ValueError(f"a step's table must have {bounds} columns; got {table.shape[1]}")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES or len(samples) != len(table) - 1:
         raise ValueError("a step's samples must be [rows, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:

@@ -117,8 +117,8 @@ def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConn
     except LinkError as error:
         devices.remember_failure(backend, offer.device, error.message)
         raise AuthFailed(
-            f"the two devices could not be linked by {backend}, which has used the offer up; with a new one other "
-            f"backends are tried: {error.message}"
+            f"the two devices could not be linked by {backend}, and the offer is used up (a new offer will "
+            f"try other backends): {error.message}"
         ) from error
 
 

@@ -23,7 +23,7 @@ class StoreSettings:
     max_entries: int = 200_000
     """Maximum number of pictures with latents."""
     min_free_bytes: int = 0
-    """Free space of the disk that is left to others; at most a twentieth of the disk."""
+    """Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as 5 %."""
     exploration: float = 0.05
     """Share of the hits that are not used, so that some pictures are still drawn from noise."""
     row_pictures: int = 6

@@ -173,7 +173,10 @@ class _PastInstance:
 
 
 class _PastInstances:
-    """The instances that were members: as many as may be members, and those that stayed longest."""
+    """A bounded record of instances that were members recently.
+
+    If there is no room, the instance that was a member for the shortest time is forgotten first.
+    """
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most

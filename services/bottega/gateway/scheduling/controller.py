@@ -361,4 +361,6 @@ class JobController:
                 if job.open:
                     self.submit(job)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no other job is found
-                _log.exception("a job that was found could not be queued", extra=log_lines.job_fields(job))
+                _log.exception(
+                    "a live job that was read from the store could not be queued", extra=log_lines.job_fields(job)
+                )

@@ -89,7 +89,7 @@ class CacheAddOn(AddOn):
         self._keys: OrderedDict[str, RateKey] = OrderedDict()  # by job
 
     def is_named(self, spec: GenerationSpec) -> bool:
-        """Return whether a request asks for cached latents by name, and not only by its fidelity."""
+        """Return whether a request has `approximate_cache` true or a `cache_entry`. Its fidelity does not count."""
         return _asks_for_cache(spec)
 
     def check(self, spec: GenerationSpec) -> Iterator[Violation]:
@@ -176,12 +176,13 @@ class CacheAddOn(AddOn):
 
 
 class ResolvedCache(Resolution):
-    """A request that asks for cached latents by name."""
+    """The resolution of a request with `techniques.approximate_cache` or `techniques.cache_entry`."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """Lower a fidelity of EXACT, which only follows from a seed, if pictures may start from latents at all.
+        """Lower the fidelity from EXACT to BALANCED if pictures may start from cached latents at all.
 
-        LoRAs that wait because of it still wait.
+        Only a request with a seed and no fidelity of its own gets here with EXACT. Lowering it does not change whether
+        the job waits for its LoRAs.
         """
         if full.fidelity == generation_pb2.FIDELITY_EXACT and is_cacheable(full):
             full.fidelity = generation_pb2.FIDELITY_BALANCED

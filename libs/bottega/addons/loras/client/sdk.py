@@ -296,7 +296,8 @@ def _measured_use(picture: Picture, name: str) -> LoraUse:
     use = picture.provenance.loras[0]
     if not use.similarities:
         raise LoraUnusable(
-            f"worker {picture.provenance.worker} did not measure {name}: does it run an earlier version?",
+            f"worker {picture.provenance.worker} did not compare latents with and without the LoRA {name}; "
+            "it may run an earlier version",
             metadata={"lora": name},
         )
     return use
