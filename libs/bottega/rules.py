@@ -39,7 +39,7 @@ MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
 # Latents kept of one image: 90 steps of SDXL at 1024x1024 in float16.
-MAX_KEPT_LATENTS_BYTES = 12 << 20
+MAX_KEPT_BYTES = 12 << 20
 # Jobs or adapters in one answer.
 MAX_PAGE = 100
 

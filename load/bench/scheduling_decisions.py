@@ -155,7 +155,7 @@ class _Desk:
         steps = self._chance.choice(_STEPS)
         spec = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, guidance_scale=5.0, seed=1)
         share, template = min(1.0, next(self._shares) + 0.02), _digest(next(self._templates))
-        request = JobRequest(fingerprint="f", shape=_SHAPE, template=template, computed_share=share)
+        request = JobRequest(fingerprint="f", shape=_SHAPE, edit_source=template, computed_share=share)
         return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
 
 
@@ -180,6 +180,6 @@ def _check_loads(shop: Shop) -> None:
     shares = RunningShares({}, (), TenantTerms().weight)
     line = [job for job in shop.queue.line("m") if job.request.computed_share < _MOST_SHARE]
     for job, pending in zip(line, shop.controller._snapshot.pending(line, members, shares), strict=True):
-        template = job.request.template
+        template = job.request.edit_source
         having = {name for name, each in members.items() if template in each.hosts(kinds.ACTIVATIONS).digests}
         assert {name for name in members if pending.load_s[name]} == members.keys() - having

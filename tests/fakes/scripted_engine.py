@@ -138,9 +138,9 @@ class Engine:
                 attempt=drawing.attempt, index=index, pixels=pixels, handed_over_s=time.monotonic()
             )
             self.say(picture=picture)
-            if spec.keep_for_editing or drawing.start.kept_latents:
-                latents = drawing.start.kept_latents[::-1] or LATENTS
-                self.say(kept=engine_pb2.EngineKept(attempt=drawing.attempt, index=index, latents=latents))
+            if spec.keep_for_editing or drawing.start.kept:
+                latents = drawing.start.kept[::-1] or LATENTS
+                self.say(kept=engine_pb2.EngineKept(attempt=drawing.attempt, index=index, kept=latents))
         done = engine_pb2.EngineDone(attempt=drawing.attempt)
         done.provenance.model_hash = MODEL.model_hash
         done.provenance.mean_group_requests = 1

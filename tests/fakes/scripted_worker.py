@@ -246,8 +246,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, activations_pb2_grpc
                 chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
                 chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
             for part, last in _halves(script.latents(index)) if request.spec.keep_for_editing else ():
-                kept = worker_pb2.AttemptLatentsChunk(index=index, chunk=part, last=last)
-                chunks.append(worker_pb2.RunAttemptResponse(latents=kept))
+                kept = worker_pb2.AttemptKeptChunk(index=index, chunk=part, last=last)
+                chunks.append(worker_pb2.RunAttemptResponse(kept=kept))
         provenance = generation_pb2.Provenance(
             worker=self.name,
             exact=script.exact,

@@ -88,10 +88,10 @@ def edit_attempts(case: Any) -> Iterator[Case]:
         yield case(f"an edit without {name}", INVALID, f"spec.{name}", **edit(**{name: None}))
     yield from _contradictions(case)
     yield case("a picture kept for editing", keep_for_editing=True)
-    most = rules.MAX_KEPT_LATENTS_BYTES
-    for size, code, *fields in ((most, OK), (most + 1, INVALID, "kept_latents")):
-        yield case(f"{size} bytes of kept latents", code, *fields, whole={"kept_latents": bytes(size)}, **edit())
-    yield case("kept latents without a mask", INVALID, "kept_latents", whole={"kept_latents": b"x"})
+    most = rules.MAX_KEPT_BYTES
+    for size, code, *fields in ((most, OK), (most + 1, INVALID, "kept")):
+        yield case(f"{size} bytes of kept latents", code, *fields, whole={"kept": bytes(size)}, **edit())
+    yield case("kept latents without a mask", INVALID, "kept", whole={"kept": b"x"})
     taken, field = Techniques(recording=_RECORDING), "spec.techniques.recording"
     yield case("what an edit took", INVALID, field, techniques=taken, **edit())
     yield from _bad_recordings(case)

@@ -39,7 +39,7 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         shape=(16, 24),
         image_digest="d" * 64,
         mask_digest="e" * 64,
-        kept_latents="f" * 64,
+        kept_digest="f" * 64,
         result_size=(640, 480),
         size_bytes=1234,
         created_wall=created_wall,

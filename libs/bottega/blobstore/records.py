@@ -121,7 +121,7 @@ class RecordSchema:
     """The content of a store's SQLite file."""
 
     what: str
-    """Name of the file in error messages, such as "the records of templates"."""
+    """Name of the file in error messages, such as "the records of pictures"."""
     application_id: int
     """Value of PRAGMA application_id."""
     version: int

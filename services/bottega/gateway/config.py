@@ -107,7 +107,7 @@ class GatewayConfig:
     hold_s: Seconds = 3.0
     """Seconds after a restart in which a job that was running waits for its worker to come back."""
     results_bytes: AtLeastOne = 4 << 30
-    """Bound on the disk space of finished images and of latents kept by keep_for_editing.
+    """Bound on the disk space of finished images and of what is kept of them for edits.
 
     The disk needs that room: 4 GiB hold 2,400 SDXL images, or 500 with the latents of 50 steps. An evicted image is
     drawn again, with the same seed, for its request_id. If space runs out, the tenant that uses most loses its oldest

@@ -1,4 +1,4 @@
-"""The large inputs of an attempt, before they are sent to the engine: encoded images, latents and a checkpoint.
+"""The large inputs of an attempt, before they are sent to the engine: encoded images, kept data and a checkpoint.
 
 Only the overlay of an edit is kept until the attempt ends, because drawn pictures are pasted into it.
 """
@@ -21,7 +21,7 @@ class AttemptInputs:
         image: Encoded source of image-to-image, or empty.
         mask: Encoded mask of an edit of `image`, or empty.
         control_images: Encoded, one for each ControlNet of the spec.
-        kept_latents: Latents of the job that drew `image`, or empty.
+        kept: What is kept of `image` (AttemptKept), or empty.
         checkpoint: Checkpoint to resume from, or empty.
     """
 
@@ -31,13 +31,13 @@ class AttemptInputs:
         image: bytes = b"",
         mask: bytes = b"",
         control_images: Sequence[bytes] = (),
-        kept_latents: bytes = b"",
+        kept: bytes = b"",
         checkpoint: bytes = b"",
     ) -> None:
         self.overlay: Overlay | None = None
         """Image and mask that drawn pictures are pasted into before they are encoded; None if they stay as drawn."""
         self._image, self._mask, self._control_images = image, mask, tuple(control_images)
-        self._kept_latents, self._checkpoint = kept_latents, checkpoint
+        self._kept, self._checkpoint = kept, checkpoint
         self._digest = ""
         self._source: ImageFacts | None = None
         self._controls: dict[str, ImageFacts] = {}  # by the digest of a control image
@@ -51,14 +51,14 @@ class AttemptInputs:
             image=spec.image,
             mask=spec.mask_image,
             control_images=[net.image for net in spec.controlnets],
-            kept_latents=request.kept_latents,
+            kept=request.kept,
             checkpoint=request.checkpoint,
         )
         spec.ClearField("image")
         spec.ClearField("mask_image")
         for net in spec.controlnets:
             net.ClearField("image")
-        request.ClearField("kept_latents")
+        request.ClearField("kept")
         request.ClearField("checkpoint")
         return inputs
 
@@ -71,7 +71,7 @@ class AttemptInputs:
         """Return how many bytes `move_into` will add to a message: images count as decoded."""
         images = bool(self._image) + len(self._control_images)
         decoded_bytes = spec.width * spec.height * (3 * images + bool(self._mask))
-        return decoded_bytes + len(self._kept_latents) + len(self._checkpoint)
+        return decoded_bytes + len(self._kept) + len(self._checkpoint)
 
     async def move_into(
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
@@ -86,8 +86,8 @@ class AttemptInputs:
         Raises:
             BadImage: An image cannot be decoded.
         """
-        start.checkpoint, start.kept_latents = self._checkpoint, self._kept_latents
-        self._checkpoint = self._kept_latents = b""
+        start.checkpoint, start.kept = self._checkpoint, self._kept
+        self._checkpoint = self._kept = b""
         crop = None
         if self._mask:
             crop = await self._decode_edit(start, codec, note_time)

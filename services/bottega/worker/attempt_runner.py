@@ -188,7 +188,7 @@ class AttemptRunner:
             case "picture":
                 self._spawn(self._encode(event.picture))
             case "kept":
-                self.attempt.add_kept(KeptEvent(index=event.kept.index, data=event.kept.latents))
+                self.attempt.add_kept(KeptEvent(index=event.kept.index, data=event.kept.kept))
             case "done":
                 self._done = event.done.provenance
                 self._trace.take(event.done.trace)

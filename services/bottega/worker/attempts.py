@@ -81,7 +81,7 @@ class PictureEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEvent:
-    """The event that an image's latents are kept for later edits of it."""
+    """The event that something is kept of an image for later jobs that begin with it."""
 
     index: int
     """Place of the image in the job."""
@@ -131,7 +131,7 @@ class Attempt:
         self.decisions: AttemptDecisions | None = None
         self.progress: ProgressEvent | None = None
         self.pictures: list[PictureEvent] = []
-        self.latents: list[KeptEvent] = []
+        self.kept: list[KeptEvent] = []
         self.outcome: CompletedEvent | FailedEvent | None = None
         self.ended_s = 0.0
         self.fetched = False
@@ -150,9 +150,9 @@ class Attempt:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its images and kept latents."""
+        """Bytes of its images and of what is kept of them."""
         pictures = sum(len(picture.data) for picture in self.pictures)
-        return pictures + sum(len(latents.data) for latents in self.latents)
+        return pictures + sum(len(kept.data) for kept in self.kept)
 
     def start(self, started: StartedEvent) -> None:
         """Note that the engine has begun."""
@@ -179,10 +179,10 @@ class Attempt:
             self.pictures.append(picture)
             self._notify()
 
-    def add_kept(self, latents: KeptEvent) -> None:
-        """Add the kept latents of an image."""
+    def add_kept(self, kept: KeptEvent) -> None:
+        """Add what is kept of an image."""
         if not self.ended:
-            self.latents.append(latents)
+            self.kept.append(kept)
             self._notify()
 
     def complete(self, provenance: Provenance, trace: Trace) -> None:
@@ -193,7 +193,7 @@ class Attempt:
         """End it without images."""
         if not self.ended:
             self.pictures.clear()
-            self.latents.clear()
+            self.kept.clear()
         self._end(AttemptState.FAILED, FailedEvent(error=error, trace=trace))
 
     async def follow(self) -> AsyncIterator[Event]:
@@ -231,7 +231,7 @@ class _EventCursor:
         self._started = False
         self._decisions: AttemptDecisions | None = None
         self._progress: ProgressEvent | None = None
-        self._pictures = self._latents = 0
+        self._pictures = self._kept = 0
         self._outcome = False
 
     def pending(self) -> Iterator[Event]:
@@ -255,14 +255,14 @@ class _EventCursor:
             yield attempt.outcome
 
     def _next_part(self) -> PictureEvent | KeptEvent | None:
-        """Return the next image or kept latents. More of either kind may come while one is sent."""
+        """Return the next image or kept data. More of either kind may come while one is sent."""
         attempt = self._attempt
         if self._pictures < len(attempt.pictures):
             self._pictures += 1
             return attempt.pictures[self._pictures - 1]
-        if self._latents < len(attempt.latents):
-            self._latents += 1
-            return attempt.latents[self._latents - 1]
+        if self._kept < len(attempt.kept):
+            self._kept += 1
+            return attempt.kept[self._kept - 1]
         return None
 
 

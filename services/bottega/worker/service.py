@@ -126,7 +126,7 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
                 yield pb.RunAttemptResponse(image=pb.AttemptImageChunk(index=index, chunk=chunk, last=last))
         case KeptEvent():
             for index, chunk, last in _chunks(event):
-                yield pb.RunAttemptResponse(latents=pb.AttemptLatentsChunk(index=index, chunk=chunk, last=last))
+                yield pb.RunAttemptResponse(kept=pb.AttemptKeptChunk(index=index, chunk=chunk, last=last))
         case CompletedEvent(provenance=provenance, trace=trace):
             yield pb.RunAttemptResponse(trace=trace)
             yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))

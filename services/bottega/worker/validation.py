@@ -45,7 +45,7 @@ def read_attempt(raw: bytes) -> tuple[worker_pb2.RunAttemptRequest, AttemptInput
             *_check_spec(request.spec),
             *_check_call(request),
             *_check_controls(request),
-            *_check_latents(request),
+            *_check_kept(request),
             *_check_loras(request),
             *_check_addons(request),
             *_check_share(request),
@@ -112,12 +112,12 @@ def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation
             yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
 
 
-def _check_latents(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
-    if len(request.kept_latents) > rules.MAX_KEPT_LATENTS_BYTES:
-        rule = f"must be at most {rules.MAX_KEPT_LATENTS_BYTES} bytes"
-        yield Violation(field="kept_latents", description=rule)
-    elif request.kept_latents and not request.spec.HasField("mask_image"):
-        yield Violation(field="kept_latents", description="must be empty without spec.mask_image")
+def _check_kept(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.kept) > rules.MAX_KEPT_BYTES:
+        rule = f"must be at most {rules.MAX_KEPT_BYTES} bytes"
+        yield Violation(field="kept", description=rule)
+    elif request.kept and not request.spec.HasField("mask_image"):
+        yield Violation(field="kept", description="must be empty without spec.mask_image")
 
 
 def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

@@ -113,10 +113,10 @@ def latents(events: list[worker_pb2.RunAttemptResponse]) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     ended: set[int] = set()
     for event in events[:-1]:
-        if event.HasField("latents"):
-            assert event.latents.index not in ended
-            found[event.latents.index] = found.get(event.latents.index, b"") + event.latents.chunk
-            ended |= {event.latents.index} if event.latents.last else set()
+        if event.HasField("kept"):
+            assert event.kept.index not in ended
+            found[event.kept.index] = found.get(event.kept.index, b"") + event.kept.chunk
+            ended |= {event.kept.index} if event.kept.last else set()
     assert ended == found.keys()
     return found
 
@@ -126,7 +126,7 @@ async def test_what_the_engine_keeps_of_pictures_comes_in_chunks_before_the_end(
     order.spec.num_images, order.spec.keep_for_editing = 2, True
     events = await running.events(order)
     assert latents(events) == {0: LATENTS, 1: LATENTS}
-    assert len([event for event in events if event.HasField("latents")]) == 6, "256 KiB in each"
+    assert len([event for event in events if event.HasField("kept")]) == 6, "256 KiB in each"
     assert sorted(images(events)) == [0, 1]
     assert latents(await running.events(order)) == {0: LATENTS, 1: LATENTS}, "told again, as the pictures are"
     assert latents(await running.events(request())) == {}
@@ -134,7 +134,7 @@ async def test_what_the_engine_keeps_of_pictures_comes_in_chunks_before_the_end(
 
 async def test_what_was_kept_of_an_edits_image_reaches_the_engine(running: Running) -> None:
     order = request(image=png(50, 40, "teal"))
-    order.kept_latents = b"kept"
+    order.kept = b"kept"
     order.spec.mask_image = png(50, 40, "white")
     order.spec.keep_unmasked, order.spec.mask_feather = True, 8
     assert latents(await running.events(order)) == {0: b"tpek"}

@@ -100,11 +100,11 @@ async def test_a_template_is_recorded_used_listed_and_dropped(running: Running) 
 
 async def test_the_first_edit_of_a_kept_picture_computes_masked_blocks_alone(running: Running) -> None:
     events = await running.events(order("generation", keep_for_editing=True))
-    kept = b"".join(event.latents.chunk for event in events if event.HasField("latents"))
+    kept = b"".join(event.kept.chunk for event in events if event.HasField("kept"))
     (picture,) = images(events).values()
     assert 0 < len(kept) < 1 << 20
     request = edit("own picture", 9, image=picture, strength=1.0)
-    request.kept_latents = kept
+    request.kept = kept
     said = await provenance(running, request)
     assert 0 < said.blocks_reused == said.blocks_total
     assert said.mask.kept_latents

@@ -188,6 +188,13 @@ class AddOn:
         """
         return iter(())
 
+    def computes_part(self, spec: GenerationSpec) -> bool:
+        """Return whether a request may compute only a part of its picture, with data of earlier jobs.
+
+        A spec that is not complete yet says so only by what its caller has filled in.
+        """
+        return False
+
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Find the items that a request names. Raises one error for all that are missing, or Unavailable.
 

@@ -39,11 +39,11 @@ class JobRequest:
     """Digest of the input image."""
     mask_digest: str = ""
     """Digest of the mask of an edit."""
-    kept_latents: str = ""
-    """Digest of the input image's kept latents; empty if there are none, or the edit may not use them."""
+    kept_digest: str = ""
+    """Digest of what is kept of the input image; empty if nothing is, or the edit may not use it."""
     result_size: tuple[int, int] = (0, 0)
     """Width and height of its pictures in pixels if they are not the spec's; else (0, 0)."""
-    template: str = ""
+    edit_source: str = ""
     """Name of an edit's source image, whose activations may be recorded: 64 hex digits; "" without masked blocks."""
     computed_share: float = 1.0
     """Share of its tokens that an edit computes at a worker that has these activations."""

@@ -102,12 +102,12 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
     folder, name = file.absolute().parent, ""
     if service.count is not None:
         folder, name = folder.parent, file.stem
-    template = f"bottega-{service.kind}{'@' if name else ''}.service"
+    unit_file = f"bottega-{service.kind}{'@' if name else ''}.service"
     units = folder.parent / "systemd" / "system"
-    if os.geteuid() != 0 or units != _UNITS or not (units / template).is_file():
+    if os.geteuid() != 0 or units != _UNITS or not (units / unit_file).is_file():
         return None
-    unit = template.replace("@", f"@{name}")
-    settings = _settings_of([units / template, *_drop_ins(units, template), *_drop_ins(units, unit)])
+    unit = unit_file.replace("@", f"@{name}")
+    settings = _settings_of([units / unit_file, *_drop_ins(units, unit_file), *_drop_ins(units, unit)])
     try:
         user = _user_id(settings)
         groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))

@@ -57,7 +57,7 @@ class ResidualProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedItem:
-    """A ControlNet, LoRA, latent or template that a service hosts for jobs."""
+    """An item that a service hosts for jobs, such as a ControlNet or a LoRA."""
 
     kind: str
     """Kind of the services that it comes from, such as controlnet or loras."""
@@ -140,7 +140,7 @@ class ServiceActivity:
     turns: int = 0
     """Forward passes in which these steps were made."""
     lookups: int = 0
-    """Requests for what it stores: latents, templates, LoRAs, ControlNets."""
+    """Requests for what it stores, such as LoRAs."""
     hits: int = 0
     """Lookups that found the item; for LoRAs and ControlNets, in memory."""
     routed: int = 0

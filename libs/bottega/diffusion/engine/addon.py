@@ -9,7 +9,7 @@ The engine has a list of add-ons and names none of them. An add-on gives each jo
     before a turn  JobAddOn.update             takes what has arrived
                    JobAddOn.blocks             whether a request must wait before its next step
                    JobAddOn.decision           a choice that later attempts have to repeat
-    each turn      EngineAddOn.before_group, backbone_for, after_forward or after_masked_forward
+    each turn      EngineAddOn.before_group, backbone_for, after_forward
                    JobAddOn.after_forward, after_step
     decoded        JobAddOn.after_decode, keep
     ended          JobAddOn.close, report, finish
@@ -221,16 +221,14 @@ class EngineAddOn:
         """
         return False
 
-    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Note the time of a forward of fully computed rows. Return whether plain rows would have taken as long.
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
+        """Note the time of a forward. Return whether plain rows would have taken as long.
 
         Args:
             plain_s: Measured seconds of a forward of the same number of plain rows; None if not measured.
+            masked: Whether rows were partly computed, or recorded. The result then has no effect.
         """
         return True
-
-    def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
-        """Note the time of a forward with rows that are partly computed, or recorded."""
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """Take the measurements that the add-on needs, before the engine serves.

@@ -184,7 +184,7 @@ class Denoiser:
     def _learn_plain(self, rows: Sequence[Row], seconds: float) -> None:
         shape = _shape(rows)
         plain_s = self.step_times.seconds(shape, len(rows))
-        plain = [addon.after_forward(rows, seconds, plain_s) for addon in self._addons]
+        plain = [addon.after_forward(rows, seconds, plain_s, masked=False) for addon in self._addons]
         if self._fixed_rows and rows[0].alone:
             return  # It was not padded, so that its time says nothing about padded forwards.
         if all(plain) or plain_s is None:
@@ -199,7 +199,7 @@ class Denoiser:
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
         """Learn from a turn with masked rows, whose time is not used for plain rows."""
         for addon in self._addons:
-            addon.after_masked_forward(rows, seconds)
+            addon.after_forward(rows, seconds, None, masked=True)
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.reads]
         if shares:  # A turn that only records says nothing about fractions.
             self.row_fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)

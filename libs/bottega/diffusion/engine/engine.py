@@ -372,9 +372,9 @@ class Engine:
             return
         job.drawn.add(request.index)
         yield ImageDrawn(key=job.key, index=request.index, pixels=pixels)
-        for part in job.addons.values():
-            if (kept := part.keep(request.index)) is not None:
-                yield JobKept(key=job.key, index=request.index, data=kept)
+        kept = {addon.kind: part.keep(request.index) for addon, part in job.addons.items()}
+        if by_kind := {kind: data for kind, data in kept.items() if data is not None}:
+            yield JobKept(key=job.key, index=request.index, by_kind=by_kind)
         if job.finished:
             self._forget(job)
             record = job.record()

@@ -71,12 +71,12 @@ class ImageDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobKept:
-    """Data about one image that is kept with the job for edits of the image. Reported before JobFinished."""
+    """Data that add-ons keep of one image for later jobs that begin with it. Reported before JobFinished."""
 
     key: Hashable
     index: int
-    data: bytes
-    """Safetensors for `EngineOrder.kept_latents` of an edit, at most rules.MAX_KEPT_LATENTS_BYTES."""
+    by_kind: Mapping[str, bytes]
+    """Data by kind of add-on, for `EngineOrder.kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +181,8 @@ class EditRecord:
     """Whether this job recorded activations that later edits can use."""
     dilated_share: float = 0.0
     """Share of tokens under the mask and its margin, at the same level, whether or not all was computed."""
-    kept_latents: bool = False
-    """Whether kept latents of the image were put back."""
+    restored: bool = False
+    """Whether what was kept of the image was put back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

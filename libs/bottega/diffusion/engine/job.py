@@ -51,8 +51,8 @@ class EngineOrder:
     """Source of image-to-image, uint8 [height, width, 3]."""
     mask: Tensor | None = None
     """Mask of an edit, uint8 [height, width]: 1 where the image is redrawn, else 0."""
-    kept_latents: bytes = b""
-    """`JobKept.data` of the job that drew the image of an edit; empty if nothing was kept."""
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """`JobKept.by_kind` of the job that drew the image of an edit; empty if nothing was kept."""
     control_images: tuple[Tensor, ...] = ()
     """One for each of the spec's ControlNets, uint8 [its height, its width, 3]."""
     addons: Mapping[str, bytes] = field(default_factory=dict)

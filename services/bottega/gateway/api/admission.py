@@ -76,7 +76,7 @@ class Admission:
         self._identical = IdenticalResults(
             default=config.identical_results, jobs=jobs, storage=storage, addons=addons, metrics=metrics
         )
-        self._sources = ImageSources(jobs, storage)
+        self._sources = ImageSources(jobs, storage, addons)
         self._inspector = inspector
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
@@ -329,7 +329,7 @@ class Admission:
     ) -> GenerationSpec:
         if before is not None:
             return defaults.as_before(spec, before.bare)
-        return defaults.complete(spec, model, resolutions)
+        return defaults.complete(spec, model, resolutions, self._addons)
 
     async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
         resolutions = []

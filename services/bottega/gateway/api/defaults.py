@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from bottega.addons.interface.gateway_addon import Resolution
+from bottega.addons.interface.gateway_addon import AddOn, Resolution
 from bottega.rules import takes_karras_sigmas
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -20,17 +20,23 @@ _MASK_FEATHER = 8
 _QUALITY = 90
 
 
-def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence[Resolution] = ()) -> GenerationSpec:
+def complete(
+    spec: GenerationSpec,
+    model: image_pb2.Model,
+    resolutions: Sequence[Resolution] = (),
+    addons: Sequence[AddOn] = (),
+) -> GenerationSpec:
     """Return a copy of a valid spec with every default filled in and a seed drawn.
 
     Args:
         spec: The spec.
         model: The model that draws it.
         resolutions: The resolved names of its LoRAs, ControlNets and other add-ons.
+        addons: All add-ons. If one may compute only a part of the picture, a seed alone does not imply fidelity EXACT.
     """
     full = _copied(spec)
-    # Only a caller that gave a seed wants to see the same picture again.
-    exact = spec.HasField("seed") and not _asks_for_masked_blocks(spec)
+    # Only a caller that gave a seed, and asks for no approximation, wants to see the same picture again.
+    exact = spec.HasField("seed") and not any(addon.computes_part(spec) for addon in addons)
     full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
     if spec.fidelity == generation_pb2.FIDELITY_EXACT and not spec.techniques.HasField("shared_turns"):
         full.techniques.shared_turns = False
@@ -102,14 +108,6 @@ def strength_of(spec: GenerationSpec) -> float | None:
     if spec.HasField("mask_image"):
         return _MASKED_STRENGTH
     return _CONTROLLED_STRENGTH if spec.controlnets else _STRENGTH
-
-
-def _asks_for_masked_blocks(spec: GenerationSpec) -> bool:
-    """Return whether a spec switches masked blocks on, so that its seed alone does not imply fidelity EXACT.
-
-    False without a mask, because masked blocks then have no effect.
-    """
-    return spec.techniques.masked_blocks and spec.HasField("mask_image")
 
 
 def _complete_edit(full: GenerationSpec) -> None:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bottega.addons.edits.wire.masked_blocks import may_mask_blocks
 from bottega.addons.interface.gateway_addon import AddOn
 from bottega.addons.interface.job import JobRequest
 from bottega.codec import ImageSize
@@ -23,7 +22,7 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.api.validation import SeenImages
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.specs import result_key, without_images
+from bottega.gateway.jobs.specs import keeps_data, result_key, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
@@ -94,7 +93,7 @@ class IdenticalResults:
         if not self._may_answer(spec):
             return None
         outline = complete(await outline_of(spec))
-        source = await self._source(self._key(outline, model, tenant), kept=outline.keep_for_editing)
+        source = await self._source(self._key(outline, model, tenant), kept=keeps_data(outline))
         return None if source is None else IdenticalResult(spec=without_images(outline), source=source)
 
     def _may_answer(self, spec: GenerationSpec) -> bool:
@@ -139,9 +138,10 @@ class IdenticalResults:
 class ImageSources:
     """A finder of the gateway's data about the input images of a request, such as kept latents."""
 
-    def __init__(self, jobs: JobRepository, storage: Storage) -> None:
+    def __init__(self, jobs: JobRepository, storage: Storage, addons: Sequence[AddOn]) -> None:
         self._jobs = jobs
         self._storage = storage
+        self._addons = addons
 
     async def describe(self, request: JobRequest, spec: GenerationSpec, model: Model, seen: SeenImages) -> JobRequest:
         """Return the request with the facts about its images, and renew the time of latents that its tenant keeps.
@@ -157,20 +157,22 @@ class ImageSources:
         image_digest = await digest(spec.image)
         if not spec.HasField("mask_image"):
             return dataclasses.replace(request, image_digest=image_digest)
-        kept = await self._kept_latents(spec, image_digest, request.tenant) if _may_use_kept(spec) else ""
-        masked = may_mask_blocks(spec)
-        template = _template(spec, model, kept or image_digest, mask=seen.mask, tenant=request.tenant)
+        partly = any(addon.computes_part(spec) for addon in self._addons)
+        # What is kept is of the whole image.
+        may_use_kept = partly and not spec.HasField("padding_mask_crop")
+        kept = await self._find_kept(spec, image_digest, request.tenant) if may_use_kept else ""
+        source = _edit_source(spec, model, kept or image_digest, mask=seen.mask, tenant=request.tenant)
         return dataclasses.replace(
             request,
             image_digest=image_digest,
             mask_digest=await digest(spec.mask_image),
-            kept_latents=kept,
+            kept_digest=kept,
             result_size=_result_size(spec, seen.size),
-            template=template if masked else "",
-            computed_share=(seen.mask.computed_share or 1.0) if masked else 1.0,
+            edit_source=source if partly else "",
+            computed_share=(seen.mask.computed_share or 1.0) if partly else 1.0,
         )
 
-    async def _kept_latents(self, spec: GenerationSpec, image_digest: str, tenant: str) -> str:
+    async def _find_kept(self, spec: GenerationSpec, image_digest: str, tenant: str) -> str:
         """Return the digest of latents of a picture that a tenant's job keeps and that fit the edit; "" if none do."""
         try:
             for job in await self._jobs.with_kept_picture(image_digest, tenant=tenant):
@@ -185,11 +187,6 @@ class ImageSources:
         return ""
 
 
-def _may_use_kept(spec: GenerationSpec) -> bool:
-    """Return whether an edit may use the latents that drew its image: they are of the whole image, and not exact."""
-    return may_mask_blocks(spec) and not spec.HasField("padding_mask_crop")
-
-
 def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
     """Return whether latents of a picture may be those of an edit's steps; both specs are complete.
 
@@ -200,7 +197,7 @@ def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
     return same and drawn.num_inference_steps % edit.num_inference_steps == 0 and drawn_strength >= edit.strength
 
 
-def _template(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
+def _edit_source(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
     """Return the name of an edit's source: an image or its kept latents, at a size, or a part of that.
 
     Two tenants have different names for the same source. See ActivationsOrder.source.

@@ -33,7 +33,7 @@ from bottega.rules import (
 )
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
-from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
+from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Priority
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -76,8 +76,6 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
     yield from check_ranges(spec)
     yield from check_techniques(spec)
     yield from check_edit(spec)
-    if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
-        yield _violation("techniques.masked_blocks", "must not be true with fidelity EXACT, which computes all")
     for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
         yield from _check_encoded(path, image, max_image_bytes)
     if spec.HasField("strength") and not spec.HasField("image"):

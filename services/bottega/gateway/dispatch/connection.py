@@ -17,7 +17,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, TooLarge, WorkerLost
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
-from bottega.rules import MAX_KEPT_LATENTS_BYTES
+from bottega.rules import MAX_KEPT_BYTES
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.trace_pb2 import Trace
@@ -84,8 +84,8 @@ class DispatchedAttempt:
     task: asyncio.Task[None] | None = None
     images: dict[int, bytearray] = field(default_factory=dict)
     """Received bytes of the encoded images, by index."""
-    latents: dict[int, bytearray] = field(default_factory=dict)
-    """Received bytes of the latents that are kept for edits, by image."""
+    kept: dict[int, bytearray] = field(default_factory=dict)
+    """Received bytes of the add-ons' kept data, by image."""
     size_bytes: int = 0
     provenance: Provenance | None = None
     trace: Trace = field(default_factory=Trace)
@@ -138,29 +138,29 @@ class DispatchedAttempt:
             raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
         self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
 
-    def append_latents(self, chunk: worker_pb2.AttemptLatentsChunk) -> None:
-        """Append bytes of an image's kept latents. They are dropped if the image is unknown or has too many."""
+    def append_kept(self, chunk: worker_pb2.AttemptKeptChunk) -> None:
+        """Append bytes of what is kept of an image. They are dropped if the image is unknown or has too many."""
         if 0 <= chunk.index < self.job.num_images:
-            latents = self.latents.setdefault(chunk.index, bytearray())
-            if len(latents) <= MAX_KEPT_LATENTS_BYTES:
-                latents.extend(chunk.chunk)
+            kept = self.kept.setdefault(chunk.index, bytearray())
+            if len(kept) <= MAX_KEPT_BYTES:
+                kept.extend(chunk.chunk)
 
-    def kept_latents(self, *, max_bytes: int) -> list[bytes]:
-        """Return the kept latents of each image; empty for an image that has none or for which there is no room.
+    def kept_data(self, *, max_bytes: int) -> list[bytes]:
+        """Return what is kept of each image; empty for an image of which nothing is or for which there is no room.
 
         Args:
-            max_bytes: Upper bound on the kept latents of all images together.
+            max_bytes: Upper bound on the kept data of all images together.
         """
-        kept = []
+        found = []
         for index in range(self.job.num_images):
-            latents = self.latents.pop(index, bytearray())
-            fits = self.job.bare.keep_for_editing and len(latents) <= min(max_bytes, MAX_KEPT_LATENTS_BYTES)
-            if latents and not fits:
-                facts = {**log_lines.job_fields(self.job), "image": index, "bytes": len(latents)}
-                _log.warning("latents are too large to be kept", extra=facts)
-            kept.append(bytes(latents) if fits else b"")
-            max_bytes -= len(kept[-1])
-        return kept
+            data = self.kept.pop(index, bytearray())
+            fits = self.job.keeps_data and len(data) <= min(max_bytes, MAX_KEPT_BYTES)
+            if data and not fits:
+                facts = {**log_lines.job_fields(self.job), "image": index, "bytes": len(data)}
+                _log.warning("what is kept of an image is too large", extra=facts)
+            found.append(bytes(data) if fits else b"")
+            max_bytes -= len(found[-1])
+        return found
 
     def encoded_images(self) -> list[bytes]:
         """Return all images. Raises WorkerLost if some are missing."""

@@ -215,27 +215,27 @@ class Dispatcher:
         connection.add(attempt)
         request = self._request(attempt)
         attempt.previewed = request.preview
-        if job.request.kept_latents:
-            events = self._run_with_latents(job, connection.client, request)
+        if job.request.kept_digest:
+            events = self._run_with_kept(job, connection.client, request)
         else:
             events = connection.client.run_attempt(request)
         attempt.task = self._running.start(self._run(attempt, events))
 
-    async def _run_with_latents(
+    async def _run_with_kept(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """Yield the events of an edit that may use the kept latents of its image. Without them, run a plain edit.
+        """Yield the events of a job that may use the kept data of its image. Without it, run a plain job.
 
-        A checkpoint of an attempt that used them is useless without them. Then the picture is drawn from the beginning.
+        A checkpoint of an attempt that used it is useless without it. Then the picture is drawn from the beginning.
         """
-        kept = await self._storage.kept_latents(job.request.kept_latents)
+        kept = await self._storage.read_kept(job.request.kept_digest)
         checkpoint, request.checkpoint = request.checkpoint, b""
         room_bytes = _MAX_REQUEST_BYTES - request.ByteSize() - len(kept)
         if room_bytes < 0:  # earlier attempts did without it, too
-            _log.warning("the request has no room for the latents of its image", extra=log_lines.job_fields(job))
+            _log.warning("the request has no room for what is kept of its image", extra=log_lines.job_fields(job))
             request.checkpoint = checkpoint
         else:
-            request.kept_latents = kept
+            request.kept = kept
             if kept and len(checkpoint) <= room_bytes:
                 request.checkpoint = checkpoint
         async with contextlib.aclosing(client.run_attempt(request)) as events:
@@ -306,8 +306,8 @@ class Dispatcher:
                     self._observer.attempt_decided(job)
             case "image":
                 attempt.append_chunk(event.image, max_bytes=self._max_result_bytes)
-            case "latents":
-                attempt.append_latents(event.latents)
+            case "kept":
+                attempt.append_kept(event.kept)
             case "trace":
                 attempt.trace = event.trace
             case "completed":
@@ -328,10 +328,10 @@ class Dispatcher:
         job, number, provenance = attempt.job, attempt.number, attempt.provenance
         assert provenance is not None
         encoded = attempt.encoded_images()
-        latents = attempt.kept_latents(max_bytes=self._max_result_bytes - attempt.size_bytes)
+        kept = attempt.kept_data(max_bytes=self._max_result_bytes - attempt.size_bytes)
         # The worker has done its part: whatever happens to it does not matter from here on.
         self._remove_if_current(attempt)
-        images = await self._storage.store_images(encoded, latents, tenant=job.request.tenant)
+        images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
         full = completed_provenance(job, provenance)
         self._note_trace(attempt)

@@ -246,13 +246,18 @@ class Job:
         self._notify()
         return True
 
+    @property
+    def keeps_data(self) -> bool:
+        """Whether workers keep data of its images for later jobs that begin with them."""
+        return specs.keeps_data(self.bare)
+
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
         """Set the newest checkpoint.
 
-        Jobs with `keep_for_editing` have no checkpoints: they must keep the latents of all steps, and a checkpoint
-        lacks those of earlier steps. A later attempt draws the same pictures from the beginning.
+        Jobs that keep data have no checkpoints: they must keep the latents of all steps, and a checkpoint lacks those of
+        earlier steps. A later attempt draws the same pictures from the beginning.
         """
-        if not self.is_current(number) or self.bare.keep_for_editing:
+        if not self.is_current(number) or self.keeps_data:
             return False
         self.checkpoint = checkpoint
         return True

@@ -67,6 +67,11 @@ def has_images(spec: GenerationSpec) -> bool:
     return spec.HasField("image") or spec.HasField("mask_image") or bool(spec.controlnets)
 
 
+def keeps_data(spec: GenerationSpec) -> bool:
+    """Return whether workers keep data of the pictures for later jobs that begin with them."""
+    return spec.keep_for_editing
+
+
 def without_images(spec: GenerationSpec) -> GenerationSpec:
     """Return a copy of `spec` without its input images, for responses and for the provenance.
 

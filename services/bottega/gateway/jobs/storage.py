@@ -233,23 +233,23 @@ class Storage:
         finally:
             self._room_bytes += size_bytes
 
-    async def kept_latents(self, name: str) -> bytes:
-        """Return kept latents by their own digest; empty if they are gone or cannot be read."""
+    async def read_kept(self, name: str) -> bytes:
+        """Return what is kept of an image, by its own digest; empty if it is gone or cannot be read."""
         try:
             return await self.images.get(name) or b""
         except (StorageUnavailable, DataLoss) as error:
-            _log.warning("latents of an image cannot be read", extra={"digest": name, "text": error.message})
+            _log.warning("what is kept of an image cannot be read", extra={"digest": name, "text": error.message})
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Restart the time until images and their kept latents expire. Return False if one is missing or damaged."""
+        """Restart the time until images and their kept data expire. Return False if one is missing or damaged."""
         contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
         return all([await self.images.renew(digest) for digest in contents])
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
-        """Protect images and their kept latents from deletion while the block runs, even if another job is deleted."""
+        """Protect images and what is kept of them from deletion in the block, even if another job is deleted."""
         return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:

@@ -61,7 +61,7 @@ class StoredImage:
     """SHA-256 of its bytes, which is their key in the content store."""
     size_bytes: int
     latents: str = ""
-    """SHA-256 of its kept latents (`keep_for_editing`), their key in the content store; empty if none are kept."""
+    """SHA-256 of its kept data (AttemptKept), the key in the content store; empty if none is kept."""
     latents_bytes: int = 0
 
     @property

@@ -7,8 +7,8 @@ Three rules, in the order of `assign`:
    waits without holding up the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
    after the jobs that run there, the jobs planned for it in this round, and the loading that the job needs there.
-   An edit counts by the share of tokens that the worker would compute: a worker that can read the template's recorded
-   activations computes little more than the mask.
+   An edit counts by the share of tokens that the worker would compute: a worker that can read recorded activations of
+   the image computes little more than the mask.
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the
    worker's group has a free place, or will have one within the lead time, which is long enough to encode the prompt.
    Until then the job stays in the queue, and the worker's plan counts it. If running the job in the group saves hardly

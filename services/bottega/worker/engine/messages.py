@@ -37,7 +37,7 @@ from bottega.rules import MAX_REASON_CHARACTERS
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.trace_pb2 import Span, Trace
-from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
+from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId, AttemptKept
 from bottega.worker.engine.orders import SAMPLERS, attempt_of
 from bottega.worker.engine.runtime import Runtime
 
@@ -77,7 +77,8 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             )
             return engine_pb2.EngineEvent(picture=picture)
         case JobKept():
-            kept = engine_pb2.EngineKept(attempt=attempt, index=event.index, latents=event.data)
+            data = AttemptKept(by_kind=event.by_kind).SerializeToString()
+            kept = engine_pb2.EngineKept(attempt=attempt, index=event.index, kept=data)
             return engine_pb2.EngineEvent(kept=kept)
         case JobFinished():
             done = engine_pb2.EngineDone(
@@ -243,7 +244,7 @@ def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
         computed_all_because=edit.computed_all_because,
         recorded=edit.recorded,
         dilated_share=edit.dilated_share,
-        kept_latents=edit.kept_latents,
+        kept_latents=edit.restored,
     )
 
 

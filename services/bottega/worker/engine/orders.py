@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from bottega import kinds
@@ -18,7 +20,9 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
-from bottega.v1.worker_pb2 import AttemptId
+from bottega.v1.worker_pb2 import AttemptId, AttemptKept
+
+_log = logging.getLogger(__name__)
 
 # The engine's key of an attempt: job and number.
 Key = tuple[str, int]
@@ -67,7 +71,7 @@ def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
         image=_tensor(start.image) if start.HasField("image") else None,
         mask=_tensor(start.mask) if start.HasField("mask") else None,
         control_images=tuple(_tensor(image.pixels) for image in start.control_images),
-        kept_latents=start.kept_latents,
+        kept=_kept(start.kept),
         addons=dict(start.addons),
         latent_parallelism=_may_be_lent(start.spec),
         shared_turns=_may_share_turns(start.spec, model),
@@ -76,6 +80,15 @@ def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
         preview=start.preview,
         share=Share(tenant=start.share.tenant, weight=start.share.weight) if start.HasField("share") else Share(),
     )
+
+
+def _kept(data: bytes) -> dict[str, bytes]:
+    """Return what is kept of the image, by kind; nothing if it cannot be read, so that nothing is used of it."""
+    try:
+        return dict(AttemptKept.FromString(data).by_kind)
+    except DecodeError:
+        _log.warning("what is kept of an image cannot be read, and nothing of it is used")
+        return {}
 
 
 def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:

@@ -98,12 +98,12 @@ async def test_an_edit_counts_by_its_mask_through_a_restart(tmp_path: Path) -> N
         assert kept is not None
         # 16 pixels are 4 elements of the latent, 2 tokens a side of 8; with the margin 3 of them.
         assert kept.request.computed_share == pytest.approx(9 / 64)
-        template = kept.request.template
+        template = kept.request.edit_source
         await house.stop_early()
     async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
         kept = house.gateway._jobs.find_live(job.job_id)
         assert kept is not None
-        assert kept.request.template == template
+        assert kept.request.edit_source == template
         assert kept.request.computed_share == pytest.approx(9 / 64)
         await house.worker("w2")
         assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED

@@ -223,8 +223,8 @@ async def test_an_edit_of_a_picture_that_was_kept_brings_its_latents_along(
 ) -> None:
     picture = await kept_picture(house, worker, "green", num_images=2)
     for said in ({}, {"seed": 3, "techniques": Techniques(masked_blocks=True)}, {"fidelity": BALANCED}):
-        assert (await sent(house, worker, image=picture, **said)).kept_latents == b"latents of green 0"
-    assert (await sent(house, worker)).kept_latents == b"", "nobody has drawn that"
+        assert (await sent(house, worker, image=picture, **said)).kept == b"latents of green 0"
+    assert (await sent(house, worker)).kept == b"", "nobody has drawn that"
 
 
 @pytest.mark.parametrize(
@@ -242,14 +242,14 @@ async def test_where_they_have_no_use_they_stay_where_they_are(
     house: Running, worker: ScriptedWorker, said: dict[str, Any]
 ) -> None:
     picture = await kept_picture(house, worker, "green")
-    assert (await sent(house, worker, image=picture, **said)).kept_latents == b""
+    assert (await sent(house, worker, image=picture, **said)).kept == b""
 
 
 async def test_of_pictures_that_are_not_to_be_kept_nothing_is(house: Running, worker: ScriptedWorker) -> None:
     picture = saved(Image.new("RGB", (64, 64), "olive"))
     worker.script.picture = lambda index: picture
     await house.draw(prompt="a star")
-    assert (await sent(house, worker, image=picture)).kept_latents == b""
+    assert (await sent(house, worker, image=picture)).kept == b""
 
 
 async def test_a_later_attempt_brings_the_same_latents_along(house: Running, worker: ScriptedWorker) -> None:
@@ -259,7 +259,7 @@ async def test_a_later_attempt_brings_the_same_latents_along(house: Running, wor
     await eventually(lambda: len(worker.requests) >= 2)
     worker.script.failure = None
     assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert {request.kept_latents for request in worker.requests} == {b"latents of blue 0"}
+    assert {request.kept for request in worker.requests} == {b"latents of blue 0"}
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ async def test_latents_that_cannot_fit_stay_where_they_are(
     house: Running, worker: ScriptedWorker, said: dict[str, Any]
 ) -> None:
     picture = await kept_picture(house, worker, "lime")
-    assert (await sent(house, worker, image=picture, num_inference_steps=15)).kept_latents == b"latents of lime 0"
-    assert (await sent(house, worker, image=picture, **said)).kept_latents == b""
+    assert (await sent(house, worker, image=picture, num_inference_steps=15)).kept == b"latents of lime 0"
+    assert (await sent(house, worker, image=picture, **said)).kept == b""
 
 
 @pytest.mark.parametrize(
@@ -303,19 +303,19 @@ async def test_an_attempt_goes_on_from_a_checkpoint_only_with_the_latents_that_t
     await asyncio.sleep(0.2)  # the checkpoint crosses the wire
     bare = worker_pb2.RunAttemptRequest()
     bare.CopyFrom(first)
-    bare.kept_latents = b""
+    bare.kept = b""
     if room == "for one of both":
         monkeypatch.setattr(dispatcher, "_MAX_REQUEST_BYTES", bare.ByteSize() + len(kept) + 1)
     elif room == "for a checkpoint":
         monkeypatch.setattr(dispatcher, "_MAX_REQUEST_BYTES", bare.ByteSize() + len(b"10"))
     elif room == "for all, and they are gone":
-        monkeypatch.setattr(Storage, "kept_latents", _nothing)
+        monkeypatch.setattr(Storage, "read_kept", _nothing)
     worker.script.release.set()
     await eventually(lambda: len(worker.requests) >= 2)
     worker.script.failure = None
     assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
     again = worker.requests[1]
-    assert (again.checkpoint, again.kept_latents) == (checkpoint, kept)
+    assert (again.checkpoint, again.kept) == (checkpoint, kept)
 
 
 async def _nothing(storage: Storage, name: str) -> bytes:
@@ -325,13 +325,13 @@ async def _nothing(storage: Storage, name: str) -> bytes:
 async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
     house: Running, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.script.latents = lambda index: bytes(rules.MAX_KEPT_LATENTS_BYTES + (index == 0))
+    worker.script.latents = lambda index: bytes(rules.MAX_KEPT_BYTES + (index == 0))
     picture = saved(Image.new("RGB", (64, 64), "navy"))
     worker.script.picture = lambda index: picture if index == 0 else b"another one"
     drawn = await house.draw(prompt="a star", keep_for_editing=True, num_images=2)
     assert len(drawn.images) == 2
     assert [record.message for record in caplog.records].count("latents are too large to be kept") == 1
-    assert (await sent(house, worker, image=picture)).kept_latents == b""
+    assert (await sent(house, worker, image=picture)).kept == b""
 
 
 async def test_a_request_that_keeps_is_answered_only_by_a_job_that_has_kept(
@@ -362,13 +362,13 @@ async def test_what_is_kept_outlives_the_gateway_and_ends_with_the_results(tmp_p
         picture = await kept_picture(house, await house.worker(), "teal")
     async with running_gateway(codec_processes=1, state=state) as house:
         worker = await house.worker()
-        assert (await sent(house, worker, image=picture)).kept_latents == b"latents of teal 0"
+        assert (await sent(house, worker, image=picture)).kept == b"latents of teal 0"
         damage(tmp_path, b"latents of teal 0")
-        assert (await sent(house, worker, image=picture)).kept_latents == b"", "never others than were kept"
+        assert (await sent(house, worker, image=picture)).kept == b"", "never others than were kept"
     async with running_gateway(
         codec_processes=1, state=state, results_bytes=1 << 10, max_result_bytes=1 << 10
     ) as house:
         worker = await house.worker()
         worker.script.picture = lambda index: bytes(1000)
         await house.draw(prompt="another star")
-        assert (await sent(house, worker, image=picture)).kept_latents == b"", "it counts as results do"
+        assert (await sent(house, worker, image=picture)).kept == b"", "it counts as results do"

@@ -134,8 +134,8 @@ async def test_what_is_kept_of_images_is_stored_with_them_and_counts_as_they_do(
     plain, kept = await asyncio.wait_for(waiting, 5)
     assert (plain.latents, plain.contents) == ("", (plain.digest,))
     assert kept.contents == (kept.digest, kept.latents)
-    assert await storage.kept_latents(kept.latents) == b"latents of y"
-    assert await storage.kept_latents("0" * 64) == b"", "gone, or never there"
+    assert await storage.read_kept(kept.latents) == b"latents of y"
+    assert await storage.read_kept("0" * 64) == b"", "gone, or never there"
     assert images.size_bytes == len(b"xylatents of y")
     assert await storage.renew_images([plain, kept])
     assert not await storage.renew_images([replace(kept, latents="0" * 64)])

@@ -126,9 +126,10 @@ class EngineCachedStarts(EngineAddOn):
         asked = [part.asked for part in parts if isinstance(part, JobCachedStarts) and part.asked is not None]
         wait(asked, timeout_s, FIRST_COMPLETED)
 
-    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Note the time of a step."""
-        self.step_s = seconds
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
+        """Note the time of a step of plain rows."""
+        if not masked:
+            self.step_s = seconds
         return True
 
     def key_of(self, spec: ResolvedSpec, tenant: str) -> str:

@@ -201,16 +201,11 @@ class EngineEdits(EngineAddOn):
             self.step_table.note(planned.size, planned.row_equivalents, planned.seconds)
         return False
 
-    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learn the time of a forward over whole rows."""
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
+        """Learn the time of a forward."""
         if not self.unusable:
             self.times.observe(rows, seconds)
         return True
-
-    def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn the time of a forward over masked rows."""
-        if not self.unusable:
-            self.times.observe(rows, seconds)
 
     def probes(self, model: Model) -> Mapping[str, Probe]:
         return {} if self.unusable else {"masked": masked_probe(model)}

@@ -74,7 +74,7 @@ class JobEdits(JobAddOn):
         self._key = RecordingKey(model_hash="", dtype="", template="")
         self._answer: PendingAnswer | None = None
         if not self._because:
-            self._key = addon.key(order, template_of(order.kept_latents))
+            self._key = addon.key(order, template_of(order.kept.get(addon.kind, b"")))
             if decided is None or decided.recording:
                 self._answer = addon.ask(order, self._key, decided.recording if decided is not None else "")
 
@@ -104,7 +104,7 @@ class JobEdits(JobAddOn):
         if decided is None and any(request.step > request.begin for request in job.requests):
             decided = Decided()  # The job has begun with its own noise.
         kept = self._use_kept(job)
-        if kept is None and self._order.kept_latents and not self._because:
+        if kept is None and self._order.kept and not self._because:
             self._key = self._addon.key(self._order)
         found = self._find(self._key, decided, job.requests[0].latent)
         if found is not None:
@@ -200,7 +200,7 @@ class JobEdits(JobAddOn):
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
             dilated_share=self._dilated_share,
-            kept_latents=bool(self._kept_name),
+            restored=bool(self._kept_name),
         )
         waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
         if waited_s:
@@ -224,11 +224,12 @@ class JobEdits(JobAddOn):
 
         This also happens on workers that mask no blocks, so that every attempt draws the same picture.
         """
-        if not self._order.kept_latents:
+        data = self._order.kept.get(self._addon.kind)
+        if not data:
             return None
         first = job.requests[0]
         try:
-            kept = read_kept(self._order.kept_latents, self._addon.model, tuple(first.latent.shape[1:]))
+            kept = read_kept(data, self._addon.model, tuple(first.latent.shape[1:]))
         except KeptLatentsMismatch as error:
             _log.warning("kept latents do not fit, and the edit ignores them", extra={"why": str(error)})
             self._kept_unused = "its kept latents do not fit"

@@ -20,9 +20,10 @@ from bottega.diffusion.engine.edit import Trajectory
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import same_noise
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.rules import MAX_KEPT_LATENTS_BYTES
+from bottega.rules import MAX_KEPT_BYTES
 
 VERSION = 3
+_MAX_BYTES = MAX_KEPT_BYTES - 256  # the rest is for the message around them
 
 _HEADER = "bottega"
 _TENSOR = "latents"
@@ -68,7 +69,7 @@ def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
     """Return whether the latents of a spec's pictures are too large to keep, even in float16."""
     height, width = spec.height // model.latent_scale, spec.width // model.latent_scale
     elements = (spec.steps + 1) * model.latent_channels * height * width
-    return elements * torch.float16.itemsize > MAX_KEPT_LATENTS_BYTES
+    return elements * torch.float16.itemsize > _MAX_BYTES
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
@@ -84,7 +85,7 @@ def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
     for dtype in (model.dtype, torch.float16):
         latents = kept.latents.to("cpu", dtype).contiguous()
         data = safetensors.torch.save({_TENSOR: latents}, metadata={_HEADER: json.dumps(header)})
-        if len(data) <= MAX_KEPT_LATENTS_BYTES:
+        if len(data) <= _MAX_BYTES:
             return data
     return None
 

@@ -1,20 +1,20 @@
 """The gateway's add-on for recorded activations: orders to attempts and stores, and costs and savings of templates.
 
 The activations themselves go between workers and stores, over links. The gateway identifies a template by what it was
-made of (`JobRequest.template`), before a worker has decoded the image.
+made of (`JobRequest.edit_source`), before a worker has decoded the image.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 
 from bottega import kinds
 from bottega.addons.edits.gateway.client import GrpcActivationsClient
-from bottega.addons.edits.wire.masked_blocks import pin_edit
+from bottega.addons.edits.wire.masked_blocks import may_mask_blocks, pin_edit
 from bottega.addons.interface.access import Access
 from bottega.addons.interface.gateway_addon import (
     NO_COSTS,
@@ -32,7 +32,7 @@ from bottega.addons.interface.job import AddOnJob
 from bottega.addons.interface.member import Member
 from bottega.addons.interface.prefetch import ServicePrefetcher
 from bottega.clocks import Clock
-from bottega.errors import RecordingNotKept
+from bottega.errors import RecordingNotKept, Violation
 from bottega.planning import Shape, rounded_share
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
@@ -42,7 +42,7 @@ from bottega.v1.activations_pb2 import (
     ActivationsOrder,
     PrefetchTemplatesResponse,
 )
-from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 
 # After 30 s a store may have evicted or dropped what it reported.
 _STALE_S = 30.0
@@ -92,6 +92,16 @@ class ActivationsAddOn(AddOn):
         """Return whether a request asks for the recording that an earlier edit used."""
         return spec.techniques.HasField("recording")
 
+    def check(self, spec: GenerationSpec) -> Iterator[Violation]:
+        """Yield the violation of an edit that must be exact and may compute only a part of its blocks."""
+        if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
+            rule = "must not be true with fidelity EXACT, which computes all"
+            yield Violation(field="spec.techniques.masked_blocks", description=rule)
+
+    def computes_part(self, spec: GenerationSpec) -> bool:
+        """Return whether the blocks of an edit may be computed for its masked part alone."""
+        return may_mask_blocks(spec)
+
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Raise RecordingNotKept: a recording changes with every edit of its image, and no earlier state is kept."""
         recording = spec.techniques.recording
@@ -108,16 +118,16 @@ class ActivationsAddOn(AddOn):
     def cost_key(self, job: AddOnJob) -> Hashable:
         """Return the template, the share that is computed, and the size of the job."""
         request = job.request
-        if not request.template:
+        if not request.edit_source:
             return None
-        return request.template, request.computed_share, request.shape, job.rows, job.steps.total
+        return request.edit_source, request.computed_share, request.shape, job.rows, job.steps.total
 
     def worker_costs(self, job: AddOnJob, workers: Mapping[str, Member]) -> WorkerCosts:
         """Return the share of tokens that an edit computes at each worker, and the seconds that loading adds.
 
         An edit computes all tokens if no service has its template, or if the worker does not compute masked blocks.
         """
-        template, share = job.request.template, job.request.computed_share
+        template, share = job.request.edit_source, job.request.computed_share
         if not template or share >= 1.0:
             return NO_COSTS
         having = self._residences.workers_with(template)
@@ -133,7 +143,7 @@ class ActivationsAddOn(AddOn):
 
     def expected_savings(self, job: AddOnJob) -> ExpectedSavings:
         """Return the share of tokens that an edit computes, by its mask, if any service has its template."""
-        template = job.request.template
+        template = job.request.edit_source
         if not template or self._residence(template) == "nowhere":
             return NO_SAVINGS
         return ExpectedSavings(computed_share=job.request.computed_share)
@@ -146,13 +156,13 @@ class ActivationsAddOn(AddOn):
         edits that compute all tokens.
         """
         now = self._clock.monotonic()
-        stored = self._residences.stored(job.request.template, now)
+        stored = self._residences.stored(job.request.edit_source, now)
         if not admitted or stored is None or now - stored.asked_at > _STALE_S:
             self.prefetch([job])
 
     def prefetch(self, jobs: Sequence[AddOnJob]) -> None:
         """Ask the stores to load the jobs' templates, which may have been evicted while the jobs waited."""
-        templates = [job.request.template for job in jobs if job.request.template]
+        templates = [job.request.edit_source for job in jobs if job.request.edit_source]
         for store in self._fleet.services(kinds.ACTIVATIONS) if templates else ():
             self._prefetcher.request(store, templates)
 
@@ -161,7 +171,7 @@ class ActivationsAddOn(AddOn):
 
         The stores count the prefetched template as used.
         """
-        template = job.request.template
+        template = job.request.edit_source
         if not template and not job.bare.keep_for_editing:
             return
         order = ActivationsOrder(tenant=job.request.tenant, source=template)

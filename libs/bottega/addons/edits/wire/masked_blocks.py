@@ -7,8 +7,8 @@ from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Generati
 
 
 def may_mask_blocks(spec: GenerationSpec) -> bool:
-    """Return whether the edit of a complete spec may compute blocks for the masked part only."""
-    if not spec.HasField("keep_unmasked"):  # which every edit has
+    """Return whether an edit may compute blocks for the masked part only; False for what is no edit."""
+    if not spec.HasField("keep_unmasked") and not spec.HasField("mask_image"):  # a complete spec has the first alone
         return False
     techniques = spec.techniques
     if techniques.HasField("masked_blocks"):

@@ -190,9 +190,9 @@ class EngineLoras(EngineAddOn):
         moved = [request for request in requests if request.share_weights(self.weights.patched_key)]
         return bool(moved)
 
-    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Measure the cost of unmerged LoRAs by the forward's time."""
-        return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
+        """Measure the cost of unmerged LoRAs by the time of a forward that is not masked."""
+        return masked or self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
 
     def probes(self, model: Model) -> Mapping[str, Probe]:
         return {"patch": patch_probe(model)}

@@ -92,9 +92,9 @@ class JobRecord:
     shape: tuple[int, int] = (0, 0)
     image_digest: str = ""
     mask_digest: str = ""
-    kept_latents: str = ""
+    kept_digest: str = ""
     result_size: tuple[int, int] = (0, 0)
-    template: str = ""
+    edit_source: str = ""
     computed_share: float = 1.0
     size_bytes: int = 0
     deadline_steady: float | None = None

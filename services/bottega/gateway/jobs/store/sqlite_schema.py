@@ -31,7 +31,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
-_VERSION = 14
+_VERSION = 15
 # Deletions that are remembered: as many as jobs by default.
 _MAX_DELETIONS = 10_000
 # Seconds of a day; days are counted since 1970, by UTC.
@@ -57,10 +57,10 @@ TYPES = {
     "latent_width": "INTEGER NOT NULL",
     "image_digest": "TEXT NOT NULL",
     "mask_digest": "TEXT NOT NULL",
-    "kept_latents": "TEXT NOT NULL",
+    "kept_digest": "TEXT NOT NULL",
     "result_width": "INTEGER NOT NULL",
     "result_height": "INTEGER NOT NULL",
-    "template": "TEXT NOT NULL",
+    "edit_source": "TEXT NOT NULL",
     "computed_share": "REAL NOT NULL",
     "size_bytes": "INTEGER NOT NULL",
     "created_wall": "REAL NOT NULL",

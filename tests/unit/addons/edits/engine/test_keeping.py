@@ -43,7 +43,7 @@ def generated(desk: EditDesk, spec: ResolvedSpec = GENERATED) -> tuple[Drawing, 
 def edit_of(drawing: Drawing, kept: JobKept, spec: ResolvedSpec = SPEC, *, key: str = "edit") -> EngineOrder:
     """Of one of its pictures, all of whose steps run."""
     image = PIL.Image.fromarray(drawing.pixels[kept.index])
-    return masked_order(replace(spec, strength=1.0, seed=77), image=image, key=key, kept_latents=kept.data)
+    return masked_order(replace(spec, strength=1.0, seed=77), image=image, key=key, kept=kept.by_kind)
 
 
 def drawn_with_samples(desk: EditDesk, order: EngineOrder) -> tuple[Drawing, list[Tensor]]:
@@ -68,7 +68,7 @@ def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -
     assert [each.index for each in kept] == [0, 1]
     for latent, other, each in zip(drawing.latents, plain.latents, kept, strict=True):
         torch.testing.assert_close(latent, other, atol=1e-4, rtol=0)
-        read = read_kept(each.data, model, SHAPE)
+        read = read_kept(each.by_kind[kinds.ACTIVATIONS], model, SHAPE)
         assert len(read.noise_levels) == 4
         assert read.seed == SPEC.seed + each.index
         assert torch.equal(read.image_latent, latent)
@@ -81,7 +81,7 @@ def test_latents_are_kept_as_they_were_though_their_copies_come_late(model: Mode
         _, (here,) = generated(EditDesk(model), spec)
         with device.running(0.005):
             _, (late,) = generated(EditDesk(replace(model, runtime=device)), spec)
-    ours, theirs = (read_kept(each.data, model, SHAPE).latents for each in (late, here))
+    ours, theirs = (read_kept(each.by_kind[kinds.ACTIVATIONS], model, SHAPE).latents for each in (late, here))
     assert torch.equal(ours, theirs)
 
 
@@ -93,7 +93,7 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     edit = desk.draw(order)
     assert edit.record.edit is not None
     assert 0 < edit.record.edit.blocks_reused == edit.record.edit.blocks_total
-    assert edit.record.edit.kept_latents
+    assert edit.record.edit.restored
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not edit.record.exact
 
@@ -157,14 +157,14 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str,
     if why == "other steps":
         order = replace(order, spec=replace(order.spec, num_inference_steps=7))
     elif why == "damaged":
-        order = replace(order, kept_latents=order.kept_latents[:-9])
+        order = replace(order, kept={kinds.ACTIVATIONS: order.kept[kinds.ACTIVATIONS][:-9]})
     else:
         image = PIL.Image.fromarray(drawing.pixels[0])
-        order = replace(edit_order(replace(SPEC, strength=1.0), image, LEFT), kept_latents=order.kept_latents)
-    drawn, without = (EditDesk(model).draw(each) for each in (order, replace(order, kept_latents=b"")))
+        order = replace(edit_order(replace(SPEC, strength=1.0), image, LEFT), kept=order.kept)
+    drawn, without = (EditDesk(model).draw(each) for each in (order, replace(order, kept={})))
     assert torch.equal(drawn.latents[0], without.latents[0])
     assert (None if drawn.record.edit is None else drawn.record.edit.computed_all_because) == said
-    assert drawn.record.edit is None or not drawn.record.edit.kept_latents
+    assert drawn.record.edit is None or not drawn.record.edit.restored
 
 
 @pytest.mark.parametrize("mib", [(64, 64), (64, 0), (0, 64), (0, 0)], ids=["both", "first", "second", "none"])
@@ -182,7 +182,7 @@ def test_a_resumed_edit_puts_the_same_latents_back(model: Model, mib: tuple[int,
     again, whole = EditDesk(model, mib=mib[1]).draw(resumed), EditDesk(model).draw(order)
     torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
     assert again.record.edit is not None
-    assert again.record.edit.kept_latents
+    assert again.record.edit.restored
     assert not again.record.exact
 
 
@@ -207,7 +207,7 @@ def test_of_latents_that_are_too_large_nothing_is_kept_or_recorded(
 ) -> None:
     """room_bytes: beside the latents of four steps and the finished one, in float16."""
     size_bytes = 5 * math.prod(SHAPE) * 2
-    monkeypatch.setattr("bottega.addons.edits.engine.kept.MAX_KEPT_LATENTS_BYTES", size_bytes + room_bytes)
+    monkeypatch.setattr("bottega.addons.edits.engine.kept._MAX_BYTES", size_bytes + room_bytes)
     desk = EditDesk(model)
     drawing, kept = generated(desk, replace(GENERATED, num_images=1))
     assert drawing.pixels
@@ -254,7 +254,7 @@ def test_of_steps_at_one_timestep_each_has_the_latent_of_its_own_noise(model: Mo
     generation = EngineOrder(key="generation", spec=replace(karras, strength=None, keep_for_editing=True))
     drawing = EditDesk(model).draw(generation)
     (kept,) = drawing.all(JobKept)
-    read = read_kept(kept.data, model, SHAPE)
+    read = read_kept(kept.by_kind[kinds.ACTIVATIONS], model, SHAPE)
     desk, order = EditDesk(model), edit_of(drawing, kept, karras)
     order = replace(order, spec=replace(order.spec, strength=0.1))
     edit = desk.draw(order)
@@ -272,13 +272,13 @@ def test_what_is_too_much_is_kept_in_half_precision_or_not(model: Model, monkeyp
     kept = random_latents(5)
     whole = write_kept(model, kept)
     assert whole is not None
-    monkeypatch.setattr("bottega.addons.edits.engine.kept.MAX_KEPT_LATENTS_BYTES", len(whole) - 1)
+    monkeypatch.setattr("bottega.addons.edits.engine.kept._MAX_BYTES", len(whole) - 1)
     half = write_kept(model, kept)
     assert half is not None
     assert len(half) < 0.6 * len(whole)
     read: Tensor = read_kept(half, model, SHAPE).latents
     torch.testing.assert_close(read, kept.latents, atol=2e-3, rtol=1e-3)
-    monkeypatch.setattr("bottega.addons.edits.engine.kept.MAX_KEPT_LATENTS_BYTES", len(half) - 1)
+    monkeypatch.setattr("bottega.addons.edits.engine.kept._MAX_BYTES", len(half) - 1)
     assert write_kept(model, kept) is None
 
 

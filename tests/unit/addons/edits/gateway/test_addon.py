@@ -82,7 +82,7 @@ async def shop(time: FakeTime) -> AsyncIterator[Shop]:
 def _edit(shop: Shop, template: str = CAT, *, share: float = 0.2) -> Job:
     """Ten steps."""
     spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, seed=1)
-    request = JobRequest(fingerprint="f", shape=SHAPE, template=template, computed_share=share)
+    request = JobRequest(fingerprint="f", shape=SHAPE, edit_source=template, computed_share=share)
     return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
 
 
@@ -196,7 +196,7 @@ def _worker(name: str, *templates: str, planned_s: float = 0.0, masks: bool = Tr
 def _stored_edit(time: FakeTime, *, share: float) -> Job:
     """Of the cat, in ten steps."""
     spec = GenerationSpec(num_inference_steps=10, num_images=1)
-    request = JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=share)
+    request = JobRequest(fingerprint="f", shape=SHAPE, edit_source=CAT, computed_share=share)
     return Job(clock=time.clock(), spec=spec, bare=spec, request=request)
 
 
@@ -241,7 +241,7 @@ def test_an_edit_that_computes_all_has_no_costs() -> None:
     time = FakeTime()
     addon = _OneAddOn(time)
     spec = GenerationSpec(num_inference_steps=10, num_images=1)
-    for request in (JobRequest(fingerprint="f"), JobRequest(fingerprint="f", template=CAT, computed_share=1.0)):
+    for request in (JobRequest(fingerprint="f"), JobRequest(fingerprint="f", edit_source=CAT, computed_share=1.0)):
         job = Job(clock=time.clock(), spec=spec, bare=spec, request=request)
         worker = _worker("near", CAT)
         addon.member_changed(worker)
