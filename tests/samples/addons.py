@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega.addons.cache.gateway.addon import CacheAddOn
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn
+from bottega.addons.edits.gateway.addon import ActivationsAddOn
 from bottega.addons.interface.gateway_addon import AddOn, AddOnMetrics
 from bottega.addons.loras.gateway.addon import LoraAddOn
 from bottega.clocks import Clock
@@ -25,6 +26,7 @@ def sample_addons() -> tuple[AddOn, ...]:
         LoraAddOn(fleet, metrics),
         CacheAddOn(fleet, metrics),
         ControlNetAddOn(fleet=fleet, connect=_nowhere, metrics=metrics, clock=clock),
+        ActivationsAddOn(fleet, metrics, clock),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bottega.diffusion.acceleration.acceleration import AccelerationResult
-from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished, LoraRecord
+from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished, JobKept, LoraRecord
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.v1.engine_pb2 import EngineStart
@@ -120,3 +120,11 @@ def test_a_request_computes_alone_only_in_half_precision(dtype: torch.dtype) -> 
         if wanted is not None:
             start.spec.techniques.shared_turns = wanted
         assert order_of(start, half).shared_turns == shares
+
+
+def test_what_is_kept_comes_back_by_kind_and_is_ignored_if_damaged(model: Model) -> None:
+    spec = GenerationSpec(prompt="a star", num_inference_steps=2, width=SIZE, height=SIZE)
+    by_kind = {"a": b"1", "b": b"2"}
+    event = event_of(JobKept(key=("job", 1), index=0, by_kind=by_kind), make_engine(model, EngineLimits()))
+    for data, expected in ((event.kept.kept, by_kind), (b"\xff", {}), (b"", {})):
+        assert order_of(EngineStart(spec=spec, kept=data), model).kept == expected

@@ -1,8 +1,9 @@
 """Finds the client's parts of the add-ons: the package `client` of every package in bottega.addons.
 
-Its `sdk` module has `ADD_ON`, a description for people, and the methods that bottega.client.sdk.clients adds to the
-clients. Its `cli` module has the subcommands, `PART` (options of `bottega generate` and `bottega edit`) and
-`advice_for` (what to do about its errors). Only bottega.client.sdk.clients lists the add-ons by name.
+It has the name of its subcommand of `bottega`, and what `--help` says of that. Its `sdk` module has `ADD_ON`, a
+description for people, and the methods that bottega.client.sdk.clients adds to the clients. Its `cli` module has the
+subcommands, `PART` (options of `bottega generate` and `bottega edit`) and `advice_for` (what to do about its errors).
+Only bottega.client.sdk.clients lists the add-ons by name.
 """
 
 from __future__ import annotations

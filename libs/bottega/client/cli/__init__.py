@@ -44,10 +44,6 @@ _SHORT_HELP = {
     "edit": "Redraw a part of IMAGE so that the whole shows PROMPT.",
     "jobs": "List, follow, fetch, cancel and delete jobs.",
     "models": "List the models that are served.",
-    "cache": "Inspect, fill, measure and clear the approximate cache.",
-    "controlnets": "List, add and measure ControlNets.",
-    "loras": "List, add, measure and remove LoRAs.",
-    "templates": "List, pin, load, drop and measure templates of edits.",
     "fleet": "Show the services and their load, live.",
     "top": "Show what the services do now, live.",
     "trace": "Show where the time of a job went, in all services.",
@@ -75,12 +71,12 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._short_help(ctx, name)) for name in _COMMANDS])
+            formatter.write_dl([(name, self._short_help(name)) for name in _COMMANDS])
 
-    def _short_help(self, ctx: click.Context, name: str) -> str:
-        if name not in _SHORT_HELP and (command := self.get_command(ctx, name)) is not None:
-            return command.get_short_help_str()
-        return _SHORT_HELP[name]
+    def _short_help(self, name: str) -> str:
+        add_on = add_ons_by_command().get(name)
+        text: str = _SHORT_HELP[name] if add_on is None else importlib.import_module(add_on).HELP
+        return text
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from bottega.addons.cache.wire import format_start
-from bottega.addons.controlnets.engine import base_layout
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     CachedStart,
@@ -31,6 +30,7 @@ from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError, MethodNotServed
+from bottega.model_files.controlnet_layout import base_layout
 from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS

@@ -282,7 +282,7 @@ def test_what_an_edit_leaves_open_is_filled_in_as_in_diffusers_with_its_own_pixe
 )
 def test_an_exact_that_only_a_seed_stands_for_gives_way_to_masked_blocks(spec: GenerationSpec, exact: bool) -> None:
     expected = generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED
-    assert defaults.complete(spec, MODEL).fidelity == expected
+    assert defaults.complete(spec, MODEL, addons=sample_addons()).fidelity == expected
 
 
 @pytest.mark.parametrize(

@@ -2,3 +2,5 @@
 
 COMMAND = "controlnets"
 """Name of its subcommand of `bottega`."""
+HELP = "List, add and measure ControlNets."
+"""What `bottega --help` says of it, without an import of its module."""

@@ -2,3 +2,5 @@
 
 COMMAND = "templates"
 """Name of its subcommand of `bottega`."""
+HELP = "List, pin, load, drop and measure templates of edits."
+"""What `bottega --help` says of it, without an import of its module."""

@@ -119,7 +119,7 @@ def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model
     assert first.record.edit is not None
     assert second.record.edit is not None
     assert (first.record.edit.recorded, first.record.edit.blocks_reused) == (True, 0)
-    assert (first.record.exact, first.record.edit.recording) == (False, template_of(kept[0].data))
+    assert (first.record.exact, first.record.edit.recording) == (False, template_of(kept[0].by_kind[kinds.ACTIVATIONS]))
     assert second.record.edit.recording == desk.source.recordings[0].id
     assert second.record.edit.blocks_reused == second.record.edit.blocks_total
     assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
