@@ -16,14 +16,13 @@ from bottega.addons.edits.engine.asking import PendingAnswer
 from bottega.addons.edits.engine.job_edits import JobEdits
 from bottega.addons.edits.engine.keeping import JobKeeping, open_keeping
 from bottega.addons.edits.engine.loading.planner import LoadPlanner
-from bottega.addons.edits.engine.loading.profile import measure_blocks
+from bottega.addons.edits.engine.loading.profile import kept_names, measure_blocks
 from bottega.addons.edits.engine.loading.times import BlockTimes
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.masked.probe import masked_probe
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.addons.edits.engine.masked.tokens import MaskLevels, finest_stride
-from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.order import read_decision, read_order
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.addons.edits.engine.recordings.image_reader import ImageReader
@@ -34,7 +33,6 @@ from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Reco
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.addons.edits.planning.template_blocks import BlockValue, choose
 from bottega.diffusion.acceleration.acceleration import Probe
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.diffusion.engine.edit import Edit
@@ -68,9 +66,6 @@ EVENTS = ("blocks_reused", "blocks_total", "blocks_loaded", "blocks_recomputed",
 # The decision of an earlier attempt is worth a longer wait: without its recording, the whole picture is computed again.
 _ANSWER_S = 1.0
 _DECIDED_ANSWER_S = 5.0
-# Share of the tokens that a typical edit computes, by which blocks are valued: the production traces of InstGenIE
-# (2025) have masks of .11, .19 and .35 on average.
-TYPICAL_SHARE = 0.2
 
 
 class EngineEdits(EngineAddOn):
@@ -389,32 +384,3 @@ def _digest(image: Tensor) -> str:
     total = hashlib.sha256(repr(tuple(image.shape)).encode())
     total.update(image.contiguous().cpu().numpy().data)
     return total.hexdigest()
-
-
-def kept_names(
-    blocks: Sequence[BlockWork], *, budget_bytes: int, forwards: int, profile: BlockProfile | None = None
-) -> frozenset[str] | None:
-    """Return the names whose outputs are recorded, or None to record all. They are the same in every forward.
-
-    Blocks are ranked by the seconds that they save per byte: as measured, or else in proportion to their floating-point
-    operations. `budget_bytes` is for all forwards together; 0 is no bound.
-    """
-    forward_budget_bytes = budget_bytes // max(1, forwards)
-    if not budget_bytes or sum(block.size_bytes for block in blocks) <= forward_budget_bytes:
-        return None
-    measured = _saved_s(profile) if profile is not None else {}
-    if not measured.keys() >= {block.name for block in blocks}:
-        measured = {block.name: block.flops - block.flops_at(TYPICAL_SHARE) for block in blocks}
-    values = [
-        BlockValue(name=block.name, saved_s=measured[block.name], size_bytes=block.size_bytes) for block in blocks
-    ]
-    chosen = choose(values, forward_budget_bytes)
-    return frozenset(name for block in blocks if block.name in chosen for name in block.names)
-
-
-def _saved_s(profile: BlockProfile) -> dict[str, float]:
-    """Return the seconds that each block saves, by name, at the measured share nearest to the typical one."""
-    if not len(profile.shares):
-        return {}
-    place = min(range(len(profile.shares)), key=lambda place: abs(profile.shares[place] - TYPICAL_SHARE))
-    return {block.name: block.full_s - block.masked_s[place] for block in profile.blocks if place < len(block.masked_s)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.addons.edits.engine.addon import kept_names
+from bottega.addons.edits.engine.loading.profile import kept_names
 from bottega.addons.edits.engine.masked.work import BlockKind, blocks_of
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 from tests.samples.masked_networks import LATENT, small_unet
