@@ -254,8 +254,8 @@ class Job:
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
         """Set the newest checkpoint.
 
-        Jobs that keep data have no checkpoints: they must keep the latents of all steps, and a checkpoint lacks those of
-        earlier steps. A later attempt draws the same pictures from the beginning.
+        Jobs that keep data have no checkpoints: they must keep the latents of all steps, and a checkpoint lacks those
+        of earlier steps. A later attempt draws the same pictures from the beginning.
         """
         if not self.is_current(number) or self.keeps_data:
             return False
