@@ -67,7 +67,7 @@ def opaque() -> bytes:
 BLACK = saved(Image.new("L", (64, 64)))
 NOT_WHITE = {"mask_image": "redraws nothing: nothing of it is white (.5 and above) at 64x64"}
 NO_STRENGTH = {"strength": "must be above 0 and at most 1"}
-NO_IMAGE = "the bytes are no PNG, JPEG or WebP image"
+NO_IMAGE = "the bytes are not a PNG, JPEG or WebP image"
 
 
 @pytest.mark.parametrize(
