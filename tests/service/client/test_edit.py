@@ -237,7 +237,7 @@ def test_a_file_that_is_no_image_is_named(gateway: ScriptedGateway, address: str
     Path("text.png").write_text("hello")
     result = run("edit", "text.png", "a star", "--box", "0,0,4,4", address=address)
     assert (result.exit_code, gateway.requests) == (2, [])
-    assert result.stderr == "error: text.png cannot be edited: the bytes are no PNG, JPEG or WebP image\n"
+    assert result.stderr == "error: text.png cannot be edited: the bytes are not a PNG, JPEG or WebP image\n"
 
 
 @pytest.mark.parametrize(
