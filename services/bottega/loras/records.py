@@ -24,7 +24,7 @@ from bottega.storage.checksums import Value, checksum
 
 DESCRIPTION = ".json"
 """Suffix of descriptions."""
-_FORMAT = "bottega.addons.loras.wire.description/2"
+_FORMAT = "bottega.lora.description/2"
 _NAME_DIGITS = 16
 _DESCRIPTION_STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
 # Sixteen trigger words of 200 characters take at most 40 KiB.

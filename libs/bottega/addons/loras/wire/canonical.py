@@ -1,6 +1,6 @@
 """The canonical form of a LoRA: one safetensors file, whose SHA-256 is the LoRA's digest.
 
-    __metadata__  {"format": "bottega.addons.loras.wire/1"}, and nothing else
+    __metadata__  {"format": "bottega.lora/1"}, and nothing else
     tensors       three for each module: <component>.<module path>.scale (F32, [], alpha / rank),
                   .down ([rank, in] or [rank, in, height, width]), .up ([out, rank] or [out, rank, 1, 1])
     data          two sections without gaps: the text encoders' tensors, then the UNet's. A prompt is encoded once
@@ -33,7 +33,7 @@ from bottega.safetensors_header import (
     read_header,
 )
 
-FORMAT = "bottega.addons.loras.wire/1"
+FORMAT = "bottega.lora/1"
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
 BACKBONE = "unet"
 DTYPES = frozenset({"F32", "F16", "BF16"})
