@@ -213,7 +213,7 @@ class ConnectionGuard:
         with _duplicate(connection) as duplicate:
             if duplicate is None or not mute(duplicate):
                 return False
-        self._ledger.found(connection.peer).muted = True
+        self._ledger.mute(connection.peer)
         self._muted_until[connection] = time.monotonic() + _MUTED_S
         self._ended[_FLOOD] += 1
         return True
@@ -227,6 +227,9 @@ class ConnectionGuard:
         """End the connections whose muted time is over."""
         for connection in self._over():
             del self._muted_until[connection]
+            # Another connection may get the same port.
+            account = self._ledger.found(connection.peer)
+            account.muted, account.ended_at = False, time.monotonic()
             end(connection)
 
     def _keep_out(self, host: str) -> bool:

@@ -104,6 +104,10 @@ class ConnectionLedger:
             self._since = now
         return hosts
 
+    def mute(self, connection: str) -> None:
+        """Record that a connection's data is dropped, also if none of its calls was looked at yet."""
+        self._accounts.setdefault(connection, ConnectionAccount()).muted = True
+
     def found(self, connection: str) -> ConnectionAccount:
         """Return the account of an open connection; an empty one if there was no call."""
         return self._accounts.get(connection) or ConnectionAccount()
