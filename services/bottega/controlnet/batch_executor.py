@@ -44,14 +44,16 @@ class StepRequest:
     Args:
         owner: The link that sent the step; see `drop_owner`.
         done: Called once, in the compute thread, when every row has its residuals or the step has failed.
-        exclusive: Whether each of its sessions has forwards of its own, without padding.
+        alone: Whether each of its sessions has forwards of its own, without padding.
     """
 
     owner: object
     rows: Sequence[ControlRow]
     done: Callable[[Sequence[Residuals] | BottegaError], None]
     residuals: dict[int, Residuals] = field(default_factory=dict)
-    exclusive: bool = False
+    alone: bool = False
+    retried: bool = False
+    """Whether a forward that it shared has failed, so that it shares none with other steps."""
 
     @property
     def shares(self) -> Iterator[Share]:
@@ -62,7 +64,8 @@ class StepRequest:
         """Return the key that rows of one forward must share."""
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
-        return row.session.net, row.sample.shape, tokens, (self, row.session) if self.exclusive else None
+        own = (self, row.session) if self.alone else self if self.retried else None
+        return row.session.net, row.sample.shape, tokens, own
 
 
 class BatchExecutor:
@@ -164,7 +167,7 @@ class BatchExecutor:
     def _run(self, group: Sequence[tuple[StepRequest, int]]) -> None:
         began = self._device.record()
         rows = [work.rows[index] for work, index in group]
-        fixed_rows = 0 if group[0][0].exclusive else self._fixed_rows
+        fixed_rows = 0 if group[0][0].alone else self._fixed_rows
         shared = not computes_one_session(rows) or len(rows) < fixed_rows
         by_point = run_group(rows, fixed_rows=fixed_rows)
         done = self._device.record()
@@ -203,7 +206,7 @@ class BatchExecutor:
         if len(works) > 1:
             _log.warning("a forward failed; its steps are tried one by one", extra={"why": type(error).__name__})
             for work in works:
-                work.exclusive = True
+                work.retried = True
             return
         self._end(works[0], to_job_failure(error))
 

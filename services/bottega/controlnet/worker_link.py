@@ -200,7 +200,7 @@ class ControlNetWorkerLink(LinkHandler):
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self._connection.post(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
-        self._executor.submit(StepRequest(owner=self, rows=rows, done=done, exclusive=step.alone))
+        self._executor.submit(StepRequest(owner=self, rows=rows, done=done, alone=step.alone))
 
     def _hand_out(
         self,

@@ -49,12 +49,12 @@ class Outcomes:
         self.ended: dict[str, Sequence[Residuals] | BottegaError] = {}
 
     def submit(
-        self, name: str, rows: Sequence[ControlRow], owner: object = "worker", *, exclusive: bool = False
+        self, name: str, rows: Sequence[ControlRow], owner: object = "worker", *, alone: bool = False
     ) -> None:
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self.ended[name] = outcome
 
-        self.executor.submit(StepRequest(owner=owner, rows=rows, done=done, exclusive=exclusive))
+        self.executor.submit(StepRequest(owner=owner, rows=rows, done=done, alone=alone))
 
 
 def session(
@@ -315,7 +315,7 @@ def test_rows_say_whether_others_were_computed_beside_them(cache: ControlNetCach
     outcomes = Outcomes(BatchExecutor(max_rows=4))
     outcomes.submit("one", rows(session(cache)), owner="one")
     outcomes.submit("other", rows(session(cache)), owner="other")
-    outcomes.submit("alone", rows(session(cache)), owner="one", exclusive=True)
+    outcomes.submit("alone", rows(session(cache)), owner="one", alone=True)
     outcomes.submit("two images", [*rows(twice := session(cache)), *rows(twice)])
     outcomes.submit("half of it", rows(session(cache, "depth"))[:1])
     while outcomes.executor.busy:
@@ -324,10 +324,10 @@ def test_rows_say_whether_others_were_computed_beside_them(cache: ControlNetCach
     assert shared == {"one": True, "other": True, "alone": False, "two images": True, "half of it": True}
 
 
-def test_an_exclusive_step_has_a_forward_for_each_session_and_no_padding(cache: ControlNetCache) -> None:
+def test_a_step_that_is_to_be_alone_has_a_forward_for_each_session_and_no_padding(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
     outcomes.submit("padded", rows(session(cache)))
-    outcomes.submit("alone", rows(session(cache), session(cache)), exclusive=True)
+    outcomes.submit("alone", rows(session(cache), session(cache)), alone=True)
     outcomes.submit("padded, too", rows(session(cache)))
     while outcomes.executor.busy:
         outcomes.executor.run_batch(0.0)

@@ -105,7 +105,7 @@ def test_violations_that_find_no_room_are_counted() -> None:
     assert list(received[:-1]) == sent[: len(received) - 1]
     left_out = len(sent) - len(received)
     assert received[-1].field == sent[len(received) - 1].field
-    assert f"and {left_out} more" in received[-1].description
+    assert f"; {left_out} more violations" in received[-1].description
 
 
 def test_a_request_can_be_told_everything_that_is_wrong_with_it() -> None:

@@ -109,6 +109,10 @@ def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model)
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     provenance = event.done.provenance
     assert (provenance.exact, provenance.shared_in_half_precision) == (False, True)
+    for otherwise in (replace(record, exact=False), replace(record, decoded_as_stock=False)):
+        event = event_of(JobFinished(key=("job", 1), record=otherwise), make_engine(model, EngineLimits()))
+        provenance = event.done.provenance
+        assert (provenance.exact, provenance.shared_in_half_precision) == (False, False), "it has another cause, too"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -307,8 +307,8 @@ class Provenance:
     device_s: float = 0.0
     """Seconds of the worker's device that the last attempt used, which count against its tenant's share."""
     shared_in_half_precision: bool = False
-    """Whether a step in half precision was not computed alone, but beside other pictures or in parts. It is then not
-    exact.
+    """Whether the pictures are inexact only because steps in half precision were not computed alone, but beside other
+    pictures or in parts.
     """
 
 

@@ -195,11 +195,12 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
+    exact_if_alone = record.exact and record.decoded_as_stock
     return generation_pb2.Provenance(
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=record.exact and record.decoded_as_stock and not record.shared_in_half_precision,
+        exact=exact_if_alone and not record.shared_in_half_precision,
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
@@ -216,7 +217,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         vae_dtype=record.vae_dtype,
         vae_tiled=record.vae_tiled,
         device_s=record.device_s,
-        shared_in_half_precision=record.shared_in_half_precision,
+        shared_in_half_precision=exact_if_alone and record.shared_in_half_precision,
     )
 
 
