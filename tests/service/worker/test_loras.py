@@ -208,7 +208,7 @@ async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_pat
         with path.open("r+b") as file:
             file.truncate(cut.size_bytes // 2)
         other = worker.begin(good)
-        with pytest.raises(InternalError, match="shorter"):
+        with pytest.raises(InternalError, match="truncated"):
             await worker.wait(handle)
         assert await worker.wait(other)
         assert worker.offers.asked == 1, "the link lives"

@@ -48,9 +48,7 @@ class Outcomes:
         self.executor = executor
         self.ended: dict[str, Sequence[Residuals] | BottegaError] = {}
 
-    def submit(
-        self, name: str, rows: Sequence[ControlRow], owner: object = "worker", *, alone: bool = False
-    ) -> None:
+    def submit(self, name: str, rows: Sequence[ControlRow], owner: object = "worker", *, alone: bool = False) -> None:
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self.ended[name] = outcome
 
