@@ -271,7 +271,7 @@ class AttemptRunner:
         spec = GenerationSpec()
         spec.CopyFrom(self._request.spec)
         for addon in self._origin.addons:
-            addon.pin(spec, index, self._request, decisions.get(addon.kind, b""))
+            addon.pin(spec, index, self._request, decisions.get(addon.kind))
         return spec
 
     def _complete_if_ready(self) -> None:

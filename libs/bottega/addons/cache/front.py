@@ -15,10 +15,10 @@ class CacheFront(FrontAddOn):
 
     kind = kinds.CACHE
 
-    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
         """Write the cached latent that one picture started from, or that it started from none."""
         if index is None or self.kind not in request.addons:
             return
-        starts = CacheDecision.FromString(decision).starts
+        starts = CacheDecision.FromString(decision or b"").starts
         start = starts[index] if index < len(starts) else CacheStart()
         pin_start(spec, format_start(start.entry, start.step) if start.entry else "")

@@ -39,10 +39,10 @@ class EditsFront(FrontAddOn):
         add_TemplateServiceServicer_to_server(TemplateService(ask), server.grpc)
         server.add_services([_SERVICE_NAME])
 
-    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
         """Write into a picture's parameters which recording the edit reused, or that it reused none."""
         if index is not None:
-            pin_edit(spec, taken_from(pb.EditDecision.FromString(decision)))
+            pin_edit(spec, taken_from(pb.EditDecision.FromString(decision or b"")))
 
 
 class TemplateService(TemplateServiceServicer):

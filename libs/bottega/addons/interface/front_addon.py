@@ -25,14 +25,15 @@ class FrontAddOn:
     def add_rpcs(self, server: Server, ask: Ask) -> None:
         """Register the feature's own RPCs at the worker's server."""
 
-    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
         """Write the attempt's decision into parameters, so that they draw the same picture again.
 
         Args:
             spec: Parameters of one picture, or of all pictures of the attempt.
             index: The picture's place in the attempt; None for the parameters of all pictures.
             request: The attempt's request, without its images.
-            decision: The decision of the add-on in the engine; empty if there is none.
+            decision: The decision of the add-on in the engine; None if there is none. Empty bytes are a decision: a
+                message whose fields have their default values.
         """
 
 

@@ -14,9 +14,9 @@ class LorasFront(FrontAddOn):
 
     kind = kinds.LORAS
 
-    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes) -> None:
+    def pin(self, spec: GenerationSpec, index: int | None, request: RunAttemptRequest, decision: bytes | None) -> None:
         """Write the first step that had the LoRAs."""
-        if not decision:
+        if decision is None:
             return
         for lora in spec.loras:
             lora.from_step = LoraDecision.FromString(decision).step

@@ -24,7 +24,9 @@ def _front(kind: str) -> FrontAddOn:
     return next(addon for addon in load_front_addons() if addon.kind == kind)
 
 
-def _pinned(kind: str, spec: GenerationSpec, index: int | None, decision: bytes = b"", ordered: bool = True) -> bool:
+def _pinned(
+    kind: str, spec: GenerationSpec, index: int | None, decision: bytes | None = None, ordered: bool = True
+) -> bool:
     """Whether the add-on has changed the spec."""
     before = spec.SerializeToString()
     _front(kind).pin(spec, index, RunAttemptRequest(addons={kind: b""} if ordered else {}), decision)
@@ -49,6 +51,14 @@ def test_the_first_step_of_loras_is_in_the_parameters_of_all_pictures() -> None:
         assert not _pinned(kinds.LORAS, spec, index)
         assert _pinned(kinds.LORAS, spec, index, LoraDecision(step=3).SerializeToString())
         assert spec.loras[0].from_step == 3
+
+
+def test_loras_that_were_there_before_the_first_step_are_pinned_to_it() -> None:
+    decision = LoraDecision(step=0).SerializeToString()
+    assert decision == b"", "a message of default values has no bytes, and is a decision nevertheless"
+    spec = GenerationSpec(loras=[Lora(name="ink")])
+    assert _pinned(kinds.LORAS, spec, 0, decision)
+    assert spec.loras[0].HasField("from_step")
 
 
 def test_a_start_is_in_the_parameters_of_its_picture_alone() -> None:
