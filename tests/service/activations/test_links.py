@@ -207,7 +207,7 @@ async def test_a_section_that_nobody_has_and_a_tensor_that_it_has_not_are_refuse
         with pytest.raises(BottegaError):
             await asyncio.to_thread(fetch, link, "0" * 64, SMALL)
         digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest
-        with pytest.raises(BottegaError, match="tensors 0 to 2"):
+        with pytest.raises(BottegaError, match="numbered 0 to 2"):
             await asyncio.to_thread(fetch, link, digest, SMALL, tensors=(0, 3), number=2)
         section = await asyncio.to_thread(fetch, link, digest, SMALL, number=3)
     assert list(section.tensors.values()) == made.tensors(0)

@@ -104,7 +104,7 @@ async def test_large_images_pass(pool: CodecPool) -> None:
 
 async def test_a_refusal_is_bad_image_and_the_process_stays(pool: CodecPool) -> None:
     before = pool.pids
-    with pytest.raises(BadImage, match="no PNG, JPEG or WebP image"):
+    with pytest.raises(BadImage, match="not a PNG, JPEG or WebP image"):
         await pool.inspect(b"not an image")
     assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
     assert pool.pids == before

@@ -26,7 +26,8 @@ JOIN_S = 30.0
 def test_a_picture_whose_residuals_were_computed_beside_anothers_is_not_exact_unless_it_computes_alone(
     folders: Mapping[str, Path], tmp_path: Path, may_share: bool
 ) -> None:
-    half = load(small_model(), dtype=torch.bfloat16)
+    # A model each: two threads may not use one tokenizer at once.
+    half, beside = (load(small_model(), dtype=torch.bfloat16) for _ in range(2))
     with linked_server("half", folders, tmp_path, dtype=torch.bfloat16) as server, shelf_of(half, folders) as shelf:
         order = replace(on(controlled((0, 0.8), (0, 0.5)), server), shared_turns=may_share)
         other = on(controlled((0, 1.0), spec=replace(PLAIN, seed=2)), server)
@@ -35,7 +36,7 @@ def test_a_picture_whose_residuals_were_computed_beside_anothers_is_not_exact_un
         server.pause()
         threads = [
             threading.Thread(target=draw_into, args=(drawings, desk, each))
-            for each, desk in ((order, Desk(half, offers)), (other, Desk(half, offers)))
+            for each, desk in ((order, Desk(half, offers)), (other, Desk(beside, offers)))
         ]
         for thread in threads:
             thread.start()
