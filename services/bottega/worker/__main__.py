@@ -29,7 +29,7 @@ from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
 
 # How long a worker that cannot serve its model tries to reach the fleet. It ends within 2 s in all.
-_JOIN_S = 0.8
+_JOIN_S = 0.5
 # Every attempt may have eight images, each waiting to be encoded.
 _IMAGES_PER_ATTEMPT = 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -16,9 +17,8 @@ pytestmark = pytest.mark.alone
 
 # From the command to its end, the start of Python and the imports of the front included.
 LIMIT_S = 2.0
-# On a slower machine it takes at most so many times what importing a few of its libraries takes (4 to 6 were seen).
-LIMIT_OF_IMPORTS = 8.0
-IMPORTS = "import grpc.aio, prometheus_client, pydantic, yaml"
+TRIES = 3
+"""Runs of the command; the quickest one counts, because other tests may take the cores from one of them."""
 # One of another family, and one whose weights are damaged; the checker is the same for all.
 _IN_EVERY_RUN = frozenset({"Stable Diffusion 1.5", "a file that is cut off"})
 
@@ -36,16 +36,14 @@ def test_a_worker_ends_with_the_sentence(wrong: WrongFolder, gateway: str, tmp_p
     config = tmp_path / "worker.yaml"
     config.write_text(f"gateway: {gateway}\nengine: {{model: '{given}'}}\n")
     command = [sys.executable, "-m", "bottega.worker", "--config", str(config)]
-    began_s = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    took_s = time.monotonic() - began_s
+    took_s = math.inf
+    for _ in range(TRIES):
+        began_s = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        took_s = min(took_s, time.monotonic() - began_s)
+        if took_s < LIMIT_S:
+            break
     assert done.stderr == f"bottega.worker: the model {given} cannot be served: {sentence}\n"
     assert done.stdout == ""
     assert done.returncode == ConfigError.exit_status  # systemd's units do not start it again
-    assert took_s < LIMIT_S or took_s < LIMIT_OF_IMPORTS * _imports_s()
-
-
-def _imports_s() -> float:
-    began_s = time.monotonic()
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=60)
-    return time.monotonic() - began_s
+    assert took_s < LIMIT_S
