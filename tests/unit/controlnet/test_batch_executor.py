@@ -201,6 +201,20 @@ def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: Cont
     assert len(residuals(outcomes, "good")) == 2
 
 
+def test_a_step_that_is_retried_keeps_the_padding_of_fixed_rows(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
+    bad = rows(session(cache))
+    bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
+        prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
+    )
+    outcomes.submit("bad", bad)
+    outcomes.submit("good", rows(session(cache)))
+    for _ in range(3):
+        outcomes.executor.run_batch(0.0)
+    assert isinstance(outcomes.ended["bad"], InternalError)
+    assert [len(row.by_point[0]) for row in residuals(outcomes, "good")] == [8, 8]
+
+
 class BreakingDevice(CpuDevice):
     """error: what every call says, from when on there is one, as that of a CUDA context that is lost."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import struct
@@ -85,6 +86,12 @@ def test_what_was_written_is_read_again() -> None:
 
 def test_the_same_modules_give_the_same_bytes_in_whatever_order_they_come() -> None:
     assert _written(_modules()) == _written(_modules()[::-1])
+
+
+def test_the_bytes_of_a_lora_stay_the_same_between_versions() -> None:
+    """Provenances, stored LoRAs and saved pictures name a LoRA by their digest."""
+    digest = "1d75fe5e7afefc0f71806c4ea68c403e5d94462d9fa6ac59aba8c8b0b711d148"
+    assert hashlib.sha256(_written(_modules())).hexdigest() == digest
 
 
 def test_text_encoders_come_first_and_in_a_section_what_has_the_larger_items() -> None:
