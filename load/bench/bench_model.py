@@ -28,8 +28,8 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from bottega.diffusion.model.dtype import DTYPES
 from bottega.miniature import WEIGHTS
+from bottega.model.dtype import DTYPES
 from bottega.model_files.presets import PRESET_FILE, Preset, preset_text
 
 _LATENT_CHANNELS = 4

@@ -26,16 +26,16 @@ from bottega.addons.loras.wire import canonical
 from bottega.cache.latent import RecordedLatent
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import CachedStart, ImageDrawn, JobFailed, JobFinished
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import load_model
-from bottega.diffusion.spec import LoraSpec, ResolvedSpec
-from bottega.diffusion.tensor_messages import DTYPES
+from bottega.device_links.tensor_messages import DTYPES
+from bottega.engine.engine import Engine
+from bottega.engine.events import CachedStart, ImageDrawn, JobFailed, JobFinished
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
 from bottega.miniature import WEIGHTS
+from bottega.model.model import load_model
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec

@@ -199,7 +199,7 @@ def _parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
     import torch
     from diffusers import ControlNetModel
 
-    from bottega.diffusion.model.backbone import Inputs, UNetBackbone
+    from bottega.model.backbone import Inputs, UNetBackbone
 
     unet = pipeline.unet
     net: Any = ControlNetModel.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)

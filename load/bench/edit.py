@@ -38,7 +38,7 @@ from load.bench.stock import LATENT, stock
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bottega.diffusion.rows import Half, Row
+    from bottega.model.rows import Half, Row
 
 SIDES = ("diffusers", "suite", "suite-sparse")
 WANTED = {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0}
@@ -200,9 +200,9 @@ def engine(*, model: str, sparse: bool) -> Answer:
 
     from bottega.addons.edits.engine.addon import EngineEdits
     from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-    from bottega.diffusion.engine.engine import Engine
-    from bottega.diffusion.engine.events import EditRecord, Event, JobStarted
-    from bottega.diffusion.engine.limits import EngineLimits
+    from bottega.engine.engine import Engine
+    from bottega.engine.events import EditRecord, Event, JobStarted
+    from bottega.engine.limits import EngineLimits
     from load.bench.engine_runs import accelerate, edit_order, load_bench_model, run_orders
 
     loaded = load_bench_model(model)
@@ -258,10 +258,10 @@ class Network:
         import torch
         from diffusers import UNet2DConditionModel
 
-        from bottega.diffusion.engine.denoiser import Denoiser
-        from bottega.diffusion.engine.forward import Network as Networks
-        from bottega.diffusion.model.backbone import UNetBackbone
-        from bottega.diffusion.rows import Half
+        from bottega.engine.denoiser import Denoiser
+        from bottega.engine.forward import Network as Networks
+        from bottega.model.backbone import UNetBackbone
+        from bottega.model.rows import Half
 
         self._unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet", torch_dtype=torch.float32).eval()
         self._backbone = UNetBackbone(self._unet)
@@ -299,8 +299,8 @@ class Network:
         from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
         from bottega.addons.edits.engine.masked.transformer import Caching
         from bottega.addons.edits.engine.sparse import SparseMaps
-        from bottega.diffusion.engine.denoiser import Denoiser
-        from bottega.diffusion.engine.forward import Network as Networks
+        from bottega.engine.denoiser import Denoiser
+        from bottega.engine.forward import Network as Networks
 
         if caching not in self._recorded:
             backbone = MaskedBackbone(self._unet, caching=Caching(caching), maps=SparseMaps())
@@ -351,7 +351,7 @@ def _row(config: Any, half: Half) -> Row:
     """Return a row with random inputs, of the sizes that the network has."""
     import torch
 
-    from bottega.diffusion.rows import Embeds, Row
+    from bottega.model.rows import Embeds, Row
 
     generator = torch.Generator().manual_seed(half.value)
     # Pooled text and six sizes make up what the added embedding takes.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.limits import EngineLimits
+from bottega.engine.engine import Engine
+from bottega.engine.limits import EngineLimits
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_model import EDIT_SHAPE
 from load.bench.edit_queue import MAX_BATCH, Arriving, EditDesk, Served, StaticBatches, serve, step_by_step

@@ -215,8 +215,8 @@ class EditLoading:
         from bottega.addons.edits.engine.addon import EngineEdits
         from bottega.addons.edits.engine.recordings.memory import MemoryActivations
         from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
-        from bottega.diffusion.engine.engine import Engine
-        from bottega.diffusion.engine.limits import EngineLimits
+        from bottega.engine.engine import Engine
+        from bottega.engine.limits import EngineLimits
         from bottega.transport import LinkCounters
         from bottega.v1.fleet_pb2 import ServiceAddress
         from load.bench.engine_runs import load_bench_model

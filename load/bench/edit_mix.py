@@ -79,10 +79,10 @@ def engine(*, model: str) -> Answer:
     """
     from bottega.addons.edits.engine.addon import EngineEdits
     from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-    from bottega.diffusion.engine.engine import Engine
-    from bottega.diffusion.engine.job import EngineOrder
-    from bottega.diffusion.engine.limits import EngineLimits
-    from bottega.diffusion.spec import ResolvedSpec
+    from bottega.engine.engine import Engine
+    from bottega.engine.job import EngineOrder
+    from bottega.engine.limits import EngineLimits
+    from bottega.engine.spec import ResolvedSpec
     from load.bench.engine_runs import edit_order, load_bench_model, reused_share, run_orders
 
     loaded = load_bench_model(model)

@@ -31,12 +31,12 @@ from bottega.addons.edits.engine.masked import tokens
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.codec import edits
 from bottega.codec.pixels import MaskOrder, Overlay
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
+from bottega.engine.engine import Engine
+from bottega.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
+from bottega.engine.limits import EngineLimits
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene
+from bottega.model.model import Model
 from bottega.quality import oracle
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_cases import EditCase, Template, edits_of, templates

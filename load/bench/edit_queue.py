@@ -19,13 +19,13 @@ import torch
 
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import JobFailed, JobFinished
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.request import Request
+from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.encode import Conditions
+from bottega.engine.engine import Engine
+from bottega.engine.events import JobFailed, JobFinished
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.request import Request
 from bottega.planning import RemainingWork, best_width
 from load.bench.edit_model import placed_mask, template
 from load.bench.engine_runs import accelerate, edit_order, load_bench_model, run_orders

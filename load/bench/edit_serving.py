@@ -24,7 +24,7 @@ from statistics import mean, median
 import PIL.Image
 
 from bottega.client import AsyncClient
-from bottega.diffusion.engine.limits import EngineLimits
+from bottega.engine.limits import EngineLimits
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_model import EDIT_SHAPE, SIZE, placed_mask, square_box, template, write_template
 from load.bench.edit_queue import Arriving, EditDesk, serve, step_by_step

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 
-from bottega.diffusion.acceleration.registry import candidates
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import EngineRecord, JobFailed, JobFinished
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model, load_model
-from bottega.diffusion.spec import EditSpec, ResolvedSpec
+from bottega.engine.acceleration.registry import candidates
+from bottega.engine.engine import Engine
+from bottega.engine.events import EngineRecord, JobFailed, JobFinished
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import EditSpec, ResolvedSpec
+from bottega.model.model import Model, load_model
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.bench.stock import STRENGTH
 

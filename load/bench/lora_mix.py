@@ -80,10 +80,10 @@ def engine(*, model: str) -> Answer:
     """Make the suite's engine: it draws a picture with each LoRA, or None, all at once."""
     import torch
 
-    from bottega.diffusion.engine.job import EngineOrder
-    from bottega.diffusion.engine.limits import EngineLimits
-    from bottega.diffusion.model.model import load_model
-    from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+    from bottega.engine.job import EngineOrder
+    from bottega.engine.limits import EngineLimits
+    from bottega.engine.spec import LoraSpec, ResolvedSpec
+    from bottega.model.model import load_model
     from load.bench.engine_runs import run_orders
     from load.bench.local_loras import LocalLoras
     from tests.support.engines import make_engine

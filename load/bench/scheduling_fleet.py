@@ -22,12 +22,12 @@ import torch
 
 from bottega.addons.edits.planning.block_loading import BlockCost, plan_step
 from bottega.addons.edits.planning.work_fit import WorkFit
-from bottega.diffusion.engine.batcher import Batcher
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.rows import GroupKey
+from bottega.engine.batcher import Batcher
+from bottega.engine.engine import Engine
+from bottega.engine.limits import EngineLimits
 from bottega.gateway.scheduling.policy import PendingJob, assign
 from bottega.gateway.scheduling.worker_plan import Findings, ResourceRequest, WorkerState
+from bottega.model.rows import GroupKey
 from bottega.planning import RowFractions, Shape, StepTimes, rounded_share
 from load.bench.edit_queue import EditDesk
 from load.bench.engine_runs import run_orders

@@ -32,8 +32,8 @@ from bottega.activations.store.store import ActivationStore
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
-from bottega.diffusion.rows import Half
 from bottega.errors import DataLoss
+from bottega.model.rows import Half
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest, ListStoredTemplatesResponse
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from load.bench.framework import Bench, Option, Sheet, percentile, seconds_of

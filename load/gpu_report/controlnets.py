@@ -12,9 +12,9 @@ import PIL.Image
 import torch
 
 from bottega.addons.controlnets.config import ControlNetsConfig
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.dtype import DTYPES
-from bottega.diffusion.spec import ControlSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ControlSpec
+from bottega.model.dtype import DTYPES
 from bottega.worker.engine.runtime import Runtime
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.gpu_report.report import Figure

@@ -18,9 +18,9 @@ import PIL.Image
 import torch
 
 from bottega.addons.edits.config import EditsConfig
-from bottega.diffusion.engine.events import EditRecord, EngineRecord
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.spec import EditSpec
+from bottega.engine.events import EditRecord, EngineRecord
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import EditSpec
 from bottega.worker.engine.runtime import Runtime
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.bench.stock import STRENGTH

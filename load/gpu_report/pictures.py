@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from bottega.diffusion.acceleration.acceleration import AccelerationResult
+from bottega.engine.acceleration.acceleration import AccelerationResult
 from load.gpu_report.device import peak_flops, picture_flops
 from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bottega.diffusion.model.dtype import DTYPES
 from bottega.miniature import WEIGHTS
+from bottega.model.dtype import DTYPES
 from load.gpu_report.report import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.topology import Topology

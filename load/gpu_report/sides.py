@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import EngineRecord, JobFailed, JobFinished
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.dtype import DTYPES
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.engine import Engine
+from bottega.engine.events import EngineRecord, JobFailed, JobFinished
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.dtype import DTYPES
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.runtime import LinkRequests, Runtime, load_runtime
 from load.bench import stock

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import EngineRecord
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.request import Request
+from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.encode import Conditions
+from bottega.engine.events import EngineRecord
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.added_service.calls import messages
 from tests.added_service.service_spec import KIND

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import JobDecided
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.engine import Engine
+from bottega.engine.events import JobDecided
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.added_service.calls import messages
 from tests.added_service.engine_add_on import ColourEngineAddOn

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bottega.diffusion.lean_imports import lean_imports
+from bottega.device.lean_imports import lean_imports
 from bottega.rpc.operation import logs
 from bottega.worker.engine.main import main
 
 if TYPE_CHECKING:
-    from bottega.diffusion.acceleration.acceleration import Acceleration
-    from bottega.diffusion.model.model import Model
+    from bottega.engine.acceleration.acceleration import Acceleration
+    from bottega.model.model import Model
 
 # Longer than a forward of the embedded model takes, also beside another process.
 _LATE_S = 0.1
@@ -106,7 +106,7 @@ def faked() -> list[Acceleration]:
 
 if __name__ == "__main__":
     with lean_imports():
-        from bottega.diffusion.acceleration import registry
+        from bottega.engine.acceleration import registry
     registry.all_accelerations = faked
     status = main()
     logs.flush()

@@ -24,7 +24,7 @@ from bottega.addons.controlnets.engine.messages import (
     residuals_layout,
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
-from bottega.diffusion.tensor_messages import tensor_at
+from bottega.device_links.tensor_messages import tensor_at
 from bottega.errors import BottegaError, LinkError, PeerDead
 from bottega.rpc.status import to_job_error
 from bottega.transport import (

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.engine.addon import EngineCachedStarts
-from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.engine import Engine
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.model.model import Model
 from bottega.v1.cache_pb2 import (
     CACHE_OUTCOME_HIT,
     CACHE_OUTCOME_MISS,

@@ -23,9 +23,9 @@ from bottega.addons.controlnets.engine import (
     find_controlnet,
     load_controlnet,
 )
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ControlSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import Unavailable
+from bottega.model.model import Model
 from tests.support.stock import latent_of, variant
 
 # Room for any number of the miniature's.

@@ -10,8 +10,8 @@ import PIL.Image
 import PIL.ImageDraw
 import torch
 
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.spec import EditSpec, ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import EditSpec, ResolvedSpec
 
 
 def template(width: int = 64, height: int = 64) -> PIL.Image.Image:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.edit import Edit
-from bottega.diffusion.engine.events import EditRecord
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.edit import Edit
+from bottega.engine.events import EditRecord
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
 from tests.samples.edits import box_mask, edit_order, template
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine

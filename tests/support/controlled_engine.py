@@ -14,11 +14,11 @@ from torch import Tensor
 from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.addons.controlnets.engine.provider import ControlHosts
 from bottega.addons.controlnets.worker import ControlLinkSettings, RemoteControlNets
-from bottega.diffusion.engine.events import JobAdvanced
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.events import JobAdvanced
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
 from bottega.transport import Limits, OfferSource, ServiceOffer
 from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save

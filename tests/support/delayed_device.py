@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bottega.diffusion.device.device import Event
+from bottega.device.device import Event
 
 # Of a thread that waits for what another one shall finish.
 _MOST_WAIT_S = 30.0

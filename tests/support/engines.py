@@ -9,12 +9,12 @@ from bottega.addons.controlnets.engine.addon import EngineControlNets
 from bottega.addons.controlnets.engine.provider import ControlNetProvider
 from bottega.addons.loras.engine import LoraSource, LoraWeights, SwapCosts
 from bottega.addons.loras.engine.addon import EngineLoras
-from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.parallel.offload import OffloadTarget
+from bottega.device.heartbeat import Heartbeat
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.engine import Engine
+from bottega.engine.limits import EngineLimits
+from bottega.engine.parallel.offload import OffloadTarget
+from bottega.model.model import Model
 
 # How long a job waits for its LoRAs.
 LORA_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import (
+from bottega.engine.engine import Engine
+from bottega.engine.events import (
     EngineRecord,
     Event,
     ImageDrawn,
@@ -23,11 +23,11 @@ from bottega.diffusion.engine.events import (
     JobKept,
     JobStarted,
 )
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.spans import EngineTrace
-from bottega.diffusion.model.model import Model, load_model
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError
 from bottega.miniature import WEIGHTS
+from bottega.model.model import Model, load_model
 from tests.support.stock import Pixels
 
 # An engine that never ends must not hang a test.

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bottega.diffusion.device.cpu import CpuDevice
-from bottega.diffusion.model.model import Model
+from bottega.device.cpu import CpuDevice
+from bottega.model.model import Model
 
 
 class MemoryDevice(CpuDevice):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.diffusion.model.model import Model
+from bottega.model.model import Model
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
 

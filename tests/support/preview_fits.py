@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import pytest
 from diffusers import AutoencoderKL
 
-from bottega.diffusion.engine.reporting import LatentPreview
-from bottega.diffusion.model.model import Model
+from bottega.engine.reporting import LatentPreview
+from bottega.model.model import Model
 
 
 @pytest.fixture(autouse=True, scope="module")

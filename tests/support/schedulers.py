@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.diffusion.model.sampler_choices import ModelSamplers, SamplerChoice
+from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 
 SHAPE = (1, 4, 6, 6)
 SEED = 11

@@ -19,7 +19,7 @@ from diffusers import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 
 Pixels = NDArray[np.uint8]

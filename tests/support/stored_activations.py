@@ -14,7 +14,7 @@ from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Reco
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.wire import DrawnTensors
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
-from bottega.diffusion.rows import Half
+from bottega.model.rows import Half
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import SectionKey
 from tests.fakes.fake_time import FakeTime

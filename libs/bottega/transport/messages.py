@@ -1,6 +1,6 @@
 """Common parts of link messages: the kind, which is the name of the first tensor, and numbers; and pacing.
 
-bottega.diffusion.tensor_messages makes messages of torch tensors. Large transfers are sent in pieces that keep to a
+bottega.device_links.tensor_messages makes messages of torch tensors. Large transfers are sent in pieces that keep to a
 rate and let other messages pass in between.
 """
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlRow, computes_one_session, run_group
-from bottega.diffusion.device.cpu import CpuDevice
-from bottega.diffusion.device.device import Device
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.device.out_of_memory import is_out_of_memory
-from bottega.diffusion.errors import to_job_failure
+from bottega.device.cpu import CpuDevice
+from bottega.device.device import Device
+from bottega.device.memory_plan import MemoryPlan
+from bottega.device.out_of_memory import is_out_of_memory
+from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError
 from bottega.fair_order import FairOrder, Share
 

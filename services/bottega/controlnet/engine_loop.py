@@ -21,15 +21,15 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
+from bottega.device.memory_meter import DeviceMemoryMeter
+from bottega.device.memory_plan import open_memory_plan
+from bottega.device.pick import use_device
+from bottega.device.threads import compute_with
 from bottega.device_links import device_links
-from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
-from bottega.diffusion.device.memory_plan import open_memory_plan
-from bottega.diffusion.device.pick import use_device
-from bottega.diffusion.device.threads import compute_with
-from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.model.dtype import AUTO, DTYPES
-from bottega.diffusion.model.model import pick_device
+from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
+from bottega.model.dtype import AUTO, DTYPES
+from bottega.model.model import pick_device
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.operation.readings import link_counts

@@ -19,9 +19,9 @@ from bottega.addons.controlnets.engine import (
     find_controlnet,
     load_controlnet,
 )
-from bottega.diffusion.heartbeat import call_after_blocks
-from bottega.diffusion.model.dtype import DTYPES, dtype_name
+from bottega.device.heartbeat import call_after_blocks
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.model.dtype import DTYPES, dtype_name
 from bottega.model_files.digest import controlnet_digest
 from bottega.process import open_files
 from bottega.v1 import hosted_pb2

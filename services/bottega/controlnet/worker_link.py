@@ -30,8 +30,8 @@ from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequ
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
 from bottega.device_links import beside, keep_until_used
-from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.tensor_messages import TensorMessage, tensor_at
+from bottega.device_links.tensor_messages import TensorMessage, tensor_at
+from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.rpc.status import job_error_to_json

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bottega.client import Box, Client
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.spec import ResolvedSpec
 from tests.e2e.conftest import Suite
 from tests.samples.edits import box_mask, ellipse_mask, template
 from tests.samples.hostile_images import saved

@@ -13,7 +13,7 @@ import pytest
 
 from bottega.addons.cache.engine.key import start_key
 from bottega.cache.store.store import LatentStore
-from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CacheQuestion, CacheStart
 from tests.support.cached_latents import (
     MODEL,

@@ -22,14 +22,14 @@ from bottega.addons.controlnets.engine.messages import (
 )
 from bottega.addons.edits.wire import messages as sections
 from bottega.addons.loras.wire import messages as loras
+from bottega.device.memory_plan import MemoryPlan
 from bottega.device_links import DeviceTensor, ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
 from bottega.device_links.ends import Inflow
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.parallel.messages import RemoteNoise, noise_message, read_noise
-from bottega.diffusion.rows import Half
-from bottega.diffusion.tensor_messages import tensor_at
+from bottega.device_links.tensor_messages import tensor_at
+from bottega.engine.parallel.messages import RemoteNoise, noise_message, read_noise
 from bottega.errors import AuthFailed, LinkError, NoCredit, NoSharedMemory, PeerDead
+from bottega.model.rows import Half
 from bottega.transport import (
     Backend,
     Deadline,

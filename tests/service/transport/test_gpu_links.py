@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from bottega.addons.controlnets.engine.messages import residuals_layout
+from bottega.device.memory_plan import MemoryPlan
 from bottega.device_links import device_links
-from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.errors import PeerDead
 from bottega.transport import Backend, Deadline, Layout, Link
 from tests.support.gpu_peer import LIMITS, gpu_peer, receive, send

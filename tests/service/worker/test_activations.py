@@ -16,10 +16,10 @@ from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.loading.planner import LoadPlanner, LoadPolicy
 from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, follow
 from bottega.addons.edits.worker import ActivationLinkSettings, ActivationSettings, StoreActivations
-from bottega.diffusion.engine.events import EditRecord
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
+from bottega.engine.events import EditRecord
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.model.model import Model
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
 from tests.samples.masked_edits import RIGHT, SPEC, masked_order

@@ -16,12 +16,12 @@ from bottega.addons.loras.engine import UNET
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.spans import TracedSpan
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spans import TracedSpan
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
+from bottega.model.model import Model
 from bottega.rpc.server_config import LinksConfig
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold

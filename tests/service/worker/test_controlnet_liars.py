@@ -26,10 +26,10 @@ from bottega.addons.controlnets.engine.messages import (
 )
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.controlnet import worker_link
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Embeds, Half
-from bottega.diffusion.tensor_messages import TensorMessage, message_of
+from bottega.device_links.tensor_messages import TensorMessage, message_of
 from bottega.errors import BadFrame
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half
 from bottega.transport import (
     Deadline,
     DType,

@@ -16,8 +16,8 @@ from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentRepl
 from bottega.addons.cache.wire import messages
 from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.addons.cache.worker import CacheLinkSettings, LatentStores, latent_stores
-from bottega.diffusion.spec import LoraSpec, ResolvedSpec
-from bottega.diffusion.tensor_messages import DTYPES
+from bottega.device_links.tensor_messages import DTYPES
+from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.transport import LinkCounters
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.generation_pb2 import SAMPLER_EULER

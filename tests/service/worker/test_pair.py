@@ -78,7 +78,7 @@ def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
     assert linked[-1]["backend"] == "memfd"
 
 
-@pytest.mark.slow  # as tests/service/diffusion/test_pair.py shows within one process
+@pytest.mark.slow  # as tests/service/engine/test_pair.py shows within one process
 @pytest.mark.alone  # beside other tests one begins so late that half of the other's steps are drawn together
 def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(
     pair: WorkerPair, long_alone: Pixels
@@ -115,7 +115,7 @@ def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> N
     assert "follows a already" in str(refusal_of_b(pair, "c", model_hash).details())
 
 
-@pytest.mark.slow  # as tests/service/diffusion/test_pair.py
+@pytest.mark.slow  # as tests/service/engine/test_pair.py
 @pytest.mark.alone  # a peer is used only where the cores are free for both
 def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_again_when_it_is_back(
     pair: WorkerPair,

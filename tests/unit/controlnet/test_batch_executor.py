@@ -13,13 +13,13 @@ import torch
 from bottega.addons.controlnets.engine import ControlNetCache, ControlRow, ControlSession
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
-from bottega.diffusion.device.cpu import CpuDevice, CpuEvent
-from bottega.diffusion.device.device import Event
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Embeds, Half
+from bottega.device.cpu import CpuDevice, CpuEvent
+from bottega.device.device import Event
+from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import BottegaError, InternalError, TooLarge
 from bottega.fair_order import Share
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half
 from tests.samples.controlnets import control_image, random_controlnet, save, shelf_of
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.manual_engine import load

@@ -6,8 +6,8 @@ from google.protobuf import json_format
 
 from bottega.addons.cache.planning.skip_profile import LengthClass, SkipProfile, skip_step
 from bottega.addons.cache.wire.starts import FRACTIONS
-from bottega.diffusion.model.model import digest
 from bottega.miniature import WEIGHTS
+from bottega.model.model import digest
 from bottega.model_files import check_model_folder
 from bottega.v1.cache_pb2 import CacheProfile
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.diffusion.engine.batcher import Batcher
-from bottega.diffusion.rows import GroupKey
+from bottega.engine.batcher import Batcher
 from bottega.gateway.scheduling.policy import PendingJob, assign
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerState
+from bottega.model.rows import GroupKey
 from bottega.planning import StepTimes
 from bottega.planning.cost import OUTDATED_TURNS, TRIAL_PAUSE_TURNS
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.acceleration.acceleration import AccelerationResult
-from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished, JobKept, LoraRecord
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
+from bottega.engine.acceleration.acceleration import AccelerationResult
+from bottega.engine.events import CachedStart, EngineRecord, JobFinished, JobKept, LoraRecord
+from bottega.engine.limits import EngineLimits
+from bottega.model.model import Model
 from bottega.v1.engine_pb2 import EngineStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec
 from bottega.worker.engine.messages import event_of, ready_of

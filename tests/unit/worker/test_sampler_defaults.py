@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.sampler_choices import SamplerChoice
-from bottega.diffusion.model.samplers import SamplerKind
+from bottega.engine.limits import EngineLimits
 from bottega.gateway.api import defaults
+from bottega.model.sampler_choices import SamplerChoice
+from bottega.model.samplers import SamplerKind
 from bottega.v1 import engine_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.engine.messages import ready_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import Model
+from bottega.device.heartbeat import Heartbeat
+from bottega.model.model import Model
 from bottega.transport import DeviceLinks, LinkCounters, OfferSource
 
 SectionT = TypeVar("SectionT")

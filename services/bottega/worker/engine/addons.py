@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from bottega import kinds
 from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.diffusion.engine.addon import EngineAddOn
+from bottega.engine.addon import EngineAddOn
 from bottega.errors import ConfigError
 from bottega.manifest import load_object, read_services
 

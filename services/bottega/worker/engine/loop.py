@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
-from bottega.diffusion.device.out_of_memory import is_out_of_memory
-from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.start_reporter import StartReporter
+from bottega.device.memory_meter import DeviceMemoryMeter
+from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.start_reporter import StartReporter
+from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from bottega.config import parse
-from bottega.diffusion.lean_imports import lean_imports
-from bottega.diffusion.start_reporter import StartReporter
+from bottega.device.lean_imports import lean_imports
+from bottega.device.start_reporter import StartReporter
 from bottega.errors import Unavailable
 from bottega.process import FramedPipe
 from bottega.process.memory import keep_freed_memory, trim_at_rest

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from bottega.addons.cache.wire import format_start
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import (
+from bottega.engine.engine import Engine
+from bottega.engine.errors import to_job_failure
+from bottega.engine.events import (
     CachedStart,
     ControlUse,
     EditRecord,
@@ -26,10 +27,9 @@ from bottega.diffusion.engine.events import (
     LoraRecord,
     PairRecord,
 )
-from bottega.diffusion.engine.spans import EngineTrace
-from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.model.sampler_choices import ModelSamplers
+from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
+from bottega.model.sampler_choices import ModelSamplers
 from bottega.model_files.controlnet_layout import base_layout
 from bottega.rpc.operation.readings import link_counts
 from bottega.rpc.status import to_job_error

@@ -14,11 +14,11 @@ from torch import Tensor
 from bottega import kinds
 from bottega.addons.controlnets.engine.hosts import read_hosts
 from bottega.addons.controlnets.engine.provider import ControlHosts
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.fair_order import Share
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId, AttemptKept
 

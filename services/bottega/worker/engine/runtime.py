@@ -9,18 +9,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bottega.addons.interface.engine_context import EngineAddOnContext
+from bottega.device.heartbeat import Heartbeat
+from bottega.device.start_reporter import StartReporter, silent_reporter
+from bottega.device.threads import compute_with
 from bottega.device_links import device_links
-from bottega.diffusion.acceleration.registry import candidates
-from bottega.diffusion.acceleration.trial_log import TrialLog
-from bottega.diffusion.device.threads import compute_with
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.dtype import pick_dtype
-from bottega.diffusion.model.model import Model, load_model, pick_device
-from bottega.diffusion.model.vae import VaeSettings
-from bottega.diffusion.start_reporter import StartReporter, silent_reporter
+from bottega.engine.acceleration.registry import candidates
+from bottega.engine.acceleration.trial_log import TrialLog
+from bottega.engine.engine import Engine
+from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
+from bottega.model.dtype import pick_dtype
+from bottega.model.model import Model, load_model, pick_device
+from bottega.model.vae import VaeSettings
 from bottega.model_files import check_model_folder, folder_of, name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.rpc.status import from_job_error

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from bottega.diffusion.parallel.messages import (
+from bottega.engine.parallel.messages import (
     PairMessageKind,
     RemoteNoise,
     RemoteStep,
@@ -20,8 +20,8 @@ from bottega.diffusion.parallel.messages import (
     read_job,
     read_step,
 )
-from bottega.diffusion.parallel.offload import RemoteJob
-from bottega.diffusion.parallel.remote_rows import ComputedRows, RemoteJobs
+from bottega.engine.parallel.offload import RemoteJob
+from bottega.engine.parallel.remote_rows import ComputedRows, RemoteJobs
 from bottega.errors import BottegaError, PeerDead, Unavailable
 from bottega.sampled_log import SampledLog
 from bottega.transport import (

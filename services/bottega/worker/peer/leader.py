@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bottega import kinds
-from bottega.diffusion.parallel.messages import PairMessageKind, job_message, read_noise, step_message
-from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
-from bottega.diffusion.rows import Row
+from bottega.engine.parallel.messages import PairMessageKind, job_message, read_noise, step_message
+from bottega.engine.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.errors import BottegaError
+from bottega.model.rows import Row
 from bottega.transport import (
     Connection,
     Incoming,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bottega.addons.controlnets.engine import LocalControlNets
-from bottega.diffusion.model.model import Model
+from bottega.model.model import Model
 from tests.samples.controlnets import shelf_of
 from tests.samples.small_model import small_model
 from tests.support.controlled_engine import Desk, random_folders

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bottega.addons.controlnets.engine import LocalControlNets
-from bottega.diffusion.engine.job import EngineOrder
+from bottega.engine.job import EngineOrder
 from tests.samples.controlnets import shelf_of
 from tests.samples.small_model import small_model
 from tests.support import linked_servers

@@ -15,11 +15,11 @@ from torch import Tensor
 from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.addons.controlnets.worker import StalenessPolicy
-from bottega.diffusion.engine.events import JobCheckpointed
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
+from bottega.engine.events import JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import layout_of, shelf_of
 from tests.support import linked_servers

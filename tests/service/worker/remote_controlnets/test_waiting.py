@@ -14,12 +14,12 @@ from bottega.addons.controlnets.engine import LocalControlNets
 from bottega.addons.controlnets.engine.messages import ControlMessageKind
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlServer
 from bottega.controlnet import model_registry, worker_link
-from bottega.diffusion.engine.events import JobAdvanced, JobStarted
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.tensor_messages import TensorMessage, message_of
+from bottega.device_links.tensor_messages import TensorMessage, message_of
+from bottega.engine.events import JobAdvanced, JobStarted
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
+from bottega.model.model import Model
 from bottega.transport import Limits, number_message
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer

@@ -12,8 +12,8 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from bottega.diffusion.model.model import load_model
-from bottega.diffusion.model.samplers import SamplerKind
+from bottega.model.model import load_model
+from bottega.model.samplers import SamplerKind
 from load.bench.bench_model import BenchShape, main, write_bench_model
 
 SMALL = BenchShape(

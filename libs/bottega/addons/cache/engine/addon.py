@@ -26,17 +26,17 @@ from bottega.addons.cache.engine.recorder import LatentRecorder
 from bottega.addons.cache.engine.source import LatentQuestion, LatentReply, LatentSource
 from bottega.addons.cache.planning.skip_profile import count_words
 from bottega.addons.cache.wire import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
-from bottega.diffusion.device.device import HostCopy
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, add_counts
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import CachedStart, EngineRecord
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.spans import TracedSpan
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.device.device import HostCopy
+from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
+from bottega.engine.encode import Conditions
+from bottega.engine.events import CachedStart, EngineRecord
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
+from bottega.engine.spans import TracedSpan
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from bottega.diffusion.spec import ControlSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 
 
 def has_key(spec: ResolvedSpec) -> bool:

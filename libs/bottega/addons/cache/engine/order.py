@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 
 from bottega import kinds, rules
 from bottega.addons.cache.wire import ENTRY_PATTERN, parse_start
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bottega.addons.cache.wire import format_start
-from bottega.diffusion.engine.events import CachedStart
-from bottega.diffusion.engine.request import Request
+from bottega.engine.events import CachedStart
+from bottega.engine.request import Request
 from bottega.errors import InvalidRequest
 from bottega.v1.cache_pb2 import CacheStart
 

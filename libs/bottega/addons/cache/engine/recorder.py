@@ -12,10 +12,10 @@ from torch import Tensor
 
 from bottega.addons.cache.wire import recorded_steps
 from bottega.addons.cache.wire.messages import MAX_PICTURE_SIDE
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.engine.events import EngineRecord
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.device.pick import open_device
+from bottega.engine.events import EngineRecord
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

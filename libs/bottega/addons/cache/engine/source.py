@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.addons.cache.engine.recorder import JobRecording
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -19,7 +19,7 @@ from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentRepl
 from bottega.addons.cache.wire.messages import CacheMessage
 from bottega.addons.cache.worker.messages import recording_of
 from bottega.addons.cache.worker.store_link import CacheLinkSettings, CacheStoreLink
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -10,9 +10,9 @@ from torch import Tensor
 from bottega.addons.cache.engine import JobRecording, LatentQuestion, LatentReply
 from bottega.addons.cache.engine.recorder import latents_in_order
 from bottega.addons.cache.wire import messages
-from bottega.diffusion.model.samplers import KARRAS
-from bottega.diffusion.spec import ResolvedSpec
-from bottega.diffusion.tensor_messages import DTYPES, tensor_at
+from bottega.device_links.tensor_messages import DTYPES, tensor_at
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.samplers import KARRAS
 from bottega.store_times import check_times
 from bottega.transport import Layout
 from bottega.v1 import generation_pb2

@@ -24,19 +24,19 @@ from bottega.addons.controlnets.engine.provider import (
     ControlServer,
 )
 from bottega.addons.controlnets.engine.similarity import MeasuredControlNets
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import ControlUse, EngineRecord
-from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.engine.residuals import ResidualProvider
-from bottega.diffusion.engine.spans import TracedSpan
-from bottega.diffusion.parallel.offload import OffloadedPart
-from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import ControlSpec, ResolvedSpec
+from bottega.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
+from bottega.engine.encode import Conditions
+from bottega.engine.events import ControlUse, EngineRecord
+from bottega.engine.forward import Prediction
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.request import ActiveControl, Request
+from bottega.engine.residuals import ResidualProvider
+from bottega.engine.spans import TracedSpan
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InternalError, Unavailable, Violation
 from bottega.fair_order import Share
+from bottega.model.rows import Embeds, Half, Row
 
 # Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MAX_SERVERS = 8

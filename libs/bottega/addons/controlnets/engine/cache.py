@@ -8,7 +8,7 @@ import torch
 
 from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, load_controlnet
 from bottega.caching import Lease, LoadCache, Popularity
-from bottega.diffusion.errors import to_job_failure
+from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 
 ControlNetLease = Lease[LoadedControlNet]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.session import ControlSession
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.model.backbone import Inputs
-from bottega.diffusion.rows import Half
+from bottega.device.pick import open_device
+from bottega.model.backbone import Inputs
+from bottega.model.rows import Half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,9 +14,9 @@ from bottega.addons.controlnets.engine.group import ControlRow, computes_one_ses
 from bottega.addons.controlnets.engine.network import LoadedControlNet
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.addons.controlnets.engine.session import ControlSession
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.device.span import Span, SpanSum
-from bottega.diffusion.rows import Row
+from bottega.device.pick import open_device
+from bottega.device.span import Span, SpanSum
+from bottega.model.rows import Row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -22,9 +22,17 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlInput
-from bottega.diffusion.rows import Embeds, Half
-from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, tensor_of, unpacked
+from bottega.device_links.tensor_messages import (
+    DTYPES,
+    TensorMessage,
+    message_of,
+    packed,
+    parts_of,
+    tensor_of,
+    unpacked,
+)
 from bottega.fair_order import Share
+from bottega.model.rows import Embeds, Half
 from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.transport import DType, Layout, Part, TensorSpec
 

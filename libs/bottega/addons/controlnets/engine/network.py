@@ -17,9 +17,9 @@ import torch
 from diffusers import ControlNetModel
 from torch import Tensor, nn
 
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.model.backbone import Inputs
+from bottega.device.pick import open_device
 from bottega.errors import ControlNetUnusable, InvalidRequest
+from bottega.model.backbone import Inputs
 from bottega.model_files.controlnet_config import NetworkConfig
 from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout

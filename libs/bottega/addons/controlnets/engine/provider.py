@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.engine.residuals import ResidualProvider
-from bottega.diffusion.rows import Embeds, Half
+from bottega.engine.residuals import ResidualProvider
 from bottega.fair_order import Share
+from bottega.model.rows import Embeds, Half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

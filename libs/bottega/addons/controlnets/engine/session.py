@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine.network import LoadedControlNet
 from bottega.addons.controlnets.engine.provider import ControlInput
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.rows import Embeds
+from bottega.device.pick import open_device
+from bottega.model.rows import Embeds
 
 
 class ControlSession:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlNetProvider, ControlRecord
-from bottega.diffusion.rows import Half, Row
+from bottega.model.rows import Half, Row
 
 # An image and one of its halves.
 _Half = tuple[Hashable, Half]

@@ -11,7 +11,7 @@ from bottega.addons.controlnets.engine.addon import EngineControlNets
 from bottega.addons.controlnets.worker.provider import RemoteControlNets
 from bottega.addons.controlnets.worker.server_link import ControlLinkSettings
 from bottega.addons.interface.engine_context import EngineAddOnContext
-from bottega.diffusion.model.model import Model
+from bottega.model.model import Model
 from bottega.model_files.digest import controlnet_digest
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED

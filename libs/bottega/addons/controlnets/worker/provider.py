@@ -24,9 +24,9 @@ from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, S
 from bottega.addons.controlnets.worker.session import PlacedSession
 from bottega.addons.controlnets.worker.session_manager import SessionManager
 from bottega.addons.controlnets.worker.step_result import StepResult
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
+from bottega.device.heartbeat import Heartbeat
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from bottega.transport import LinkCounters, OfferSource
 
 # How often a wait beats and checks whether a ControlNet was loaded in this process.

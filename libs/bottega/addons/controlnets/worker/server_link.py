@@ -22,7 +22,7 @@ from bottega.addons.controlnets.engine.messages import (
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.addons.controlnets.worker.step_result import StepResult
-from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
+from bottega.device_links.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (

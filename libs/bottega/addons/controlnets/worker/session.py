@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from bottega.addons.controlnets.engine.provider import ControlCall, ControlInput, ControlRecord, ControlServer
 from bottega.addons.controlnets.worker.server_link import LeaseStatus, ServerLink
 from bottega.addons.controlnets.worker.step_result import CallTimes, StepResult
-from bottega.diffusion.engine.spans import MAX_SPANS
-from bottega.diffusion.rows import Half, Row
+from bottega.engine.spans import MAX_SPANS
 from bottega.errors import BottegaError
+from bottega.model.rows import Half, Row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.rows import RowActivations
+from bottega.model.rows import RowActivations
 
 
 class StepActivations(Protocol):

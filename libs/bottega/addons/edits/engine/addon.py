@@ -33,19 +33,19 @@ from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Reco
 from bottega.addons.edits.engine.recordings.source import ActivationSource, TemplateQuery
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, add_counts
-from bottega.diffusion.engine.edit import Edit
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.backbone import Backbone
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.device.heartbeat import Heartbeat
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
+from bottega.engine.edit import Edit
+from bottega.engine.encode import Conditions
+from bottega.engine.engine import Engine
+from bottega.engine.job import EngineOrder
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import MethodNotServed, Unavailable
+from bottega.model.backbone import Backbone
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from bottega.planning import StepTable
 from bottega.v1.activations_pb2 import (
     BlockProfile,

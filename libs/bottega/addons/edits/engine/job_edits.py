@@ -27,16 +27,16 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts
 from bottega.addons.edits.wire.masked_blocks import taken_from
-from bottega.diffusion.engine.addon import JobAddOn
-from bottega.diffusion.engine.edit import Edit
-from bottega.diffusion.engine.encode import Conditions, encode_image
-from bottega.diffusion.engine.events import EditRecord, EngineRecord
-from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
-from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.addon import JobAddOn
+from bottega.engine.edit import Edit
+from bottega.engine.encode import Conditions, encode_image
+from bottega.engine.events import EditRecord, EngineRecord
+from bottega.engine.forward import Prediction
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
+from bottega.engine.spans import MAX_SPANS, TracedSpan
+from bottega.engine.spec import ResolvedSpec
+from bottega.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import EditDecision
 
 if TYPE_CHECKING:

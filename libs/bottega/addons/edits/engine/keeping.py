@@ -15,14 +15,14 @@ from bottega.addons.edits.engine.activations import EditActivations
 from bottega.addons.edits.engine.asking import PendingAnswer
 from bottega.addons.edits.engine.kept import KeptLatents, are_too_large, write_kept
 from bottega.addons.edits.engine.recordings.image_recorder import ImageRecorder
-from bottega.diffusion.device.device import Device, HostCopy
-from bottega.diffusion.engine.addon import JobAddOn
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import EngineRecord
-from bottega.diffusion.engine.job import EngineJob, EngineOrder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.rows import Half
+from bottega.device.device import Device, HostCopy
+from bottega.engine.addon import JobAddOn
+from bottega.engine.encode import Conditions
+from bottega.engine.events import EngineRecord
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
+from bottega.engine.store_work import StoreWork
+from bottega.model.rows import Half
 
 if TYPE_CHECKING:
     from bottega.addons.edits.engine.addon import EngineEdits

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine.edit import Trajectory
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import same_noise
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.edit import Trajectory
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.samplers import same_noise
 from bottega.rules import MAX_KEPT_BYTES
 
 VERSION = 3

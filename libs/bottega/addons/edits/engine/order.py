@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from bottega import kinds, rules
-from bottega.diffusion.engine.events import Decisions
-from bottega.diffusion.engine.job import EngineOrder
+from bottega.engine.events import Decisions
+from bottega.engine.job import EngineOrder
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1.activations_pb2 import ActivationsOrder, EditDecision
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.diffusion.engine.edit import Edit
-from bottega.diffusion.engine.encode import Conditions, encode_prompts
-from bottega.diffusion.engine.forward import stack
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.edit import Edit
+from bottega.engine.encode import Conditions, encode_prompts
+from bottega.engine.forward import stack
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half, Row
 
 # Lower bound on the mean cosine of block outputs under two prompts; the embedded model has .75 to .9. SSIM with the
 # fully computed edit there (12 edits each): .994 if both halves reuse another prompt's recording, .998 if only the half

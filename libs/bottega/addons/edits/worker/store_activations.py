@@ -25,7 +25,7 @@ from bottega.addons.edits.worker.questions import LinkAnswer, TemplateQuestions
 from bottega.addons.edits.worker.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.addons.edits.worker.stored_step import StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection, AnsweredTemplate
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -16,7 +16,7 @@ from bottega import rules
 from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout
-from bottega.diffusion.rows import Half
+from bottega.model.rows import Half
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer
 from bottega.v1.trace_pb2 import StoreTimes
 

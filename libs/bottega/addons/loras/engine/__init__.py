@@ -17,7 +17,7 @@ from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
 from bottega.addons.loras.engine.weights import LoraWeights
-from bottega.diffusion.rows import Factors, LoraSet, SetKey
+from bottega.model.rows import Factors, LoraSet, SetKey
 
 __all__ = [
     "TEXT_ENCODERS",

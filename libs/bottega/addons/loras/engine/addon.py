@@ -26,20 +26,20 @@ from bottega.addons.loras.engine.offload import RemoteLoras, loras_part, read_lo
 from bottega.addons.loras.engine.probe import patch_probe
 from bottega.addons.loras.engine.similarity import LatentMeter
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES
-from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn, add_counts
-from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import EngineRecord, LoraRecord
-from bottega.diffusion.engine.forward import RowWeights
-from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
-from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.parallel.offload import OffloadedPart
-from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn, add_counts
+from bottega.engine.encode import Conditions
+from bottega.engine.events import EngineRecord, LoraRecord
+from bottega.engine.forward import RowWeights
+from bottega.engine.job import EngineJob, EngineOrder, new_requests
+from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.request import Request
+from bottega.engine.spans import MAX_SPANS, TracedSpan
+from bottega.engine.spec import LoraSpec, ResolvedSpec
+from bottega.engine.store_work import StoreWork
 from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.lora_pb2 import LoraDecision

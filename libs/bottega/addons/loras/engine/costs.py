@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.diffusion.rows import SetKey
+from bottega.model.rows import SetKey
 
 # Estimates until something is measured. The share is that of the miniature with rank 16 in all attention layers. The
 # seconds per byte are half a pass through a slow core's memory for every read and write of merging and restoring.

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Components of a pipeline in the order of a LoRA's file: text encoders first, because prompts wait for them.

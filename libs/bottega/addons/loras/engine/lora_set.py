@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import LoraAtScale, LoraLayer
 from bottega.addons.loras.wire.canonical import spellings
-from bottega.diffusion.rows import Factors, LoraSet, SetKey, Term
 from bottega.errors import LoraUnusable
+from bottega.model.rows import Factors, LoraSet, SetKey, Term
 
 
 def make_set(

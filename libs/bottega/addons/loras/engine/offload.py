@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, TypeAdapter
 
-from bottega.diffusion.parallel.offload import OffloadedPart
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import LoraSpec
+from bottega.engine.parallel.offload import OffloadedPart
+from bottega.engine.spec import LoraSpec
+from bottega.model.rows import Row
 
 if TYPE_CHECKING:
     from bottega.addons.loras.engine.addon import JobLoras

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 from torch import Tensor, nn
 
-from bottega.diffusion.device.threads import compute_alone
-from bottega.diffusion.operations import Operations, WeightSum, as_matrix, down_matrix
-from bottega.diffusion.rows import Factors, LoraSet
+from bottega.device.threads import compute_alone
+from bottega.model.operations import Operations, WeightSum, as_matrix, down_matrix
+from bottega.model.rows import Factors, LoraSet
 
 # Bytes of weights. For fewer, waking threads, a tenth of a millisecond each, takes longer than the work they take over.
 _MIN_THREADED_BYTES = 4 << 20

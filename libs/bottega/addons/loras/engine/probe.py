@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bottega.addons.loras.engine.lora import UNET
 from bottega.addons.loras.engine.patching import Patcher
-from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Factors, LoraSet
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.model.model import Model
+from bottega.model.rows import Factors, LoraSet
 
 _RANK = 32
 # Bytes of weights that the probe's LoRA patches, which are copied meanwhile, and number of layers that are compared.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine.request import Request
+from bottega.engine.request import Request
 
 
 class LatentMeter:

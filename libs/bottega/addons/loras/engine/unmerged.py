@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bottega.addons.loras.engine.lora import UNET
-from bottega.diffusion.model.backbone import RowSpans
-from bottega.diffusion.rows import Factors, LoraSet, SetKey
+from bottega.model.backbone import RowSpans
+from bottega.model.rows import Factors, LoraSet, SetKey
 
 STACKED_BYTES = 512 << 20
 """Bytes of plans that are kept for groups that take turns. A plan holds the factors, or a stacked copy of them."""

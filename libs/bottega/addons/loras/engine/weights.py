@@ -19,12 +19,12 @@ from bottega.addons.loras.engine.lora import TEXT_ENCODERS, UNET, LoraAtScale, L
 from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.device.span import Span
-from bottega.diffusion.model.backbone import RowSpans
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import LoraSet, SetKey
+from bottega.device.memory_plan import MemoryPlan
+from bottega.device.span import Span
 from bottega.errors import TooLarge
+from bottega.model.backbone import RowSpans
+from bottega.model.model import Model
+from bottega.model.rows import LoraSet, SetKey
 
 _log = logging.getLogger(__name__)
 

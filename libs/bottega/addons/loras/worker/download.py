@@ -19,9 +19,9 @@ from torch import Tensor
 from bottega.addons.loras.engine import Layers, LoraLayer, LoraRef
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
-from bottega.diffusion.device.loading import load_bytes
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.device.loading import load_bytes
+from bottega.device.pick import open_device
+from bottega.engine.store_work import StoreWork
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes
 from bottega.v1.trace_pb2 import StoreTimes

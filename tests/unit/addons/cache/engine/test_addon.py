@@ -14,12 +14,12 @@ from torch import Tensor
 from bottega import kinds
 from bottega.addons.cache.engine import addon
 from bottega.addons.cache.wire import format_start, prompt_digest
-from bottega.diffusion.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, CacheEntryGone, InvalidRequest, NoCache
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity

@@ -15,12 +15,12 @@ from bottega.addons.cache.engine.picture import StartingPicture
 from bottega.addons.cache.wire import format_start
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.loras.engine import UNET
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.encode import encode_prompts
+from bottega.engine.job import EngineOrder
+from bottega.engine.request import ActiveControl, Request
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
+from bottega.model.model import Model
 from bottega.v1.cache_pb2 import CacheStart
 from tests.fakes.scripted_latents import Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bottega.addons.cache.engine.key import has_key, start_key
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.model.samplers import SamplerKind
 
 PAIRS = 10_000
 SPEC = ResolvedSpec(prompt="a star")

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from bottega.addons.cache.engine import JobRecording
 from bottega.addons.cache.engine.recorder import LatentRecorder, latents_in_order
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.events import EngineRecord, JobCheckpointed
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.encode import encode_prompts
+from bottega.engine.events import EngineRecord, JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from bottega.v1.generation_pb2 import FIDELITY_EXACT
 from tests.fakes.scripted_latents import Cached, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.sampler_choices import ModelSamplers
-from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.encode import encode_prompts
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.sampler_choices import ModelSamplers
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.small_model import small_model
 from tests.support.stock import assert_close, load_stock

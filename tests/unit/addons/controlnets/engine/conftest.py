@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bottega.addons.controlnets.engine import ControlNetCache
-from bottega.diffusion.model.model import Model
+from bottega.model.model import Model
 from tests.samples.controlnets import shelf_of, sources
 from tests.support import model_fixture
 from tests.support.controlled_engine import random_folders

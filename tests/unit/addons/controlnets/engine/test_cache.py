@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from bottega.addons.controlnets.engine import ControlNetCache, ControlNetLease, LoadedControlNet
-from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, Draining, TooLarge
+from bottega.model.model import Model
 from tests.samples.controlnets import Gate, shelf_of
 
 NAMES = ("edges", "depth", "layout")

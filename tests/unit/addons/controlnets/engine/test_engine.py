@@ -15,16 +15,16 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetImg2ImgPipelin
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.events import JobCheckpointed
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
+from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
+from bottega.engine.encode import encode_prompts
+from bottega.engine.events import JobCheckpointed
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.request import Request
 from bottega.errors import NotFinite
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from tests.samples.controlnets import (
     control_image,
     control_spec,

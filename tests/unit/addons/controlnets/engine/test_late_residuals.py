@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine import forward
-from bottega.diffusion.engine.denoiser import Denoiser
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import Network
-from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine import forward
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.encode import encode_prompts
+from bottega.engine.forward import Network
+from bottega.engine.request import ActiveControl, Request
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import Unavailable
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from tests.samples.small_model import SIZE
 from tests.support.delayed_device import DelayedDevice
 

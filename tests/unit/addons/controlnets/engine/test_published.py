@@ -14,8 +14,8 @@ from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlLayout, base_layout, find_controlnet, load_controlnet
-from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
+from bottega.model.backbone import Inputs
 from bottega.model_files.controlnet_config import NetworkConfig
 from bottega.model_files.controlnet_folder import check_controlnet
 from tests.samples import published_configs

@@ -30,10 +30,10 @@ from bottega.addons.controlnets.engine import (
     write_residuals,
 )
 from bottega.addons.controlnets.engine.provider import ControlInput
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Embeds, Half
 from bottega.errors import ControlNetUnusable
 from bottega.miniature import WEIGHTS
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half
 from tests.samples.controlnets import control_image, layout_of, random_controlnet, save, sources
 from tests.support.manual_engine import load
 from tests.support.staged_device import StagedDevice

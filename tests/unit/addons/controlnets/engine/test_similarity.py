@@ -15,14 +15,14 @@ from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.controlnets.engine.addon import JobControlNets
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.addons.controlnets.engine.similarity import SimilarityMeter
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.encode import encode_prompts
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
+from bottega.model.model import Model
+from bottega.model.rows import Embeds, Half, Row
 from tests.samples.controlnets import control_spec, shelf_of
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load

@@ -14,17 +14,17 @@ import pytest
 
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.controlnets.engine.addon import OPENING_TIMEOUT_S, JobControlNets
-from bottega.diffusion.engine import forward, waiting
-from bottega.diffusion.engine.denoiser import Denoiser
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.events import JobStarted
-from bottega.diffusion.engine.forward import Network
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine import forward, waiting
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.encode import encode_prompts
+from bottega.engine.events import JobStarted
+from bottega.engine.forward import Network
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
+from bottega.model.model import Model
 from tests.samples.controlnets import Gate, control_image, control_spec, shelf_of
 from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine

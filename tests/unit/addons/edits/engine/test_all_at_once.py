@@ -20,12 +20,12 @@ from torch import Tensor
 from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
-from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from tests.samples.controlnets import control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock

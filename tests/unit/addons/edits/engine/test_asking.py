@@ -10,12 +10,12 @@ import pytest
 from bottega import kinds
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
-from bottega.diffusion.engine.events import JobStarted
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.events import JobStarted
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.engine.store_work import StoreWork
 from bottega.errors import InvalidRequest
+from bottega.model.model import Model
 from bottega.v1.activations_pb2 import ActivationsOrder, EditDecision
 from tests.samples.masked_edits import SPEC, EditDesk, masked_order
 

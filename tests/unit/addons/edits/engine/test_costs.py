@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
 from tests.samples.masked_edits import SPEC, EditDesk, masked_order
 
 FIRST = masked_order(key="first")

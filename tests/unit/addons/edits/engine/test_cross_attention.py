@@ -13,10 +13,10 @@ from diffusers import UNet2DConditionModel
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
 from bottega.addons.edits.engine.masked.cross_attention import PromptCache
 from bottega.addons.loras.engine import UnmergedLoras
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.engine.denoiser import Denoiser
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
+from bottega.device.memory_plan import MemoryPlan
+from bottega.engine.denoiser import Denoiser
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from tests.samples.masked_edits import FIRST, EditDesk
 from tests.samples.masked_networks import StepInMemory, denoiser_of, plain_row, random_loras, recording, small_unet
 

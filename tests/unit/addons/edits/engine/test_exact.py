@@ -14,15 +14,15 @@ from diffusers import StableDiffusionXLControlNetInpaintPipeline, StableDiffusio
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import LocalControlNets
-from bottega.diffusion.engine.checkpoint import CheckpointMismatch, read_checkpoint
-from bottega.diffusion.engine.encode import encode_all_prompts
-from bottega.diffusion.engine.events import JobAdvanced, JobCheckpointed
-from bottega.diffusion.engine.job import EngineOrder, new_requests
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.checkpoint import CheckpointMismatch, read_checkpoint
+from bottega.engine.encode import encode_all_prompts
+from bottega.engine.events import JobAdvanced, JobCheckpointed
+from bottega.engine.job import EngineOrder, new_requests
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InternalError
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from tests.samples.controlnets import control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.edits import box_mask, edit_order, ellipse_mask, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock

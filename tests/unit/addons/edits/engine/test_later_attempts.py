@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bottega import kinds
-from bottega.diffusion.engine.events import (
+from bottega.engine.events import (
     JobCheckpointed,
 )
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
+from bottega.engine.job import EngineOrder
 from bottega.errors import InvalidRequest
+from bottega.model.model import Model
 from bottega.v1.activations_pb2 import EditDecision
 from tests.samples.masked_edits import (
     FIRST,

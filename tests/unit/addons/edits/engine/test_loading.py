@@ -12,9 +12,9 @@ from torch import Tensor
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.planning.work_fit import WorkCost, WorkFit
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
 from tests.samples.edits import template
 from tests.samples.masked_edits import RIGHT, SPEC, EditDesk, masked_order

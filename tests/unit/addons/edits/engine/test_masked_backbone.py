@@ -16,7 +16,7 @@ from bottega.addons.edits.engine.activations import EditActivations
 from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, UnsupportedNetwork, transformer_blocks
 from bottega.addons.edits.engine.masked.tokens import MaskTokens
 from bottega.addons.edits.engine.masked.transformer import Caching
-from bottega.diffusion.rows import Row
+from bottega.model.rows import Row
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 
 # Outputs are of the order of 1; a recording rounds to 11 bits in each of 13 blocks.

@@ -17,8 +17,8 @@ from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.masked.tokens import share
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UnmergedLoras
-from bottega.diffusion.engine.denoiser import Denoiser
-from bottega.diffusion.rows import Row
+from bottega.engine.denoiser import Denoiser
+from bottega.model.rows import Row
 from tests.samples.masked_networks import (
     StepInMemory,
     box,

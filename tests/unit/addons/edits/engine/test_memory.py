@@ -12,7 +12,7 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.memory import MemoryActivations
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder, level_of
-from bottega.diffusion.rows import Half
+from bottega.model.rows import Half
 from tests.support.staged_device import StagedDevice
 
 # Of one step of a recording here: 16 tokens of 8 channels, and a map of 8x8 with 2, in two bytes.

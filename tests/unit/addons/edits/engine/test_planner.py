@@ -14,7 +14,7 @@ from bottega.addons.edits.engine.recordings.keys import StepKey
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.engine.recordings.step_loads import StepLoads
 from bottega.addons.edits.planning.block_loading import BlockCost, StepPlan, plan_steps
-from bottega.diffusion.rows import Half
+from bottega.model.rows import Half
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
 from tests.samples.masked_networks import box, small_unet
 

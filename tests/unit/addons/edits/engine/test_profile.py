@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.device.cpu import CpuDevice
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.device.cpu import CpuDevice
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, MethodNotServed, TooLarge, Unavailable
+from bottega.model.model import Model
 from tests.samples.masked_edits import EditDesk
 
 SIZE = (8, 8)

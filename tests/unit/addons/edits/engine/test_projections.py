@@ -20,8 +20,8 @@ from bottega.addons.edits.engine.recordings.projections import ProjectionsRoom, 
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.step import MemoryStep
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Half, Row
+from bottega.model.model import Model
+from bottega.model.rows import Half, Row
 from tests.samples.masked_edits import SPEC, EditDesk, masked_order
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bottega import rules
 from bottega.addons.edits.engine.recordings.keys import rounded
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
-from bottega.diffusion.spec import ControlSpec
+from bottega.engine.spec import ControlSpec
+from bottega.model.model import Model
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind
 from tests.samples.engine_loras import lora_spec
 from tests.samples.masked_edits import (
     ELSEWHERE,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bottega.addons.edits.engine.prompts import LEAST_COSINE, PromptCosines
-from bottega.diffusion.engine.events import (
+from bottega.engine.events import (
     JobFailed,
 )
-from bottega.diffusion.model.model import Model
+from bottega.model.model import Model
 from tests.samples.masked_edits import (
     FIRST,
     SECOND,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.diffusion.engine.events import (
+from bottega.engine.events import (
     JobAdvanced,
 )
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
 from tests.samples.masked_edits import (
     ELSEWHERE,
     FIRST,

@@ -19,11 +19,11 @@ from bottega.addons.edits.engine.sparse import SparseMaps, norms
 from bottega.addons.edits.engine.sparse.norms import Statistics
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle, cover, pays
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import stack
-from bottega.diffusion.model.backbone import Backbone, UNetBackbone
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.encode import encode_prompts
+from bottega.engine.forward import stack
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.backbone import Backbone, UNetBackbone
+from bottega.model.rows import Row
 from tests.samples.masked_networks import (
     StepInMemory,
     box,

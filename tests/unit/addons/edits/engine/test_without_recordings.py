@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from bottega.addons.edits.engine.recordings.keys import rounded
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.events import (
+from bottega.engine.addon import EngineAddOn, JobAddOn
+from bottega.engine.events import (
     ControlUse,
     EngineRecord,
 )
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import Model
+from bottega.engine.job import EngineOrder
+from bottega.model.model import Model
 from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.masked_edits import (

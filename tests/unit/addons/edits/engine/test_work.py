@@ -15,8 +15,8 @@ from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMap
 from bottega.addons.edits.engine.masked.tokens import MaskTokens
 from bottega.addons.edits.engine.masked.work import BlockKind, BlockWork, blocks_of
 from bottega.addons.edits.engine.sparse import SparseMaps
-from bottega.diffusion.engine.forward import stack
-from bottega.diffusion.rows import Row
+from bottega.engine.forward import stack
+from bottega.model.rows import Row
 from tests.samples.masked_networks import LATENT, StepInMemory, box, masked, plain_row, recording, small_unet
 
 NETWORKS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.uploads import RecordingUpload, Uploads
-from bottega.diffusion.rows import Half
+from bottega.model.rows import Half
 from bottega.transport import Connection, Deadline, Layout, Link, WholeMessage, kind_of
 from bottega.v1.activations_pb2 import RecordingHeader
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine import LocalControlNets
-from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.engine.events import JobCheckpointed, JobDecided
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.engine import Engine
+from bottega.engine.events import JobCheckpointed, JobDecided
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.samplers import SamplerKind
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.samples.small_model import SIZE, small_model

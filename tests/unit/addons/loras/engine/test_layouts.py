@@ -15,12 +15,12 @@ from torch import Tensor
 
 from bottega.addons.loras.engine import UNET, Layers
 from bottega.addons.loras.wire import canonical
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
+from bottega.model.model import Model
 from tests.samples.engine_loras import LorasByHand, lora_spec
 from tests.samples.lora_files import base_shapes, canonical_layers, factors, save
 from tests.samples.published import Layout, published_model

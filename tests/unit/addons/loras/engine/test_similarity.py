@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from bottega.addons.loras.engine import TEXT_ENCODERS, UNET
-from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ControlSpec, ResolvedSpec
+from bottega.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
+from bottega.model.model import Model
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import SIZE
 from tests.support.addon_messages import loras_at

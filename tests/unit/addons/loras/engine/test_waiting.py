@@ -11,13 +11,13 @@ import torch
 
 from bottega.addons.loras.engine import TEXT_ENCODERS, UNET, LoraSet
 from bottega.addons.loras.engine.addon import EngineLoras, JobLoras
-from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
-from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.limits import EngineLimits
-from bottega.diffusion.engine.store_work import StoreWork
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.engine.store_work import StoreWork
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
+from bottega.model.model import Model
 from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers

@@ -29,9 +29,9 @@ from bottega.addons.loras.engine import (
     UnmergedLoras,
     make_set,
 )
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.model.model import Model
+from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import LoraUnusable
+from bottega.model.model import Model
 from tests.samples.engine_loras import random_layers
 from tests.support.torch_threads import torch_threads
 

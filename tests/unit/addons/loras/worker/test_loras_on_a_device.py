@@ -10,9 +10,9 @@ import pytest
 from bottega.addons.interface.engine_context import EngineAddOnContext
 from bottega.addons.loras.config import LorasConfig
 from bottega.addons.loras.worker import addon as worker_loras
-from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
-from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import Model
+from bottega.device.heartbeat import Heartbeat
+from bottega.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.model.model import Model
 from bottega.transport import LinkCounters, ServiceOffer
 from tests.support.manual_engine import load
 from tests.support.memory_device import MemoryDevice

@@ -24,12 +24,12 @@ from bottega.addons.edits.engine.masked.work import BlockWork
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.edits.planning.template_blocks import BlockValue, choose
-from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.forward import stack
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.model import Model
-from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.encode import encode_prompts
+from bottega.engine.forward import stack
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.rows import Row
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 SHARES = (0.05, 0.2, 0.4)

@@ -21,10 +21,10 @@ from bottega.addons.edits.engine.masked.rows import MaskedActivations
 from bottega.addons.edits.engine.masked.support import unsupported
 from bottega.addons.edits.engine.masked.tokens import TokenCache
 from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
-from bottega.diffusion.operations import Operations
-from bottega.diffusion.rows import Row
+from bottega.device.memory_plan import MemoryPlan
+from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
+from bottega.model.operations import Operations
+from bottega.model.rows import Row
 
 
 class UnsupportedNetwork(ValueError):

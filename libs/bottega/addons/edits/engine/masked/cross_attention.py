@@ -15,8 +15,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from bottega.addons.edits.engine.masked.packing import adjacent
-from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.model.backbone import PromptOrigin
+from bottega.device.memory_plan import MemoryPlan
+from bottega.model.backbone import PromptOrigin
 
 # Room for twenty prompts of SDXL, whose projections take 25 MB in half precision. A running forward holds its own.
 _BUDGET_BYTES = 512 << 20

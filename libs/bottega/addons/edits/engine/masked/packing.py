@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bottega.addons.edits.engine.masked.tokens import TokenSet
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.operations import Moves
+from bottega.device.pick import open_device
+from bottega.model.operations import Moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from bottega.addons.edits.engine.masked.packing import pack_rows
 from bottega.addons.edits.engine.masked.tokens import MaskTokens
 from bottega.addons.edits.engine.sparse.pieces import Tiles
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle
-from bottega.diffusion.acceleration.acceleration import Probe
-from bottega.diffusion.model.model import Model
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.model.model import Model
 
 # Side of the probe's mask, as a share of the picture's: a fifth of the area.
 _MASKED = 0.45

@@ -11,8 +11,8 @@ from bottega.addons.edits.engine.activations import EditActivations
 from bottega.addons.edits.engine.masked.cross_attention import PromptProjections
 from bottega.addons.edits.engine.masked.packing import Packing, pack_rows
 from bottega.addons.edits.engine.masked.tokens import MaskTokens, TokenCache
-from bottega.diffusion.model.backbone import Activations, RowSpans
-from bottega.diffusion.operations import Moves
+from bottega.model.backbone import Activations, RowSpans
+from bottega.model.operations import Moves
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.engine.recordings.step_access import StepCompleter, StepReader, StepRecorder
 from bottega.addons.edits.engine.recordings.step_loads import StepLoadCounts, StepLoads
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half
+from bottega.engine.request import Request
+from bottega.model.rows import Half
 
 FULL_MASK = "it redraws the whole image, its mask's margin included"
 

@@ -12,8 +12,8 @@ from bottega.addons.edits.engine.recordings.keys import StepKey, begins_with_noi
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.source import ActivationSource
 from bottega.addons.edits.engine.recordings.step_access import StepRecorder
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half
+from bottega.engine.request import Request
+from bottega.model.rows import Half
 
 
 class ImageRecorder:

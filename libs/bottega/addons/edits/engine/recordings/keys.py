@@ -6,9 +6,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half, SetKey
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.engine.request import Request
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.rows import Half, SetKey
 
 # Significant digits of a noise level in keys. The last bits of its float32 value differ between processors, whose
 # workers may share a store. No two steps of a schedule are that close.

@@ -11,7 +11,7 @@ from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
 from bottega.addons.edits.engine.recordings.source import EVENTS, TemplateQuery
 from bottega.caching import LruCache
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 

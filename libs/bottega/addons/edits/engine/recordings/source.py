@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bottega.addons.edits.engine.recordings.keys import RecordingKey, StepKey
 from bottega.addons.edits.engine.recordings.recording import DrawnTemplate, Recording
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")

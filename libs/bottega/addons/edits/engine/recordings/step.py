@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.engine.store_work import StoreWork
+from bottega.engine.store_work import StoreWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from bottega.addons.edits.engine.activations import KeptProjections
 from bottega.addons.edits.engine.recordings.step import RecordedStep
 from bottega.addons.edits.engine.recordings.step_loads import StepLoads
-from bottega.diffusion.device.device import Device, HostCopy
-from bottega.diffusion.device.pick import open_device
+from bottega.device.device import Device, HostCopy
+from bottega.device.pick import open_device
 
 
 class StepReader:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle
-from bottega.diffusion.device.pick import open_device
+from bottega.device.pick import open_device
 
 # Masks per template that are cached. Each takes half a kilobyte for each norm and forward.
 _KNOWN_MASKS = 8

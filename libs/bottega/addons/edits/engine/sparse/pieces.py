@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bottega.addons.edits.engine.sparse.rectangles import Rectangle
-from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.operations import Moves
+from bottega.device.pick import open_device
+from bottega.model.operations import Moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

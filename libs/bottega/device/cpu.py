@@ -1,0 +1,89 @@
+"""A CPU as a device: all work is done when it has been enqueued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bottega.device.device import Event
+from bottega.process.memory import measure_peak_bytes
+
+
+class CpuEvent:
+    """A time of this process."""
+
+    __slots__ = ("_at_s",)
+
+    def __init__(self) -> None:
+        self._at_s = perf_counter()
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once: work on a CPU is done when it was enqueued."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CpuEvent), "events of one device are compared"
+        return self._at_s - earlier._at_s
+
+
+class ArrivedCopy:
+    """A tensor that is already on the host."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def take(self) -> Tensor:
+        return self._tensor
+
+
+class CpuDevice:
+    """The host's CPU as a Device. Its copies are the same memory, so that nothing is copied needlessly."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def record(self) -> Event:
+        return CpuEvent()
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_for(self, event: Event) -> None:
+        """Do nothing, because the event has happened."""
+
+    def to_host(self, tensor: Tensor) -> ArrivedCopy:
+        return ArrivedCopy(tensor)
+
+    def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(self.torch_device, dtype or tensor.dtype)
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def synchronize(self) -> None:
+        """Do nothing, because all work is done."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def allocated_bytes(self) -> int | None:
+        return None
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """Do nothing, because the service manager limits host memory."""
+
+    def measure_peak(self, run: Callable[[], object]) -> int | None:
+        return measure_peak_bytes(run)

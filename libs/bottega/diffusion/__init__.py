@@ -1,1 +1,0 @@
-"""The engine: models, rows and groups, requests, and the loop that runs them step by step."""

@@ -1,0 +1,143 @@
+"""The acceleration by CUDA graphs, with which a fast GPU does not wait for Python to launch kernels.
+
+Recorded shapes run as graphs, and others block by block. Rows whose LoRAs are beside the weights run block by block,
+because graphs do not contain hooks of layers. So do the remaining blocks when rows leave a forward, because its shape
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bottega.engine.acceleration.graphs.capture import Capture, CudaCapture
+from bottega.engine.acceleration.graphs.recorded import RecordedForward, Segment, key_of, record
+from bottega.engine.acceleration.graphs.store import RecordedForwards
+from bottega.model.backbone import Activations, Block, Inputs, RowSpans, UNetBackbone
+from bottega.model.model import Model
+from bottega.model.operations import Operations
+
+
+@dataclass(slots=True, kw_only=True)
+class GraphedActivations(Activations):
+    """Activations of a forward that may run as a graph."""
+
+    recorded: RecordedForward | None
+    """The graphs that compute the remaining blocks; None if those run block by block."""
+
+    def select(self, rows: Sequence[int], index: Tensor) -> None:
+        """Keep only these rows. The rest of the forward has another shape and runs block by block."""
+        Activations.select(self, rows, index)
+        self.recorded = None
+
+
+class GraphedBackbone:
+    """A backbone with the blocks of another one, which runs recorded shapes as graphs."""
+
+    spans: RowSpans | None = None
+
+    def __init__(self, plain: UNetBackbone, recordings: RecordedForwards, capture: Capture) -> None:
+        self._plain = plain
+        self._recordings = recordings
+        self._capture = capture
+        self._layers = [module for module in plain.unet.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        self.blocks: Sequence[Block] = [
+            Block(name=block.name, needs=block.needs, run=self._runner(place, block))
+            for place, block in enumerate(plain.blocks)
+        ]
+
+    def begin(self, inputs: Inputs) -> Activations:
+        recorded = None if self._hooked else self._recordings.get(key_of(inputs), lambda: self._record(inputs))
+        if recorded is None:
+            return self._plain.begin(inputs)
+        recorded.fill(inputs)
+        after = recorded.segments[0].after
+        # Nothing is computed before the first block runs.
+        return GraphedActivations(
+            hidden=after.hidden, embedding=after.embedding, context=after.context, recorded=recorded
+        )
+
+    def finish(self, activations: Activations) -> Tensor:
+        if isinstance(activations, GraphedActivations) and activations.recorded is not None:
+            return activations.recorded.output.clone()  # The next forward overwrites it.
+        return self._plain.finish(activations)
+
+    @property
+    def _hooked(self) -> bool:
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
+
+    def _record(self, inputs: Inputs) -> RecordedForward:
+        return record(self._plain, inputs, self._capture)
+
+    def _runner(self, place: int, block: Block) -> Callable[[Activations], None]:
+        def run(activations: Activations) -> None:
+            recorded = activations.recorded if isinstance(activations, GraphedActivations) else None
+            if recorded is None:
+                block.run(activations)
+                return
+            segment = _beginning_at(recorded.segments, place)
+            if segment is not None:
+                segment.launch()
+                _leave(segment, activations)
+
+        return run
+
+
+def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
+    """Return the segment that begins with this block; None if the block is inside a segment, which ran it already."""
+    first = 0
+    for segment in segments:
+        if first == place:
+            return segment
+        first = segment.last + 1
+    return None
+
+
+def _leave(segment: Segment, activations: Activations) -> None:
+    """Set the activations to those after a segment; residuals are added to them and the next segment reads them."""
+    after = segment.after
+    activations.hidden, activations.embedding, activations.context = after.hidden, after.embedding, after.context
+    activations.points = dict(after.points)
+
+
+# The graphs' budget, as a fraction of the memory left for activations when they are tried.
+_SHARE = 4
+# The budget if the memory left is not known.
+_BYTES = 2 << 30
+
+
+class Graphs:
+    """Runs forwards of frequent shapes as CUDA graphs. Tests pass another `capture`."""
+
+    name = "graphs"
+    probe = "forward"
+    tolerance = 0.01
+    """The launches are the same, but libraries may choose other algorithms while they are recorded."""
+    excludes: Sequence[str] = ("compile",)
+
+    def __init__(self, capture: Callable[[torch.device], Capture] = CudaCapture) -> None:
+        self._capture = capture
+        self._operations: Operations | None = None
+        self._recordings: RecordedForwards | None = None
+
+    def unsupported(self, model: Model) -> str:
+        if self._capture is CudaCapture and model.device.type != "cuda":
+            return f"it is for CUDA devices, and the model is on {model.device.type}"
+        return ""
+
+    def enable(self, model: Model) -> None:
+        left = model.memory.left_bytes
+        budget_bytes = _BYTES if left is None else left // _SHARE
+        recordings = RecordedForwards(budget_bytes=budget_bytes, memory=model.memory, decoded_area=model.decoded_area)
+        self._operations, self._recordings = model.operations, recordings
+        model.operations.backbone = GraphedBackbone(model.backbone, recordings, self._capture(model.device))
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            self._operations.backbone = None
+        if self._recordings is not None:
+            self._recordings.clear()
+        self._operations = self._recordings = None

@@ -1,0 +1,106 @@
+"""The network for one shape, recorded as the segments between which residuals are added, over fixed memory.
+
+ControlNets' residuals are added to encoder outputs before a decoder block reads them. So the encoder with the middle
+block is one segment, and each decoder block is one. Without ControlNets the whole network is one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bottega.engine.acceleration.graphs.capture import Capture
+from bottega.model.backbone import Activations, Block, Inputs, UNetBackbone
+
+Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+"""Shapes of sample and prompt, dtype, and whether residuals are added."""
+
+
+def key_of(inputs: Inputs) -> Key:
+    """Return the key of a recording."""
+    return tuple(inputs.sample.shape), tuple(inputs.prompt_embeds.shape), inputs.sample.dtype, inputs.controlled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """A recorded sequence of blocks."""
+
+    last: int
+    """Index of its last block."""
+    launch: Callable[[], None]
+    """Replays the segment."""
+    after: Activations
+    """The activations after the segment."""
+
+
+class RecordedForward:
+    """The graphs of one shape. Every forward overwrites its tensors, so copy what must be kept."""
+
+    def __init__(self, inputs: Inputs, segments: Sequence[Segment], output: Tensor) -> None:
+        self._inputs = inputs
+        self.segments = segments
+        self.output = output
+        """The prediction after the last segment."""
+        self.size_bytes = 0
+        """Device memory that the recording took."""
+
+    def fill(self, inputs: Inputs) -> None:
+        """Copy the inputs of the next launch."""
+        for name in _TENSORS:
+            getattr(self._inputs, name).copy_(getattr(inputs, name))
+
+
+_TENSORS = ("sample", "timestep", "prompt_embeds", "pooled_embeds", "time_ids")
+"""The fields of Inputs that a forward reads."""
+
+
+def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
+    """Record a forward of this shape. Raise the errors of the network or the device."""
+    capture.begin()
+    before = capture.reserved_bytes()
+    static = replace(inputs, **{name: getattr(inputs, name).clone() for name in _TENSORS}, activations=(), origins=())
+    segments: list[Segment] = []
+    output: Tensor | None = None
+    state: Activations | None = None
+    for blocks in _cut(backbone.blocks, whole=not inputs.controlled):
+        ends = blocks[-1] == len(backbone.blocks) - 1
+
+        def run(blocks: Sequence[int] = blocks, state: Activations | None = state, ends: bool = ends) -> _Made:
+            made = backbone.begin(static) if state is None else _copy(state)
+            for place in blocks:
+                backbone.blocks[place].run(made)
+            return _Made(activations=made, output=backbone.finish(made) if ends else None)
+
+        launch, made = capture.record(run)
+        state, output = made.activations, made.output
+        segments.append(Segment(last=blocks[-1], launch=launch, after=_copy(state)))
+    assert output is not None, "the last segment ends the network"
+    recorded = RecordedForward(static, segments, output)
+    recorded.size_bytes = max(0, capture.reserved_bytes() - before)
+    return recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Made:
+    activations: Activations
+    output: Tensor | None
+
+
+def _copy(state: Activations) -> Activations:
+    """Copy the activations, sharing the tensors: blocks remove points from the dictionary and replace `hidden`."""
+    return replace(state, points=dict(state.points))
+
+
+def _cut(blocks: Sequence[Block], *, whole: bool) -> list[list[int]]:
+    """Return the places of each segment's blocks. A segment begins where residuals are needed."""
+    if whole:
+        return [list(range(len(blocks)))]
+    segments: list[list[int]] = []
+    for place, block in enumerate(blocks):
+        if block.needs or not segments:
+            segments.append([])
+        segments[-1].append(place)
+    return segments

@@ -1,0 +1,145 @@
+"""Accelerations of layers by kernels: GroupNorm, fused with SiLU in residual blocks, and gates of feed-forward layers.
+
+A residual block's forward is reimplemented here, because its norm and its activation are two modules, and the
+activation is also applied to the time embedding. Source: ResnetBlock2D of Diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from diffusers.models.activations import GEGLU
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor, nn
+
+from bottega.engine.acceleration.forwards import Forwards
+from bottega.engine.acceleration.kernels.availability import unavailable
+from bottega.model.model import Model
+
+_Norm = Callable[..., Tensor]
+
+
+class GroupNormSilu:
+    """Replaces GroupNorm and SiLU by a kernel, in the denoising network or in the VAE's decoder."""
+
+    tolerance = 0.02
+    """In half precision, the plain path rounds between norm and activation, at some thirty consecutive places. In
+    bfloat16 that is a hundredth of the largest value.
+    """
+    excludes: Sequence[str] = ()
+
+    def __init__(self, part: Literal["unet", "vae"]) -> None:
+        self.name = "kernels.group_norm_silu" if part == "unet" else "kernels.group_norm_silu.vae"
+        self.probe = "forward" if part == "unet" else "decode"
+        self._part = part
+        self._forwards = Forwards()
+
+    def unsupported(self, model: Model) -> str:
+        found = next(_resnets(self._network(model)), None)
+        return unavailable(model) or ("" if found is not None else "the network has no known residual block")
+
+    def enable(self, model: Model) -> None:
+        from bottega.kernels.group_norm_silu import group_norm_silu
+
+        network = self._network(model)
+        for resnet in _resnets(network):
+            self._forwards.replace(resnet, _resnet_forward(resnet, group_norm_silu))
+        for norm in _norms(network):
+            self._forwards.replace(norm, _norm_forward(norm, group_norm_silu))
+
+    def disable(self) -> None:
+        self._forwards.restore()
+
+    def _network(self, model: Model) -> nn.Module:
+        network: nn.Module = model.backbone.unet if self._part == "unet" else model.vae.decoder
+        return network
+
+
+def _resnets(network: nn.Module) -> Iterator[ResnetBlock2D]:
+    """Yield the residual blocks whose forward `_resnet_forward` reimplements."""
+    for module in network.modules():
+        if type(module) is ResnetBlock2D and _is_plain(module):
+            yield module
+
+
+def _is_plain(resnet: Any) -> bool:
+    sized = resnet.upsample is not None or resnet.downsample is not None
+    known = _known(resnet.norm1) and _known(resnet.norm2) and isinstance(resnet.nonlinearity, nn.SiLU)
+    return known and resnet.time_embedding_norm == "default" and not sized
+
+
+def _norms(network: nn.Module) -> Iterator[nn.GroupNorm]:
+    """Yield the norms before transformers and the last convolution, without their activation.
+
+    Sparse feature maps call that activation on its own.
+    """
+    norms: list[Any] = [module.norm for module in network.modules() if type(module) is Transformer2DModel]
+    for norm in (*norms, getattr(network, "conv_norm_out", None)):
+        if _known(norm):
+            yield norm
+
+
+def _known(norm: Any) -> bool:
+    return type(norm) is nn.GroupNorm and norm.affine
+
+
+def _resnet_forward(resnet: ResnetBlock2D, norm_silu: _Norm) -> Callable[..., Tensor]:
+    def forward(input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
+        hidden = resnet.conv1(_normed(resnet.norm1, input_tensor, norm_silu, activate=True))
+        if resnet.time_emb_proj is not None and temb is not None:
+            embedding = temb if resnet.skip_time_act else resnet.nonlinearity(temb)
+            hidden = hidden + resnet.time_emb_proj(embedding)[:, :, None, None]
+        hidden = resnet.conv2(_normed(resnet.norm2, hidden, norm_silu, activate=True))
+        if resnet.conv_shortcut is not None:
+            input_tensor = resnet.conv_shortcut(input_tensor)
+        total: Tensor = (input_tensor + hidden) / resnet.output_scale_factor
+        return total
+
+    return forward
+
+
+def _norm_forward(norm: nn.GroupNorm, norm_silu: _Norm) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return _normed(norm, x, norm_silu, activate=False)
+
+    return forward
+
+
+def _normed(norm: Any, x: Tensor, norm_silu: _Norm, *, activate: bool) -> Tensor:
+    return norm_silu(x, norm.weight, norm.bias, groups=norm.num_groups, eps=norm.eps, activate=activate)
+
+
+class Geglu:
+    """Replaces GEGLU by a kernel."""
+
+    name = "kernels.geglu"
+    probe = "forward"
+    tolerance = 0.02
+    """The plain path rounds GELU before it multiplies, in each of seventy consecutive blocks."""
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._forwards = Forwards()
+
+    def unsupported(self, model: Model) -> str:
+        known = any(type(module) is GEGLU for module in model.backbone.unet.modules())
+        return unavailable(model) or ("" if known else "the network has no GEGLU")
+
+    def enable(self, model: Model) -> None:
+        from bottega.kernels.geglu import geglu
+
+        for module in model.backbone.unet.modules():
+            if type(module) is GEGLU:
+                self._forwards.replace(module, _forward(module, geglu))
+
+    def disable(self) -> None:
+        self._forwards.restore()
+
+
+def _forward(module: GEGLU, geglu: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        return geglu(module.proj(hidden_states))
+
+    return forward

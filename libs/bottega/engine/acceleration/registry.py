@@ -1,0 +1,59 @@
+"""The list of all accelerations, in the order in which they are tried, and the choice of those that a worker tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bottega.engine.acceleration.acceleration import Acceleration
+from bottega.engine.acceleration.attention import AttentionBackend, FlashAttention
+from bottega.engine.acceleration.compiled import RegionalCompile
+from bottega.engine.acceleration.graphs.graphs import Graphs
+from bottega.engine.acceleration.kernels.layers import Geglu, GroupNormSilu
+from bottega.engine.acceleration.kernels.operations import GuidedEulerStep, LoraPatch, MaskedMoves
+from bottega.engine.acceleration.memory import ChannelsLast, PageableCopies
+from bottega.errors import ConfigError
+from bottega.model.model import Model
+
+AUTO, OFF = "auto", "off"
+
+
+def all_accelerations() -> list[Acceleration]:
+    """Return new accelerations for one engine, none of them enabled. Others are tried on top of the first ones."""
+    return [
+        PageableCopies(),
+        FlashAttention(),
+        AttentionBackend("cudnn"),
+        AttentionBackend("flash"),
+        AttentionBackend("efficient"),
+        GroupNormSilu("unet"),
+        Geglu(),
+        GroupNormSilu("vae"),
+        LoraPatch(),
+        MaskedMoves(),
+        GuidedEulerStep(),
+        # After the kernels: torch's own normalization on a GPU would change the layout of feature maps.
+        ChannelsLast("unet"),
+        ChannelsLast("vae"),
+        RegionalCompile(),
+        Graphs(),
+    ]
+
+
+def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
+    """Return the accelerations to try on a model. Raise ConfigError for an unknown name.
+
+    `wanted` is "auto" for all on a GPU and none on a CPU, "off" for none, or names.
+    """
+    known = all_accelerations()
+    if wanted == OFF or (wanted == AUTO and model.device.type == "cpu"):
+        return []
+    if wanted == AUTO:
+        return known
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    unknown = sorted(set(names) - {acceleration.name for acceleration in known})
+    if unknown:
+        available = ", ".join(acceleration.name for acceleration in known)
+        raise ConfigError(
+            f"engine.accelerations: unknown {', '.join(unknown)}; use auto, off, or names of: {available}"
+        )
+    return [acceleration for acceleration in known if acceleration.name in names]

@@ -1,0 +1,152 @@
+"""The first stage: prompts to conditions, and pixels to a latent distribution.
+
+It follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time. Results are plain tensors that could be sent
+over a link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from diffusers.loaders import TextualInversionLoaderMixin
+from torch import Tensor
+
+from bottega.device.device import HostCopy
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.rows import Embeds
+from bottega.model.vae import encode_dtype
+
+_TEXTUAL_INVERSION = TextualInversionLoaderMixin()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conditions:
+    """The conditions of an image."""
+
+    conditional: Embeds
+    unconditional: Embeds | None
+    """None without guidance."""
+    truncations: dict[str, str]
+    """Text that did not fit into the tokenizer, by field name."""
+    finite: HostCopy
+    """bool, whether the embeddings have no NaN or infinity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentDistribution:
+    """The output of the VAE for a picture. Each image of a job draws its own sample from it."""
+
+    mean: Tensor
+    """[1, channels, height, width] in the VAE's element type."""
+    std: Tensor
+    """In the same shape and type."""
+    finite: HostCopy
+    """bool, whether both have no NaN or infinity."""
+
+
+def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
+    """Return the conditions of each image of a spec, in order. Images with the same prompt share them."""
+    if not spec.prompts:
+        return [encode_prompts(model, spec)] * spec.num_images
+    encoded: dict[str, Conditions] = {}
+    negative: Embeds | None = None
+    for index, prompt in enumerate(spec.prompts):
+        if prompt not in encoded:
+            single = replace(spec, prompt=prompt, prompts=())
+            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", negative=negative)
+            negative = encoded[prompt].unconditional
+    return [encoded[prompt] for prompt in spec.prompts]
+
+
+@torch.inference_mode()
+def encode_prompts(
+    model: Model, spec: ResolvedSpec, *, field: str = "prompt", negative: Embeds | None = None
+) -> Conditions:
+    """Return the conditions for the prompt of a spec. Without guidance they have no unconditional half.
+
+    Args:
+        spec: Spec with one prompt.
+        field: Name of the prompt's field, for its truncation.
+        negative: The unconditional half, if it has already been encoded.
+    """
+    truncations: dict[str, str] = {}
+    # As in Diffusers, an empty second prompt means the first one.
+    pair = (spec.prompt, spec.prompt_2 or spec.prompt)
+    names = (field, "prompt_2" if spec.prompt_2 else field)
+    prompt, pooled = _encode_pair(model, pair, names, truncations)
+    time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
+    time_ids = model.runtime.to_device(time_ids)
+    conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
+    unconditional = negative
+    if spec.guided and unconditional is None:
+        if spec.negative_prompt is None and model.zeros_for_absent_negative:
+            empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
+        else:
+            text = spec.negative_prompt or ""
+            names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
+            empty = _encode_pair(model, (text, spec.negative_prompt_2 or text), names, truncations)
+        unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
+    embeds = [
+        tensor for half in (conditional, unconditional) if half is not None for tensor in (half.prompt, half.pooled)
+    ]
+    return Conditions(
+        conditional=conditional,
+        unconditional=unconditional,
+        truncations=truncations,
+        finite=_all_finite(model, *embeds),
+    )
+
+
+@torch.inference_mode()
+def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
+    """Return the latent distribution of a picture, uint8 [height, width, 3]."""
+    # Also in Diffusers' memory layout, because another one is summed in another order.
+    image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
+    image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
+    distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
+    mean, std = distribution.mean, distribution.std
+    return LatentDistribution(mean=mean, std=std, finite=_all_finite(model, mean, std))
+
+
+def to_latent(model: Model, latent: Tensor) -> Tensor:
+    """Convert a latent [1, channels, height, width] from the VAE's scale to the backbone's."""
+    config = model.vae.config
+    if config.latents_mean is None or config.latents_std is None:
+        scaled: Tensor = config.scaling_factor * latent
+        return scaled
+    mean, std = (
+        model.runtime.to_device(torch.tensor(values).view(1, -1, 1, 1), latent.dtype)
+        for values in (config.latents_mean, config.latents_std)
+    )
+    normalised: Tensor = (latent - mean) * config.scaling_factor / std
+    return normalised
+
+
+def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    return model.runtime.to_host(finite)
+
+
+def _encode_pair(
+    model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Return both encoders' penultimate states, concatenated, and the second one's pooled output."""
+    states: list[Tensor] = []
+    pooled: Tensor | None = None
+    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):
+        # A word with several embeddings (textual inversion) becomes as many tokens.
+        text = _TEXTUAL_INVERSION.maybe_convert_prompt(text, tokenizer)  # noqa: PLW2901
+        length = tokenizer.model_max_length
+        ids = tokenizer(text, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
+        if whole.shape[-1] > length:
+            truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
+        out = encoder(model.runtime.to_device(ids), output_hidden_states=True)
+        if out[0].ndim == 2:
+            pooled = out[0]
+        states.append(out.hidden_states[-2])
+    assert pooled is not None, "the second text encoder has a projection"
+    dtype = model.text_encoders[1].dtype
+    return torch.concat(states, dim=-1)[0].to(dtype), pooled[0].to(dtype)

@@ -1,0 +1,77 @@
+"""The errors that callers see when a job fails in the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from bottega.device.out_of_memory import is_out_of_memory
+from bottega.engine.spec import ControlSpec, LoraSpec
+from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
+
+_log = logging.getLogger(__name__)
+
+
+def to_job_failure(error: Exception) -> BottegaError:
+    """Return an error as callers may see it. Details that they must not see are logged here."""
+    if isinstance(error, BottegaError):
+        return error
+    if is_out_of_memory(error):
+        _log.error("the device has no memory left for a job", extra={"why": str(error)})
+        return TooLarge("the device does not have enough memory for this job", metadata={"limit": "device_memory"})
+    _log.error("a job failed", exc_info=error)
+    return InternalError("the engine failed; its log says more")
+
+
+def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = ()) -> NotFinite:
+    """Return the error of a job whose values are not finite.
+
+    Args:
+        loras: LoRAs of the job that affected these values, which are a likely cause.
+        controlnets: ControlNets, likewise.
+    """
+    what = "the model computed values that are not numbers"
+    scales = {
+        "LoRAs": [(lora.name, lora.scale) for lora in loras],
+        "ControlNets": [(net.name, net.controlnet_conditioning_scale) for net in controlnets],
+    }
+    causes = {kind: uses for kind, uses in scales.items() if uses}
+    if not causes:
+        return NotFinite(f"{what}; another seed or more steps may help")
+    listed = " or its ".join(
+        f"{kind} ({', '.join(f'{name} at scale {scale:g}' for name, scale in uses)})" for kind, uses in causes.items()
+    )
+    return NotFinite(
+        f"{what}, most likely because of its {listed}; try scales nearer to 0, or other {' or '.join(causes)}",
+        metadata={kind.lower(): ",".join(name for name, _ in uses) for kind, uses in causes.items()},
+    )
+
+
+def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
+    """Return the error of a VAE whose output is not finite although its input is.
+
+    Args:
+        what: "decoded a latent" or "encoded the image".
+        dtype: Element type in which it ran.
+    """
+    if dtype == torch.float32:
+        advice = "its weights are damaged or it is no VAE for this model; use another one, or download the model again"
+    else:
+        advice = "a sum was too large, or its weights are damaged; set the worker's engine.vae.dtype to float32"
+    name = str(dtype).removeprefix("torch.")
+    return NotFinite(f"the VAE {what} to values that are not numbers, in {name}: {advice}", metadata={"part": "vae"})
+
+
+def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
+    """Return the error of text encoders whose output is not finite."""
+    if dtype == torch.float32:
+        advice = "their weights are damaged; download the model again"
+    else:
+        advice = "a sum was too large for that type, or their weights are damaged; set the worker's dtype to float32"
+    name = str(dtype).removeprefix("torch.")
+    return NotFinite(
+        f"the text encoders computed values that are not numbers, in {name}: {advice}",
+        metadata={"part": "text_encoder"},
+    )

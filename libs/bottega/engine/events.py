@@ -1,0 +1,241 @@
+"""The events of an engine about its jobs, and the records of what happened to them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from bottega.engine.spans import EngineTrace
+from bottega.errors import BottegaError
+
+Decisions = Mapping[str, bytes]
+"""Decisions of attempts at a job, by kind of add-on, as messages of the add-on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted:
+    """The beginning of denoising. Steps are counted over all images."""
+
+    key: Hashable
+    steps_total: int
+    steps_resumed: int
+    """Steps that the checkpoint contained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDecided:
+    """The decisions of this attempt so far, reported before the steps that they change.
+
+    A later attempt needs them (`EngineOrder.decisions`) to draw the same picture.
+    """
+
+    key: Hashable
+    decisions: Decisions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JobAdvanced:
+    """Progress of a job."""
+
+    key: Hashable
+    steps_done: int
+    """Number of steps over all images, those of a checkpoint included."""
+    device_s: float = 0.0
+    """Seconds of the device that the job has used, without turns whose time is not known yet."""
+    preview_index: int = 0
+    """The image that the preview shows."""
+    preview: Tensor | None = None
+    """uint8 [latent height, latent width, 3]; None without previews."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCheckpointed:
+    """A checkpoint, from which another engine can go on with the job. It replaces earlier ones."""
+
+    key: Hashable
+    steps_done: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageDrawn:
+    """A finished image."""
+
+    key: Hashable
+    index: int
+    pixels: Tensor
+    """uint8 [height, width, 3]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JobKept:
+    """Data that add-ons keep of one image for later jobs that begin with it. Reported before JobFinished."""
+
+    key: Hashable
+    index: int
+    by_kind: Mapping[str, bytes]
+    """Data by kind of add-on, for `EngineOrder.kept`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlUse:
+    """The use of a ControlNet in a job."""
+
+    name: str
+    image_digest: str
+    """SHA-256 of the control image, hex."""
+    begin_step: int
+    """First step in which it was active."""
+    end_step: int
+    """Step after the last one in which it was active."""
+    scale: float = 1.0
+    digest: str = ""
+    """Digest of its version, hex; empty if unknown."""
+    waited_s: float = 0.0
+    """Seconds for which the job waited for its residuals."""
+    stale_steps: int = 0
+    """Number of steps that used residuals of the step before."""
+    pipelined: bool = False
+    """Whether its residuals arrived while the encoder ran."""
+    servers: tuple[str, ...] = ()
+    similarity: float | None = None
+    """Measured similarity of its residuals from step to step; None if not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRecord:
+    """The use of a LoRA in a job."""
+
+    name: str
+    digest: str
+    scale: float
+    from_step: int
+    """First step in which the UNet had it."""
+    load_s: float
+    """Seconds until it had arrived."""
+    wait_s: float
+    """Seconds for which the job waited for its LoRAs; like `patch_s` and `similarities`, for all of them together."""
+    patch_s: float
+    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
+    mixed_alphas: bool = False
+    """Whether `has_mixed_alphas` is true of any component."""
+    rounded_otherwise: bool = False
+    """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
+    stock_may_leave_out: tuple[str, ...] = ()
+    """The keys that `left_out_by_stock` returns, of all components."""
+    similarities: tuple[float, ...] = ()
+    """Similarity after each step, if it was measured; see `LatentMeter`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRecord:
+    """The share of the other worker of a pair in a job."""
+
+    worker: str
+    """Name of the other worker."""
+    steps: int
+    """Number of steps, over all images, in which it computed rows."""
+    taken_back_steps: int
+    """Number of steps with offloaded rows that did not come back."""
+    waited_s: float
+    """Seconds of waiting for its rows after all other rows were done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStart:
+    """A cached latent from which an image started."""
+
+    image: int
+    """Index of the image in its job."""
+    entry: str
+    """Name of the cache entry."""
+    step: int
+    """Number of steps after which the latent was recorded."""
+    from_step: int
+    """First step that the image makes after the start."""
+    skipped_steps: int
+    """Steps that the start saved: `from_step` minus the steps that the image had made when the latent arrived."""
+    similarity: float
+    """Cosine similarity of the two prompts' embeddings."""
+    without_loras: bool = False
+    """Whether the entry was recorded without the LoRAs of the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditRecord:
+    """The use of recorded activations in an edit job."""
+
+    blocks_reused: int = 0
+    """Transformer blocks that reused recorded activations, over all steps, rows and images."""
+    blocks_total: int = 0
+    """All transformer blocks of those steps, rows and images."""
+    computed_share: float = 0.0
+    """Largest share of tokens that a step computed, at the finest level of attention; 0 if all was computed."""
+    recording: str = ""
+    """Id of the recording whose noise was used, see `MaskUse`; empty for none."""
+    computed_all_because: str = ""
+    """Why no block was reused, as a clause; empty if any was."""
+    recorded: bool = False
+    """Whether this job recorded activations that later edits can use."""
+    dilated_share: float = 0.0
+    """Share of tokens under the mask and its margin, at the same level, whether or not all was computed."""
+    restored: bool = False
+    """Whether what was kept of the image was put back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """The record of what happened to a job."""
+
+    begin_step: int
+    truncations: Mapping[str, str]
+    seconds: Mapping[str, float]
+    """Seconds by stage (encode, controlnets, loras, denoise, batch, decode). A shared turn counts in full."""
+    mean_group_requests: float
+    """Mean number of images in the groups of its steps."""
+    controlnets: tuple[ControlUse, ...] = ()
+    encoder_s: float = 0.0
+    """Seconds of denoising steps with ControlNets before the first residual was needed."""
+    loras: tuple[LoraRecord, ...] = ()
+    exact: bool = True
+    """Whether no add-on approximated anything."""
+    pair: PairRecord | None = None
+    """The share of the pair's other worker in the job; None if no rows were offloaded."""
+    cached_starts: tuple[CachedStart, ...] = ()
+    """Cached latents from which its images started."""
+    edit: EditRecord | None = None
+    """None if the job is no edit that may compute masked blocks."""
+    vae_dtype: str = ""
+    """Element type in which its images were decoded."""
+    vae_tiled: bool = False
+    """Whether any of its images was decoded in tiles."""
+    decoded_as_stock: bool = True
+    """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
+    shared_in_half_precision: bool = False
+    """Whether a step was computed together with other rows in half precision, which rounds other than stock Diffusers.
+    """
+    device_s: float = 0.0
+    """Seconds of the device that the job used: its part of shared turns, encoding and decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFinished:
+    """The end of a job whose images have all been handed out."""
+
+    key: Hashable
+    record: EngineRecord
+    trace: EngineTrace = field(default_factory=EngineTrace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed:
+    """The end of a job without its images."""
+
+    key: Hashable
+    error: BottegaError
+    trace: EngineTrace = field(default_factory=EngineTrace)
+
+
+Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobKept | JobFinished | JobFailed

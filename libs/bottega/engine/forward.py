@@ -1,0 +1,260 @@
+"""One forward over a group of rows: the blocks in order, with ControlNets' residuals added where the UNet expects them.
+
+Rows whose residuals are late at the first block that needs them leave the forward, and the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bottega.device.device import Device
+from bottega.device.pick import open_device
+from bottega.engine.residuals import ResidualProvider
+from bottega.engine.times import ForwardClock, ForwardTimes
+from bottega.errors import Unavailable
+from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
+from bottega.model.operations import Operations
+from bottega.model.rows import LoraSet, Row
+
+# How long a forward waits for residuals if none of its rows can go on without them, because a server is busy or slow.
+# A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
+# turn after which an engine counts as hung.
+RESIDUAL_TIMEOUT_S = 90.0
+# How long it waits at a later block for rows whose first residuals were in time. Their residuals are on their way, or
+# their ControlNet has died, and the other rows should not pay for that with more than a turn or two.
+STRAGGLER_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """The result of a forward. Reading `seconds`, `waited_s` or `encoder_s` waits for the device."""
+
+    noise: Mapping[Row, Tensor]
+    """[channels, height, width] of each row that was not late. A missing row must be predicted again, with all rows of
+    its owner.
+    """
+    times: ForwardTimes
+    shared: frozenset[Hashable] = frozenset()
+    """Owners whose rows, or whose ControlNets' rows, were not computed alone: the forward held rows of others, or
+    padding, or only some of their rows. Their sums may round otherwise.
+    """
+    load_waits_s: Mapping[Row, float] = field(default_factory=dict)
+    """Seconds for which the thread waited for recorded activations of a row. `seconds` does not include them."""
+
+    @property
+    def seconds(self) -> float:
+        return self.times.seconds
+
+    @property
+    def waited_s(self) -> float:
+        return self.times.waited_s
+
+    @property
+    def encoder_s(self) -> float:
+        return self.times.encoder_s
+
+
+class RowWeights(Protocol):
+    """Applies the LoRAs of rows in a forward, without changing the weights."""
+
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """Begin a forward of rows with these sets, or continue it with fewer rows.
+
+        Args:
+            sets: The LoRAs of each row.
+            spans: Where rows lie in each call of a layer; None if every call has them in dimension 0.
+
+        Raises:
+            BottegaError: The add-on cannot apply them.
+        """
+        ...
+
+    def leave(self) -> None:
+        """End the forward."""
+        ...
+
+
+class ForwardStrategy(Protocol):
+    """An add-on's own way to run some groups, for example only where an edit's mask is."""
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
+        """Return the backbone that runs this group, or None to leave the group to the model's own one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Network:
+    """The backbone, LoRA weights, residuals and device that forwards use."""
+
+    backbone: Backbone
+    row_weights: RowWeights | None = None
+    """None if no row has LoRAs."""
+    residuals: ResidualProvider | None = None
+    """Where ControlNets' residuals come from; None if no row has ControlNets."""
+    strategies: Sequence[ForwardStrategy] = ()
+    """Asked in this order, unless `fixed_rows` is set: other backbones would change the last bits."""
+    fixed_rows: int = 0
+    """Number of rows to which every group is padded, so that results are equal byte for byte; 0 is off."""
+    device: Device | None = None
+    """Device of the rows; by default, the one that their tensors are on."""
+    operations: Operations = field(default_factory=Operations)
+
+    @property
+    def residual_provider(self) -> ResidualProvider:
+        """The provider of residuals. Raise Unavailable if there is none."""
+        if self.residuals is None:
+            raise Unavailable("this engine has no ControlNets")
+        return self.residuals
+
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone:
+        """Return the backbone that runs a group."""
+        for strategy in () if self.fixed_rows else self.strategies:
+            if (backbone := strategy.backbone_for(rows)) is not None:
+                return backbone
+        return self.operations.backbone or self.backbone
+
+    def device_of(self, rows: Sequence[Row]) -> Device:
+        return self.device or open_device(rows[0].sample.device)
+
+
+class Forward:
+    """A forward of rows that share a GroupKey. Rows with the same LoRAs are put side by side."""
+
+    def __init__(self, network: Network, rows: Sequence[Row]) -> None:
+        blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
+        self._network = network
+        self._rows = rows
+        self._device = network.device_of(rows)
+        padding = 0 if rows[0].alone else network.fixed_rows - len(rows)
+        self._group = [*_by_lora_set(rows), *[blank] * padding]
+        self._backbone = network.backbone_for(self._group)
+        self._late: set[Hashable] = set()
+        """Owners of rows whose residuals were late."""
+        owners = {row.owner for row in self._group}
+        self._shared = owners - {None} if len(owners) > 1 else set()
+        """See `Prediction.shared`."""
+        self._clock = ForwardClock(self._device)
+
+    def run(self) -> Prediction:
+        """Run the forward. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
+        network, group = self._network, self._group
+        inputs = stack(group, self._device)
+        controlled = [row for row in group if row.controls]
+        if controlled:
+            with self._clock.waiting():  # ControlNets in this process run now.
+                network.residual_provider.ask(controlled)
+        self._enter()
+        try:
+            predicted = self._run_blocks(self._backbone.begin(inputs))
+        finally:
+            if network.row_weights is not None:
+                network.row_weights.leave()
+        noise = {row: made for row, made in zip(self._group, predicted, strict=True) if row.owner not in self._late}
+        load_waits_s = _load_waits(self._rows)
+        return Prediction(
+            noise={row: noise[row] for row in self._rows if row in noise},
+            times=self._clock.times(sum(load_waits_s.values())),
+            shared=frozenset(self._shared),
+            load_waits_s=load_waits_s,
+        )
+
+    def _run_blocks(self, activations: Activations) -> Tensor:
+        """Return the prediction [rows, channels, height, width] for the rows that are left in the group."""
+        patience_s = 0.0
+        controlled = any(row.controls for row in self._group)
+        self._clock.blocks_begin()
+        for block in self._backbone.blocks:
+            if block.needs and controlled:
+                self._clock.residuals_needed()
+                self._late |= self._wait_for_residuals(block.needs, patience_s)
+                patience_s = STRAGGLER_S
+                if all(row.owner in self._late for row in self._group if row.owner is not None):
+                    return activations.hidden  # No row is left to go on for.
+                if self._late and not self._network.fixed_rows:
+                    self._drop_late_rows(activations)
+                    self._enter()
+                self._add_residuals(block.needs, activations)
+            block.run(activations)
+        return self._backbone.finish(activations)
+
+    def _wait_for_residuals(self, points: tuple[int, ...], patience_s: float) -> set[Hashable]:
+        """Return the owners with a row that is late after `patience_s`, or whose sender has failed.
+
+        The wait is longer only while all owners would be late.
+        """
+        provider = self._network.residual_provider
+        owners = {row.owner for row in self._group if row.owner is not None} - self._late
+        began_s = time.monotonic()
+        while True:
+            controlled = [row for row in self._group if row.controls and row.owner not in self._late]
+            void = {row.owner for row in controlled if provider.is_void(row)}
+            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, points)]
+            late = {row.owner for row in missing}
+            waited_s = time.monotonic() - began_s
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else patience_s) - waited_s
+            if not late or (left_s <= 0 and late != owners - void):
+                return late | void
+            if left_s <= 0:
+                raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
+            with self._clock.waiting():
+                provider.wait(missing, points, left_s)
+
+    def _drop_late_rows(self, activations: Activations) -> None:
+        kept = [index for index, row in enumerate(self._group) if row.owner not in self._late]
+        activations.select(kept, self._device.to_device(torch.tensor(kept)))
+        self._group = [self._group[index] for index in kept]
+
+    def _enter(self) -> None:
+        """Apply the rows' LoRAs to the next layers of the backbone."""
+        if self._network.row_weights is not None:
+            self._network.row_weights.enter([row.loras for row in self._group], self._backbone.spans)
+
+    def _add_residuals(self, points: tuple[int, ...], activations: Activations) -> None:
+        provider = self._network.residual_provider
+        for index, row in enumerate(self._group):
+            if not row.controls or row.owner in self._late:
+                continue
+            for point in points:
+                # Summed first, in the request's order, and added once: Diffusers' order of sums.
+                addends = provider.take(row, point)
+                total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
+                # In place: all earlier blocks have read this tensor, and only the next one reads it again.
+                activations.points[point][index] += total
+            if provider.is_shared(row):
+                self._shared.add(row.owner)
+
+
+def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
+    """Put rows of one LoRA set side by side: sets with most rows first, rows without LoRAs last."""
+    counts = Counter(row.loras.key for row in rows if row.loras is not None)
+    if not counts:
+        return list(rows)
+    return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
+
+
+def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
+    """Return for how long each row waited for recorded activations, without rows that did not wait."""
+    waits = ((row, row.activations.waited_s) for row in rows if row.activations is not None)
+    return {row: waited_s for row, waited_s in waits if waited_s}
+
+
+def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
+    """Return the inputs of one forward. `device` is that of the rows; by default, the one that their tensors are on."""
+    device = device or open_device(rows[0].sample.device)
+    return Inputs(
+        sample=torch.stack([row.sample for row in rows]),
+        timestep=device.to_device(torch.stack([row.timestep.float() for row in rows])),
+        prompt_embeds=torch.stack([row.embeds.prompt for row in rows]),
+        pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
+        time_ids=torch.stack([row.embeds.time_ids for row in rows]),
+        activations=[row.activations for row in rows],
+        controlled=any(row.controls for row in rows),
+        origins=[(row.embeds.prompt, row.loras.key if row.loras is not None else None) for row in rows],
+    )

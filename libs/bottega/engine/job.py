@@ -1,0 +1,422 @@
+"""One job in the engine: its order, the requests of its images, and the record of what happened to it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bottega.device.device import HostCopy
+from bottega.device.span import Span
+from bottega.engine.addon import Parts
+from bottega.engine.checkpoint import SavedJob, read_checkpoint
+from bottega.engine.edit import latent_mask
+from bottega.engine.encode import Conditions, encode_all_prompts, encode_image
+from bottega.engine.errors import not_finite, prompt_not_finite, vae_not_finite
+from bottega.engine.events import Decisions, EngineRecord, PairRecord
+from bottega.engine.forward import Prediction
+from bottega.engine.parallel.offload import RemoteJob
+from bottega.engine.parallel.pair import PairPrediction
+from bottega.engine.request import Request
+from bottega.engine.spans import DeviceClock, EngineTrace, SpanLog
+from bottega.engine.spec import ResolvedSpec
+from bottega.errors import FieldNotServed, InternalError, NotFinite
+from bottega.fair_order import Share
+from bottega.model.model import Model
+from bottega.model.rows import Half, Row
+from bottega.model.vae import VaeDecoder, encode_dtype
+
+_log = logging.getLogger(__name__)
+
+# A checkpoint is due after at most this share of a job's steps, so that short jobs have checkpoints too.
+_CHECKPOINT_SHARE = 0.1
+
+STAGES = ("encode", "denoise", "batch", "decode")
+# Tracks of a trace.
+DENOISE, WAITS = "denoise", "waits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineOrder:
+    """The input of a job: its spec, images, orders for add-ons, and the state of earlier attempts."""
+
+    key: Hashable
+    """Unique among the jobs of the engine."""
+    spec: ResolvedSpec
+    image: Tensor | None = None
+    """Source of image-to-image, uint8 [height, width, 3]."""
+    mask: Tensor | None = None
+    """Mask of an edit, uint8 [height, width]: 1 where the image is redrawn, else 0."""
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """`JobKept.by_kind` of the job that drew the image of an edit; empty if nothing was kept."""
+    control_images: tuple[Tensor, ...] = ()
+    """One for each of the spec's ControlNets, uint8 [its height, its width, 3]."""
+    addons: Mapping[str, bytes] = field(default_factory=dict)
+    """Orders for add-ons, by kind: serialized messages that each add-on defines."""
+    decisions: Decisions = field(default_factory=dict)
+    """Decisions of earlier attempts."""
+    latent_parallelism: bool = True
+    """Whether the other worker of a pair may compute rows."""
+    shared_turns: bool = True
+    """Whether its steps may share forwards with other rows, and be split over forwards and workers."""
+    checkpoint: bytes = b""
+    """A checkpoint of an earlier attempt; empty to begin from the start."""
+    preview: bool = False
+    """Whether progress has previews."""
+    share: Share = field(default_factory=Share)
+    """The tenant of the job, and its weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputCheck:
+    """The check of whether an input of a job is finite. The device reports the result later."""
+
+    finite: HostCopy
+    """bool."""
+    error: NotFinite
+    """The failure of the job if it is not finite."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineJob:
+    """A job whose prompt has been encoded."""
+
+    order: EngineOrder
+    requests: Sequence[Request]
+    truncations: dict[str, str]
+    """Text that did not fit into the tokenizer, by field name."""
+    addons: Parts
+    """The job's parts of the engine's add-ons."""
+    pinned: Decisions
+    """Decisions of earlier attempts."""
+    spans: SpanLog
+    """Spans for the trace of the job."""
+    decided: Decisions = field(default_factory=dict)
+    """Decisions of this attempt that have been reported."""
+    extra: Sequence[Request] = ()
+    """Additional requests that are denoised for measurements. The images are emitted when these have finished."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    encoding: Span | None = None
+    """The time of encoding."""
+    device_s: float = 0.0
+    """Seconds of the device that the job has used so far, including its part of shared turns."""
+    charged_encoding: bool = False
+    """Whether `device_s` includes encoding."""
+    remote_job: RemoteJob | None = None
+    """The job as the pair's other worker knows it; None if no rows are offloaded."""
+    pair: PairRecord | None = None
+    """The share of the pair's other worker in the job; None if no rows were offloaded."""
+    inputs: list[InputCheck] = field(default_factory=list)
+    """Checks of prompts and pictures whose result has not been read."""
+    vae_dtype: str = ""
+    """Element type in which its images were decoded; empty before the first."""
+    vae_tiled: bool = False
+    """Whether any of its images was decoded in tiles."""
+    decoded_as_stock: bool = True
+    """Whether all of its images so far were decoded as stock Diffusers does."""
+    shared_in_half_precision: bool = False
+    """Whether, in half precision, a step of its images was not computed alone, in this attempt or before its
+    checkpoint.
+    """
+    drawn: set[int] = field(default_factory=set)
+    """Indices of the images that have been emitted."""
+    started: bool = False
+    """Whether JobStarted was emitted."""
+    reported_s: float = -math.inf
+    """Time of the last progress report, in monotonic seconds."""
+    checkpoint_s: float = 0.0
+    """Time of the last checkpoint, in monotonic seconds."""
+    checkpoint_steps: int = 0
+    """Finished steps at the last checkpoint."""
+    _steps: int = 0
+    _group_requests: int = 0
+
+    @property
+    def key(self) -> Hashable:
+        """The key of its order."""
+        return self.order.key
+
+    @property
+    def runs(self) -> tuple[Request, ...]:
+        """The requests that are denoised for the job: its images and `extra`."""
+        return (*self.requests, *self.extra)
+
+    @property
+    def steps_total(self) -> int:
+        """Number of steps over all images."""
+        return sum(request.steps for request in self.requests)
+
+    @property
+    def steps_done(self) -> int:
+        """Number of finished steps over all images, including those before a checkpoint."""
+        return sum(request.step - request.begin for request in self.requests)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps that are left over all images."""
+        return self.steps_total - self.steps_done
+
+    @property
+    def computed_share(self) -> float:
+        """Share of its rows' tokens that their next turns compute."""
+        shares = [request.computed_share for request in self.requests if not request.done]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    @property
+    def steps_resumed(self) -> int:
+        """Number of steps that were finished before the checkpoint."""
+        return sum(request.resumed_from - request.begin for request in self.requests)
+
+    def undrawn(self) -> Request | None:
+        """Return an image whose latent is finished but that has not been emitted, or None.
+
+        While requests of `extra` run, no image is handed out.
+        """
+        if not all(request.done for request in self.extra):
+            return None
+        return next((request for request in self.requests if request.done and request.index not in self.drawn), None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all images have been emitted."""
+        return len(self.drawn) == len(self.requests)
+
+    def checkpoint_due(self, now_s: float, interval_s: float) -> bool:
+        """Return whether a checkpoint is due: after `interval_s` or a tenth of the steps, never twice at one step."""
+        steps = self.steps_done - self.checkpoint_steps
+        share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
+        return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
+
+    def state(self) -> SavedJob:
+        """Return the state that another engine needs to continue the job, besides its spec."""
+        return SavedJob(
+            images=[request.state() for request in self.requests],
+            decisions={**self.pinned, **self.decided},
+            shared_in_half_precision=self.shared_in_half_precision,
+        )
+
+    def check_inputs(self, *, to_the_end: bool = False) -> None:
+        """Raise NotFinite if the prompt's embeddings or the encoded picture are known not to be finite.
+
+        Args:
+            to_the_end: Whether to wait for results that the device has not reported yet.
+        """
+        waiting = []
+        for check in self.inputs:
+            if not (to_the_end or check.finite.ready):
+                waiting.append(check)
+            elif not bool(check.finite.take()):
+                raise check.error
+        self.inputs = waiting
+
+    def note_decoding(self, decoder: VaeDecoder, *, tiled: bool) -> None:
+        """Note how one of its images was decoded."""
+        self.vae_dtype = decoder.dtype_name
+        self.vae_tiled |= tiled
+        self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
+
+    def note_step(self, request: Request, *, group_requests: int, shared: bool) -> None:
+        """Note that a request of the job made a step in a group of this size.
+
+        Args:
+            shared: Whether its rows were not computed alone (`Prediction.shared`).
+        """
+        for part in self.addons.values():
+            part.after_step(request)
+        self.shared_in_half_precision |= shared and request.key.dtype.itemsize < torch.float32.itemsize
+        self._steps += 1
+        self._group_requests += group_requests
+
+    def note_turn(self, prediction: Prediction, *, sampler_s: float, turn: Span, steps: str) -> None:
+        """Note the times of a turn in which the job made a step.
+
+        Time spent waiting for an add-on counts for this job only if it has a part of that add-on.
+
+        Args:
+            sampler_s: Seconds of guidance and samplers.
+            steps: Description of the steps that the job made, for the trace.
+        """
+        turn_s = turn.seconds
+        facts = {"requests in the group": str(len({row.owner for row in prediction.noise}))}
+        self.spans.add_of_device(steps, DENOISE, turn, facts)
+        for wait in prediction.times.waits if self.addons else ():
+            self.spans.add_of_device("waiting for residuals", WAITS, wait, {})
+        denoise_s = prediction.seconds + sampler_s
+        waited_s = sum(part.after_forward(prediction) for part in self.addons.values())
+        self.seconds["denoise"] += denoise_s
+        self.seconds["batch"] += turn_s - denoise_s - waited_s
+
+    def note_offload(self, prediction: PairPrediction, worker: str) -> None:
+        """Record the job's steps that the pair's other worker, `worker`, computed in a turn."""
+        steps = sum(request in prediction.offloaded for request in self.requests)
+        taken_back = sum(request in prediction.taken_back for request in self.requests)
+        if not steps and not taken_back:
+            return
+        before = self.pair or PairRecord(worker=worker, steps=0, taken_back_steps=0, waited_s=0.0)
+        self.pair = PairRecord(
+            worker=worker,
+            steps=before.steps + steps,
+            taken_back_steps=before.taken_back_steps + taken_back,
+            waited_s=before.waited_s + prediction.peer_wait_s,
+        )
+
+    def active_parts(self, row: Row) -> tuple[int, ...]:
+        """Return the number of active parts in a row, as `active_in` gives it, for each part of its remote job."""
+        parts = self.remote_job.parts if self.remote_job is not None else {}
+        return tuple(part.active_in(row) for addon, part in self.addons.items() if addon.kind in parts)
+
+    def previewed(self) -> Request:
+        """Return the image that a preview shows: the first unfinished one, else the last."""
+        return next((request for request in self.requests if not request.done), self.requests[-1])
+
+    def trace(self) -> EngineTrace:
+        """Return the trace of the job, which has ended."""
+        if self.encoding is not None:
+            self.spans.add_of_device("encode", "encode", self.encoding, {})
+        for part in self.addons.values():
+            for span in part.spans():
+                self.spans.add(span)
+        return self.spans.read()
+
+    def record(self) -> EngineRecord:
+        """Return the record of the job, whose work on the device is done."""
+        if self.encoding is not None:
+            self.seconds["encode"] = self.encoding.seconds
+        record = EngineRecord(
+            begin_step=self.requests[0].begin,
+            truncations=self.truncations,
+            seconds=self.seconds,
+            mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
+            pair=self.pair,
+            vae_dtype=self.vae_dtype,
+            vae_tiled=self.vae_tiled,
+            decoded_as_stock=self.decoded_as_stock,
+            shared_in_half_precision=self.shared_in_half_precision,
+            device_s=self.device_s,
+        )
+        for part in self.addons.values():
+            record = part.report(record)
+        return record
+
+
+def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock) -> EngineJob:
+    """Encode a job's prompt and picture, and resume from its checkpoint if there is one that fits.
+
+    Args:
+        addons: The job's parts, which may still wait for something.
+        now_s: Monotonic seconds.
+        clock: Clock of the model's device.
+
+    Raises:
+        BottegaError: An add-on cannot serve the job, or an input is not finite.
+    """
+    conditions = encode_all_prompts(model, order.spec)
+    state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
+    if state is None:
+        requests, pinned = new_requests(model, order, conditions), order.decisions
+    else:
+        mask = _latent_mask(model, order)
+        requests = [
+            Request(
+                model,
+                order.spec,
+                conditions[index],
+                index=index,
+                mask=mask,
+                resume=image,
+                alone=not order.shared_turns,
+            )
+            for index, image in enumerate(state.images)
+        ]
+        pinned = {**order.decisions, **state.decisions}
+    job = EngineJob(
+        order=order,
+        requests=requests,
+        truncations={field: text for single in conditions for field, text in single.truncations.items()},
+        addons=addons,
+        pinned=pinned,
+        spans=SpanLog(clock),
+        inputs=_input_checks(model, order.spec, conditions, requests),
+        shared_in_half_precision=state is not None and state.shared_in_half_precision,
+    )
+    job.check_inputs()
+    job.checkpoint_steps = job.steps_done
+    for part in addons.values():
+        part.attach(job, conditions[0], now_s)
+    job.remote_job = _remote_job(job, conditions)
+    return job
+
+
+def _input_checks(
+    model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
+) -> list[InputCheck]:
+    of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[1].dtype)
+    distinct = {id(single): single for single in conditions}
+    checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
+    source = next((request.source_finite for request in requests if request.source_finite is not None), None)
+    if source is not None:  # All images of a job have the same source.
+        error = vae_not_finite("encoded the image", encode_dtype(model.vae))
+        checks.append(InputCheck(finite=source, error=error))
+    return checks
+
+
+def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditions]) -> list[Request]:
+    """Return the requests of an order's images, with these conditions of each image, before their first steps."""
+    spec = order.spec
+    if (spec.strength is None) != (order.image is None):
+        raise InternalError("a strength came without an image, or an image without one")
+    image = None if order.image is None else encode_image(model, order.image)
+    mask = _latent_mask(model, order)
+    return [
+        Request(model, spec, single, index=index, image=image, mask=mask, alone=not order.shared_turns)
+        for index, single in enumerate(conditions)
+    ]
+
+
+def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
+    """Return the mask of an edit in the model's latent size; None if the order is no edit.
+
+    Raises:
+        FieldNotServed: The VAE has statistics of its latents.
+        InternalError: A part of the edit is missing.
+    """
+    spec = order.spec
+    if order.mask is None and spec.edit is None:
+        return None
+    if order.mask is None or spec.edit is None or order.image is None:
+        raise InternalError("an edit came without its mask or its image, or a mask without an edit")
+    if order.mask.shape != (spec.height, spec.width):
+        raise InternalError("the mask of an edit came in another size than its picture's")
+    if reason := model.edits_refused_because:
+        raise FieldNotServed(reason, metadata={"field": "mask_image"})
+    return latent_mask(model, order.mask)
+
+
+def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
+    """Return the state in the order's checkpoint; None if there is none that fits."""
+    if not order.checkpoint:
+        return None
+    try:
+        return read_checkpoint(order.checkpoint, model, order.spec)
+    except ValueError as error:
+        _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
+        return None
+
+
+def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob | None:
+    """Return what another worker needs to compute rows of the job; None if it may compute none.
+
+    Without guidance there is only one row. A job of several prompts stays here, because a remote job has one prompt.
+    """
+    first, order = conditions[0], job.order
+    if first.unconditional is None or order.spec.prompts or not (order.latent_parallelism and order.shared_turns):
+        return None
+    if not all(part.offloadable for part in job.addons.values()):
+        return None
+    halves = {Half.UNCONDITIONAL: first.unconditional, Half.CONDITIONAL: first.conditional}
+    offloaded = {addon.kind: part.offload() for addon, part in job.addons.items()}
+    return RemoteJob(halves=halves, parts={kind: part for kind, part in offloaded.items() if part is not None})

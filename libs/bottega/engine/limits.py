@@ -1,0 +1,93 @@
+"""The limits that an operator sets for an engine, and which pictures are refused because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bottega import rules
+from bottega.engine.spec import ResolvedSpec, undrawable
+from bottega.errors import TooLarge, Violation
+from bottega.model.model import Model
+from bottega.model.sampler_choices import ModelSamplers
+
+# At a few times the size that it was trained for, a model draws nonsense, and the cost of attention grows with the
+# square of the size. One such request would hold up all other turns for minutes.
+_OWN_SIZES = 4
+_LEAST_MAX_PIXELS = 512 * 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """The limits that an operator sets."""
+
+    max_rows: int = 16
+    """Rows of one group."""
+    fixed_rows: int = 0
+    """Number of rows to which every group is padded, for images that are equal byte for byte whatever runs beside them;
+    0 is off.
+    """
+    max_wait_turns: int = 8
+    """Number of its tenant's turns in which a request may be passed over."""
+    max_pixels: int = 0
+    """Pixels of one image; 0 is four times the model's own size, and at least 512 x 512."""
+    checkpoint_interval_s: float = 2.0
+    """Longest time between checkpoints of a running job."""
+    progress_interval_s: float = 0.1
+    """Shortest time between progress reports."""
+    compile_s: float = 300.0
+    """How long the first forward of a kind may take on a GPU before a silent engine counts as hung."""
+
+
+def max_pixels(limits: EngineLimits, model: Model) -> int:
+    """Return the largest number of pixels of one image: the configured one, or a multiple of the model's own size."""
+    own = model.defaults.width * model.defaults.height
+    return limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
+
+
+def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> None:
+    """Refuse a spec that cannot be drawn.
+
+    Raises:
+        InvalidRequest: Nobody can draw it with this model.
+        TooLarge: It is too large for this worker; the error names the limit.
+    """
+    rules.refuse([*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)])
+    pixels, most = spec.width * spec.height, max_pixels(limits, model)
+    if pixels > most:
+        raise TooLarge(
+            f"{spec.width}x{spec.height} are {pixels} pixels; this worker draws at most {most} (max_pixels)",
+            metadata={"limit": "max_pixels", "max_pixels": str(most)},
+        )
+    area = (spec.width // model.latent_scale) * (spec.height // model.latent_scale)
+    at_once = model.decoded_area(area)
+    if spec.strength is not None and model.device.type == "cpu":
+        # The source is encoded in one piece. That takes less memory than decoding, but a CPU's allocator never fails.
+        at_once = area
+    model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=at_once)
+
+
+def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[Violation]:
+    """Yield a violation if the scheduler configuration cannot run this sampler, or this number of steps."""
+    if spec.num_inference_steps < 1:
+        return  # Refused by `undrawable`.
+    if reason := samplers.refusals.get(spec.sampling):
+        yield Violation(field="spec.sampler", description=reason)
+    elif reason := samplers.refusal(spec.sampling, spec.num_inference_steps):
+        yield Violation(field="spec.num_inference_steps", description=reason)
+
+
+def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
+    """Raise ValueError if groups of `fixed_rows` rows would not draw pictures that are equal byte for byte."""
+    if fixed_rows == 1:
+        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads > 1 and fixed_rows % (2 * threads):
+        # Measured: with 2 threads and 5, 6, 7 or 10 rows, the last bit of a row depends on its place in the group; with
+        # 4, 8, 12 and 16 it does not. Each thread needs an even number of rows.
+        raise ValueError(
+            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
+            "bits of a picture depend on its place in the group; or set threads to 1"
+        )

@@ -1,0 +1,186 @@
+"""Computes rows for the other worker of a pair, the leader.
+
+This engine keeps the conditions of the leader's jobs and what their add-ons need. The leader keeps latents, samplers
+and steps. Only the engine's thread makes calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.device.device import Device
+from bottega.engine.addon import EngineAddOn, RemoteAddOn
+from bottega.engine.forward import Prediction
+from bottega.engine.parallel.offload import OffloadedPart, RemoteJob
+from bottega.errors import BottegaError, InvalidRequest, Unavailable
+from bottega.model.rows import Embeds, Half, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRow:
+    """A row of a step."""
+
+    remote_job: int
+    image: int
+    half: Half
+    step: int
+    active: tuple[int, ...] = ()
+    """One number for each part of its job, see `RemoteAddOn.activate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComputedRows:
+    """The computed rows of a step."""
+
+    places: tuple[int, ...]
+    """Indexes of the rows whose residuals were not late."""
+    noise: Tensor
+    """[places, channels, height, width], in the same order."""
+    waited_s: float
+    """Seconds of waiting for residuals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RemoteJobStatus:
+    """A change in whether a job's rows can be computed."""
+
+    remote_job: int
+    ready: bool
+    error: BottegaError | None = None
+    """Reason why its rows can never be computed, after which the job is forgotten; None otherwise."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _AdmittedJob:
+    """A job of the leader."""
+
+    halves: Mapping[Half, Embeds]
+    parts: list[RemoteAddOn]
+    opened: bool
+    """Whether its rows can be computed, as last reported to the leader."""
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+class RemoteJobs:
+    """The jobs of the leader whose rows this engine computes.
+
+    `device` and `dtype` are of this engine's model; `addons` and `predict` are the engine's own.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[Sequence[Row]], Prediction],
+        *,
+        device: Device,
+        dtype: torch.dtype,
+        addons: Sequence[EngineAddOn],
+        clock: Callable[[], float],
+    ) -> None:
+        self._predict = predict
+        self._device = device
+        self._dtype = dtype
+        self._addons = {addon.kind: addon for addon in addons}
+        self._clock = clock
+        self._admitted: dict[int, _AdmittedJob] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of jobs."""
+        return len(self._admitted)
+
+    @property
+    def opening(self) -> bool:
+        """Whether any job is not ready, so that `changed_statuses` must be called."""
+        return any(not admitted.opened for admitted in self._admitted.values())
+
+    def admit(self, number: int, remote_job: RemoteJob) -> None:
+        """Add a job. Raise BottegaError if its add-ons can never serve it."""
+        halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
+        job = _AdmittedJob(halves=halves, parts=[], opened=not remote_job.parts)
+        try:
+            for kind, part in remote_job.parts.items():
+                job.parts.append(self._open(kind, part, halves))
+        except BottegaError:
+            job.close()
+            raise
+        self._admitted[number] = job
+
+    def changed_statuses(self) -> list[RemoteJobStatus]:
+        """Return the changes since the last call: a job became ready, never will be, or must load something again."""
+        news: list[RemoteJobStatus] = []
+        for number, admitted in list(self._admitted.items()):
+            before = admitted.opened
+            try:
+                admitted.opened = all(part.ready(self._clock()) for part in admitted.parts)
+            except BottegaError as error:
+                self.dismiss(number)
+                news.append(RemoteJobStatus(remote_job=number, ready=False, error=error))
+                continue
+            if admitted.opened != before:
+                news.append(RemoteJobStatus(remote_job=number, ready=admitted.opened))
+        return news
+
+    def dismiss(self, number: int) -> None:
+        """Forget a job. Do nothing if it is unknown."""
+        admitted = self._admitted.pop(number, None)
+        if admitted is not None:
+            admitted.close()
+
+    def clear(self) -> None:
+        """Forget all jobs."""
+        for number in list(self._admitted):
+            self.dismiss(number)
+
+    def compute(self, rows: Sequence[RemoteRow], samples: Tensor, timesteps: Tensor) -> ComputedRows | None:
+        """Run one forward; return None if the residuals of all rows were late.
+
+        `samples` is [rows, channels, height, width] and `timesteps` [rows]. Raise ValueError for a row of an unknown
+        job, or the errors of `Denoiser.predict`.
+        """
+        samples = self._device.to_device(samples, self._dtype)
+        made = [self._row(row, samples[place], timesteps[place]) for place, row in enumerate(rows)]
+        prediction = self._predict(made)
+        noise = {place: prediction.noise[row] for place, row in enumerate(made) if row in prediction.noise}
+        if not noise:
+            return None
+        return ComputedRows(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
+
+    def _open(self, kind: str, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        addon = self._addons.get(kind)
+        if addon is None:
+            raise Unavailable(f"this worker has no add-on for {kind}")
+        try:
+            return addon.open_remote(part, halves)
+        except ValueError as error:
+            raise InvalidRequest(f"the peer's part for {kind} is malformed: {error}") from None
+
+    def _row(self, remote: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
+        admitted = self._admitted.get(remote.remote_job)
+        if admitted is None or remote.half not in admitted.halves or len(remote.active) < len(admitted.parts):
+            raise ValueError(f"a row does not fit job {remote.remote_job}, or the job is unknown")
+        row = Row(
+            # Rows of one image have the same owner, which no other engine's rows have.
+            owner=(id(self), remote.remote_job, remote.image),
+            step=remote.step,
+            half=remote.half,
+            sample=sample,
+            timestep=timestep,
+            embeds=admitted.halves[remote.half],
+        )
+        for part, active in zip(admitted.parts, remote.active, strict=False):
+            row = part.activate(row, active)
+        return row
+
+    def _here(self, embeds: Embeds) -> Embeds:
+        return Embeds(
+            prompt=self._device.to_device(embeds.prompt),
+            pooled=self._device.to_device(embeds.pooled),
+            time_ids=self._device.to_device(embeds.time_ids),
+        )

@@ -1,0 +1,303 @@
+"""One image that is being denoised: a state machine with its own latent, sampler and generator.
+
+A job of several images has several requests, which share their conditions. A request may join a group at any step, and
+leaves it when it is done. It knows what a group must share, but not who else is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bottega.engine.edit import Edit
+from bottega.engine.encode import Conditions, LatentDistribution, to_latent
+from bottega.engine.guided_step import Guidance, guided_step
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
+from bottega.model.samplers import Sampler, SamplerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestState:
+    """The state of a request that another engine needs to continue it, besides its spec, mask and decisions."""
+
+    step: int
+    latent: Tensor
+    generator: Tensor
+    sampler: SamplerState
+    image_latent: Tensor | None = None
+    """See `Edit.image_latent`; None if the request is no edit."""
+    noise: Tensor | None = None
+    """Standard normal noise, in the shape of `image_latent`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveControl:
+    """A ControlNet of a request."""
+
+    handle: Hashable
+    """Identifies its session at the provider of residuals."""
+    first: int
+    """First step in which it is active."""
+    last: int
+    """Step after the last one in which it is active."""
+    halves: frozenset[Half] = frozenset(Half)
+    """The halves that it controls."""
+
+
+class ImageActivations(Protocol):
+    """The reader or writer of one image's recordings."""
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Return the activations of a row of the next step, or None to compute it in full.
+
+        A step that is retried may call this again.
+        """
+
+    @property
+    def next_share(self) -> float:
+        """Share of its rows' tokens that the next step computes."""
+
+
+class Request:
+    """A request to denoise one image of a job.
+
+    Args:
+        index: Index of the image in the job; it is drawn with the spec's seed + index.
+        image: Encoded source of image-to-image.
+        mask: Mask of an edit of `image`, [1, 1, height, width].
+        resume: State to continue from, instead of `image`.
+        alone: Whether its rows are always computed together, and beside no others.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ResolvedSpec,
+        conditions: Conditions,
+        *,
+        index: int = 0,
+        image: LatentDistribution | None = None,
+        mask: Tensor | None = None,
+        resume: RequestState | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.index = index
+        self.alone = alone
+        self.spec = spec
+        self.begin = spec.begin_step
+        """The first step; image-to-image starts later than 0."""
+        self.controls: tuple[ActiveControl, ...] = ()
+        """ControlNets, in the order in which their residuals are summed. Set by an add-on, as the next three."""
+        self.loras: LoraSet | None = None
+        """LoRAs in force from step `loras_from` on; None if there are none, or they have not arrived."""
+        self.loras_from: int | None = None
+        self.activations: ImageActivations | None = None
+        """Reads and writes recordings of the image's activations."""
+        self.edit: Edit | None = None
+        self.source_finite = None if image is None else image.finite
+        """Whether the encoded source is finite; None without a source."""
+        self._model = model
+        self._conditions = conditions
+        self._sampler = self._new_sampler(self.begin)
+        self.end = self._sampler.steps
+        """The request is done when `step`, the next step to run, equals this."""
+        # On the CPU for every device, so that a seed gives the same picture everywhere.
+        self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
+        if resume is None:
+            self.step = self.begin
+            self.latent = self._start(image, mask)
+        else:
+            self.step = resume.step
+            self.latent = model.runtime.to_device(resume.latent, model.dtype)
+            self.edit = self._resumed_edit(resume, mask)
+            self._generator.set_state(resume.generator)
+            self._sampler.restore(resume.sampler, resume.step, model.device)
+        self.resumed_from = self.step
+        """The step from which it resumed; `begin` if it did not."""
+        self.estimate = self.latent
+        """The finished latent as the last step estimated it. Like `latent`, [1, channels, height, width]."""
+        _, channels, height, width = self.latent.shape
+        tokens = conditions.conditional.prompt.shape[0]
+        self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
+
+    @property
+    def done(self) -> bool:
+        """Whether the latent is finished."""
+        return self.step >= self.end
+
+    @property
+    def loras_now(self) -> LoraSet | None:
+        """The LoRAs of the current step."""
+        return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows in each of its turns."""
+        return self.spec.rows
+
+    @property
+    def computed_share(self) -> float:
+        """Share of its rows' tokens that the next turn computes."""
+        return 1.0 if self.activations is None else self.activations.next_share
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return self.end - self.begin
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps that are left."""
+        return self.end - self.step
+
+    def share_weights(self, key: SetKey) -> bool:
+        """Note which LoRA set the engine's weights contain. Return whether that changes the group key."""
+        changed = self.key.weights != key
+        if changed:
+            self.key = replace(self.key, weights=key)
+        return changed
+
+    def timestep_of(self, step: int) -> float:
+        """Return the timestep of a step."""
+        return float(self._sampler.timestep(step))
+
+    def noise_level_of(self, step: int) -> float:
+        """Return the noise level of its latent before a step; see `Sampler.noise_level`."""
+        return self._sampler.noise_level(step)
+
+    def signal_of(self, step: int) -> float:
+        """Return the factor of the picture in its latent before a step; see `Sampler.signal`."""
+        return self._sampler.signal(step)
+
+    @property
+    def noise_levels(self) -> list[float]:
+        """Noise levels of all its steps, from `begin` on."""
+        return [self.noise_level_of(step) for step in range(self.begin, self.end)]
+
+    def use_edit(self, edit: Edit) -> None:
+        """Continue with another image latent, noise or trajectory.
+
+        Before the first step, the latent is made again from them. Later they only affect the part outside the mask.
+        """
+        self.edit = edit
+        if self.step == self.begin:
+            self.latent = self.estimate = edit.start(self._sampler, self.begin, self._strength)
+
+    def first_step_from(self, steps: int) -> int:
+        """Return the next step if this request starts from the latent that another picture had after `steps` steps."""
+        return self._model.samplers.first_step_from(self.spec.sampler, steps)
+
+    def start_from(self, latent: Tensor, steps: int) -> None:
+        """Continue from the latent that another picture had after `steps` steps, and drop the steps made so far.
+
+        The other picture must differ only in prompt and seed. `first_step_from` returns the step that comes next.
+        The result does not depend on when this is called: the random generator is set to its state after the skipped
+        steps, and a multi-step sampler starts with its first order.
+
+        Args:
+            latent: [channels, height, width].
+            steps: Number of steps that the other picture had made.
+        """
+        first = self.first_step_from(steps)
+        self._sampler = self._new_sampler(first)
+        self._generator.manual_seed(self.spec.seed + self.index)
+        shape = tuple(self.latent.shape)
+        self._draw(shape)
+        self._sampler.skip_noise(first, shape, self._model.dtype, self._generator)
+        started = self._model.runtime.to_device(latent[None], self._model.dtype)
+        if first < steps:
+            started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
+        self.latent = self.estimate = started.contiguous()
+        self.step = first
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the current step. Later calls in the same step return equal rows."""
+        sample = self._sampler.model_input(self.latent, self.step)[0]
+        halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
+        active = [control for control in self.controls if control.first <= self.step < control.last]
+        return [
+            Row(
+                owner=self,
+                step=self.step,
+                half=half,
+                sample=sample,
+                timestep=self._sampler.timestep(self.step),
+                embeds=embeds,
+                controls=tuple(control.handle for control in active if half in control.halves),
+                loras=self.loras_now,
+                activations=self.activations.row(half) if self.activations is not None else None,
+                alone=self.alone,
+            )
+            for half, embeds in halves.items()
+            if embeds is not None
+        ]
+
+    def advance(self, noise: Mapping[Half, Tensor]) -> None:
+        """Make the step from the predictions of all its rows, [channels, height, width] each."""
+        latent, estimate = guided_step(
+            self._sampler,
+            self.step,
+            self.latent,
+            noise,
+            guidance=Guidance(scale=self.spec.guidance_scale, rescale=self.spec.guidance_rescale),
+            generator=self._generator,
+            operations=self._model.operations,
+        )
+        self.step += 1
+        if self.edit is not None:
+            latent, estimate = self.edit.put_back(latent, self._sampler, self.step), self.edit.paste(estimate)
+        self.latent, self.estimate = latent, estimate
+
+    def state(self) -> RequestState:
+        """Return a snapshot between two steps. Later steps do not change it."""
+        return RequestState(
+            step=self.step,
+            latent=self.latent,
+            generator=self._generator.get_state(),
+            sampler=self._sampler.state(),
+            image_latent=None if self.edit is None else self.edit.image_latent,
+            noise=None if self.edit is None else self.edit.noise,
+        )
+
+    def _new_sampler(self, begin: int) -> Sampler:
+        return self._model.samplers.open(self.spec.sampling, steps=self.spec.num_inference_steps, begin=begin)
+
+    @property
+    def _strength(self) -> float:
+        return 1.0 if self.spec.strength is None else self.spec.strength
+
+    def _start(self, image: LatentDistribution | None, mask: Tensor | None) -> Tensor:
+        """Return the latent before the first step. Random numbers are drawn in Diffusers' order."""
+        model = self._model
+        if image is None:
+            height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
+            return self._draw((1, model.latent_channels, height, width)) * self._sampler.init_noise_sigma
+        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
+        latent = to_latent(model, drawn.to(model.dtype))
+        noise = self._draw(tuple(latent.shape))
+        if mask is not None:
+            # Diffusers samples the masked image here. Only UNets of nine channels use it, but the draw advances the
+            # generator, and so changes what ancestral samplers draw.
+            self._draw(tuple(image.mean.shape), image.mean.dtype)
+            self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
+            return self.edit.start(self._sampler, self.begin, self._strength)
+        # Always contiguous: groups and checkpoints are, and the last bits of a sum depend on the memory layout.
+        return self._sampler.add_noise(latent, noise, self.begin).contiguous()
+
+    def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
+        if mask is None or state.image_latent is None or state.noise is None:
+            return None
+        to_device = self._model.runtime.to_device
+        image_latent, noise = (to_device(tensor, mask.dtype) for tensor in (state.image_latent, state.noise))
+        return Edit(image_latent=image_latent, noise=noise, mask=mask)
+
+    def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return standard normal noise, in the model's element type by default."""
+        drawn = torch.randn(shape, generator=self._generator, dtype=dtype or self._model.dtype)
+        return self._model.runtime.to_device(drawn)

@@ -1,0 +1,98 @@
+"""The times of one job in this process, as `bottega trace` draws them.
+
+A log takes spans as they are made, including those of the device, and reads their times once, when the job ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bottega.device.device import Device, Event
+from bottega.device.span import Span
+
+# Maximum for one job, which has hundreds of steps.
+MAX_SPANS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedSpan:
+    """A named time span in a trace."""
+
+    name: str
+    track: str
+    """Row of the trace in which the span is drawn: the part that worked or waited."""
+    begin_s: float
+    """On CLOCK_MONOTONIC, which all processes of a host share."""
+    seconds: float
+    service: str = ""
+    """Name of the service in which it happened; empty for this one."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTrace:
+    """The spans of a job in this process."""
+
+    spans: tuple[TracedSpan, ...] = ()
+    """Sorted by their beginnings."""
+    dropped: int = 0
+    """Number of spans that were left out because there were too many."""
+
+
+class DeviceClock:
+    """Converts a device's events to the host's clock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._event: Event | None = None
+        self._at_s = 0.0
+
+    def set(self) -> None:
+        """Set the clock to the current time of the idle device.
+
+        Call it now and then: the further an event is from this moment, the fewer digits its distance has.
+        """
+        self._event, self._at_s = self._device.record(), time.monotonic()
+
+    def host_s(self, event: Event) -> float:
+        """Return when an event happened, in seconds of CLOCK_MONOTONIC. It must be later than the first `set`."""
+        assert self._event is not None, "it was set"
+        return self._at_s + event.seconds_since(self._event)
+
+
+class SpanLog:
+    """The spans of one job, at most `MAX_SPANS`."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._dropped = 0
+        self._clock = clock
+        self._spans: list[TracedSpan] = []
+        self._of_device: list[tuple[str, str, Span, Mapping[str, str]]] = []
+
+    def add(self, span: TracedSpan) -> None:
+        """Add a span whose times are known."""
+        if self._has_room():
+            self._spans.append(span)
+
+    def add_of_device(self, name: str, track: str, span: Span, facts: Mapping[str, str]) -> None:
+        """Add a span of the device, which may end later."""
+        if self._has_room():
+            self._of_device.append((name, track, span, facts))
+
+    def read(self) -> EngineTrace:
+        """Return all spans that have ended. Never waits: a failed job ends before the device has finished its work."""
+        spans = sorted([*self._spans, *self._read_of_device()], key=lambda span: span.begin_s)
+        return EngineTrace(spans=tuple(spans), dropped=self._dropped)
+
+    def _read_of_device(self) -> Iterator[TracedSpan]:
+        for name, track, span, facts in self._of_device:
+            if span.ready:
+                begin_s = self._clock.host_s(span.begin)
+                yield TracedSpan(name=name, track=track, begin_s=begin_s, seconds=span.seconds, facts=facts)
+
+    def _has_room(self) -> bool:
+        room = len(self._spans) + len(self._of_device) < MAX_SPANS
+        self._dropped += not room
+        return room

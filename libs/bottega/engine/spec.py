@@ -1,0 +1,181 @@
+"""What to draw, as the engine takes it: plain values, with all defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bottega.errors import Violation
+from bottega.model.sampler_choices import SamplerChoice
+from bottega.model.samplers import KARRAS, SamplerKind
+from bottega.planning import control_steps, rows_per_image, steps_to_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSpec:
+    """A ControlNet of a job. Names and meanings are those of Diffusers."""
+
+    name: str
+    image_digest: str
+    """SHA-256 of its control image, hex. A checkpoint fits no other image."""
+    digest: str = ""
+    """Digest of its version, hex; empty for any. A checkpoint fits no other version."""
+    controlnet_conditioning_scale: float = 1.0
+    control_guidance_start: float = 0.0
+    control_guidance_end: float = 1.0
+    guess_mode: bool = False
+    measured: bool = False
+    """Whether to measure how similar its residuals are from step to step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """A LoRA of a job."""
+
+    name: str
+    digest: str
+    """SHA-256 of its canonical file, hex."""
+    scale: float = 1.0
+    from_step: int | None = None
+    """The step at which it is applied, if that is pinned. Else it is applied when it arrives."""
+    bound: int = 0
+    """Largest number of steps without it, if its step is not pinned; 0 waits for it, which is exact."""
+    measured: bool = False
+    """Whether to measure how similar latents with and without it are. Then the job waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditSpec:
+    """The mask of a job that edits its image. A checkpoint fits only the same mask and image, read in the same way."""
+
+    mask_digest: str
+    """SHA-256 of the mask as it was sent, hex."""
+    image_digest: str
+    """SHA-256 of the image as it was sent, hex."""
+    mask_alpha: bool = False
+    padding_mask_crop: int | None = None
+    masked_blocks: bool = False
+    """Whether blocks may be computed for masked tokens only."""
+    any_prompt: bool = False
+    """Whether they may reuse activations of another prompt even if the model's blocks follow the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSpec:
+    """A job of `num_images` images. Image i is drawn with seed + i and, if there are `prompts`, with prompts[i].
+
+    Names and meanings are those of Diffusers.
+    """
+
+    prompt: str
+    prompts: tuple[str, ...] = ()
+    """Prompt of each image, if they differ; else empty."""
+    prompt_2: str | None = None
+    negative_prompt: str | None = None
+    """None and "" differ: None conditions on zeros if the model says so."""
+    negative_prompt_2: str | None = None
+    num_inference_steps: int = 50
+    guidance_scale: float = 5.0
+    guidance_rescale: float = 0.0
+    width: int = 1024
+    height: int = 1024
+    seed: int = 0
+    num_images: int = 1
+    sampler: SamplerKind = SamplerKind.EULER
+    use_karras_sigmas: bool = False
+    strength: float | None = None
+    """Set for image-to-image, which needs an image; None for text-to-image."""
+    controlnets: tuple[ControlSpec, ...] = ()
+    """Their residuals are summed in this order."""
+    stale_residuals: bool = False
+    """Whether residuals may be one step old."""
+    loras: tuple[LoraSpec, ...] = ()
+    """They are summed and all applied at one step, by the least bound."""
+    edit: EditSpec | None = None
+    """The mask of an edit, which also needs image and strength; None without one."""
+    keep_for_editing: bool = False
+    """Whether to keep the latents of its steps, and to record activations that edits of its pictures reuse."""
+
+    @property
+    def sampling(self) -> SamplerChoice:
+        """The sampler, with or without Karras' sigmas."""
+        return SamplerChoice(kind=self.sampler, karras=self.use_karras_sigmas and self.sampler in KARRAS)
+
+    @property
+    def guided(self) -> bool:
+        """Whether classifier-free guidance adds a second row."""
+        return self.rows > 1
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of one image in a turn."""
+        return rows_per_image(self.guidance_scale)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of one image."""
+        return steps_to_run(self.num_inference_steps, self.strength)
+
+    @property
+    def begin_step(self) -> int:
+        """The first step that runs; later than 0 for image-to-image."""
+        return self.num_inference_steps - self.steps
+
+    @property
+    def loras_measured(self) -> bool:
+        """Whether to measure how much the LoRAs change the latents."""
+        return any(lora.measured for lora in self.loras)
+
+    @property
+    def lora_bound(self) -> int:
+        """The first step that waits for its LoRAs, if their step is not pinned."""
+        least = 0 if self.loras_measured else min((lora.bound for lora in self.loras), default=0)
+        return self.begin_step + min(least, self.steps - 1)
+
+    @property
+    def lora_step(self) -> int | None:
+        """The step at which its LoRAs are applied, if that is pinned; else None."""
+        return self.loras[0].from_step if self.loras else None
+
+    def control_steps(self, control: ControlSpec) -> tuple[int, int]:
+        """Return the steps [first, last) in which a ControlNet is active. Its fractions are of the steps that run."""
+        first, last = control_steps(control.control_guidance_start, control.control_guidance_end, self.steps)
+        return self.begin_step + first, self.begin_step + last
+
+
+def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
+    """Yield why a spec cannot be drawn. A job without work would never end.
+
+    Args:
+        spec: The spec.
+        size_multiple: Number of pixels that width and height must be multiples of with this model.
+    """
+    if spec.prompts and len(spec.prompts) != spec.num_images:
+        yield Violation(field="spec.prompts", description="must be as many as num_images")
+    if spec.num_images < 1:
+        yield Violation(field="spec.num_images", description="must be at least 1")
+    if spec.steps < 1:
+        yield Violation(field="spec.num_inference_steps", description="leaves no denoising step")
+    for index, control in enumerate(spec.controlnets):
+        if not 0.0 <= control.control_guidance_start < control.control_guidance_end <= 1.0:
+            yield Violation(
+                field=f"spec.controlnets[{index}].control_guidance_end",
+                description="must be after control_guidance_start, both in 0 to 1",
+            )
+    yield from _undrawable_loras(spec)
+    if spec.loras_measured and spec.controlnets:
+        yield Violation(field="spec.controlnets", description="must be none where a LoRA is measured")
+    for name, side in (("width", spec.width), ("height", spec.height)):
+        if side < 1 or side % size_multiple:
+            yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")
+
+
+def _undrawable_loras(spec: ResolvedSpec) -> Iterator[Violation]:
+    for index, lora in enumerate(spec.loras):
+        if lora.from_step != spec.loras[0].from_step:
+            yield Violation(field=f"spec.loras[{index}].from_step", description="must be the same for all LoRAs")
+        if lora.from_step is not None and not 0 <= lora.from_step < spec.num_inference_steps:
+            yield Violation(field=f"spec.loras[{index}].from_step", description="must be one of the job's steps")
+        elif lora.from_step is not None and spec.loras_measured and lora.from_step > spec.begin_step:
+            rule = f"must be at most {spec.begin_step} where a LoRA is measured"
+            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)

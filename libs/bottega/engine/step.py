@@ -1,0 +1,315 @@
+"""One denoising step: `Stepper.step` is a turn of the engine, from choosing a group to its new latents.
+
+The engine's loop adds and removes jobs, and reports the result of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bottega.device.device import Device
+from bottega.device.span import Span
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.batcher import Batcher, BatchTurn
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.forward import Prediction
+from bottega.engine.job import EngineJob
+from bottega.engine.parallel.pair import Offloadable, Pair, PairPrediction
+from bottega.engine.request import Request
+from bottega.model.rows import Half, Row
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutcome:
+    """The result of a turn."""
+
+    jobs: Sequence[EngineJob] = ()
+    """Jobs that made a step."""
+    failed: Mapping[EngineJob, Exception] = field(default_factory=dict)
+    """Jobs that cannot go on, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _HalfStep:
+    """The state of a request whose step takes two turns, after the first one."""
+
+    rows: Sequence[Row]
+    """Rows that are predicted in the second turn."""
+    noise: Mapping[Row, Tensor]
+    """Predictions for the other rows."""
+
+
+class RequestCost(NamedTuple):
+    """The work of one request in a turn."""
+
+    rows: float
+    """Its rows, each counted as a fraction of a plain row."""
+    waits: bool
+    """Whether the request has ControlNets in this step, for which the whole group waits."""
+    patched: bool
+    """Whether the request has LoRAs in this step."""
+
+
+def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:
+    """Return how many seconds of the device each request of a turn is charged.
+
+    Args:
+        costs: Cost of each request.
+        turn_s: Seconds of the turn.
+        waited_s: Part of the turn in which the device waited for ControlNets or computed them. Requests with
+            ControlNets are charged for it.
+        patch_s: Seconds before the turn in which LoRAs were patched into the weights. Requests with LoRAs are charged
+            for them.
+    """
+    computed_s = turn_s - waited_s
+    parts = (
+        (computed_s, [cost.rows for cost in costs]),
+        (waited_s, [cost.rows * cost.waits for cost in costs]),
+        (patch_s, [cost.rows * cost.patched for cost in costs]),
+    )
+    seconds = [0.0] * len(costs)
+    for part_s, rows in parts:
+        whole = sum(rows)
+        for place, count in enumerate(rows if whole else ()):
+            seconds[place] += part_s * count / whole
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EnqueuedTurn:
+    """A turn that was enqueued on the device."""
+
+    turn: BatchTurn[Request]
+    owners: Sequence[EngineJob]
+    """The job of each request."""
+    costs: Sequence[RequestCost]
+    """The cost of each request."""
+    jobs: Mapping[EngineJob, str]
+    """Descriptions of the steps that each job makes."""
+    prediction: Prediction
+    preparation: Span
+    """The time in which add-ons changed weights."""
+    sampler: Span
+    """The time of guidance and samplers."""
+    whole: Span
+    """The time from the choice of the group."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether its times are known."""
+        return self.whole.ready and self.prediction.times.ready
+
+
+class Stepper:
+    """Makes the turns of an engine.
+
+    Attributes:
+        turns: Number of turns in which a group ran.
+        steps: Number of steps that requests made in them.
+
+    Args:
+        denoiser: Predicts noise.
+        batcher: Chooses the group of each turn.
+        jobs: Jobs by request. The engine changes it.
+        addons: The engine's add-ons.
+        pair: Shares rows with another worker; None if there is none.
+        device: The engine's device.
+        splits: Whether the rows of a request may be predicted in two turns, so that other tenants wait for one row.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        batcher: Batcher[Request],
+        jobs: Mapping[Request, EngineJob],
+        addons: Sequence[EngineAddOn],
+        pair: Pair | None,
+        *,
+        device: Device,
+        splits: bool = True,
+    ) -> None:
+        self._denoiser = denoiser
+        self._batcher = batcher
+        self._jobs = jobs
+        self._addons = addons
+        self._pair = pair
+        self._device = device
+        self._splits = splits and pair is None
+        self._halves: dict[Request, _HalfStep] = {}
+        self._unread: deque[_EnqueuedTurn] = deque()
+        self.turns = 0
+        self.steps = 0
+
+    def step(self) -> StepOutcome | None:
+        """Make one denoising step of the next group. Return None if no request is ready."""
+        preparing = self._device.record()
+        self._prepare_weights()
+        began = self._device.record()
+        turn = self._batcher.next_turn()
+        group = turn.requests
+        if not group:
+            return None
+        self.turns += 1
+        jobs, owners = self._steps_of(group), [self._jobs[request] for request in group]
+        halves = [self._halves.pop(request, None) for request in group]
+        try:
+            rows_of = [
+                request.rows() if half is None else half.rows for request, half in zip(group, halves, strict=True)
+            ]
+            splits = turn.splits and self._splits and halves == [None] and len(rows_of[0]) > 1 and not group[0].alone
+            if splits:
+                rows_of, rest = [rows_of[0][:1]], rows_of[0][1:]
+            costs = [self._cost(request, own) for request, own in zip(group, rows_of, strict=True)]
+            prediction = self._predict([row for own in rows_of for row in own], list(jobs))
+        except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
+            return self._forward_failed(group, error)
+        predicted = self._device.record()
+        failed: dict[EngineJob, Exception] = {}
+        if splits:
+            if prediction.noise:  # Otherwise its residuals were late.
+                self._halves[group[0]] = _HalfStep(rows=rest, noise=prediction.noise)
+        else:
+            known = {row: noise for half in halves if half is not None for row, noise in half.noise.items()}
+            shared = prediction.shared | {row.owner for row in known}
+            failed = self._advance(group, {**known, **prediction.noise}, shared)
+        sampler = Span(begin=predicted, end=self._device.record())
+        if not splits:
+            self._ask_ahead([request for request in group if self._jobs[request] not in failed])
+        whole = Span(begin=began, end=self._device.record())
+        enqueued = _EnqueuedTurn(
+            turn=turn,
+            owners=owners,
+            costs=costs,
+            jobs=jobs,
+            prediction=prediction,
+            preparation=Span(begin=preparing, end=began),
+            sampler=sampler,
+            whole=whole,
+        )
+        self._unread.append(enqueued)
+        self.note_times()
+        return StepOutcome(jobs=[job for job in jobs if job not in failed and not splits], failed=failed)
+
+    def forget(self, request: Request) -> None:
+        """Forget the prediction for half a step, if there is one."""
+        self._halves.pop(request, None)
+
+    def note_times(self) -> None:
+        """Pass the times of turns that the device has finished to their jobs and to the batcher."""
+        while self._unread and self._unread[0].ready:
+            turn = self._unread.popleft()
+            for job, steps in turn.jobs.items():
+                job.note_turn(turn.prediction, sampler_s=turn.sampler.seconds, turn=turn.whole, steps=steps)
+            turn_s = turn.whole.seconds
+            seconds = seconds_by_request(
+                turn.costs,
+                turn_s=turn_s,
+                waited_s=min(turn_s, turn.prediction.times.waited_s),
+                patch_s=turn.preparation.seconds,
+            )
+            self._batcher.settle(turn.turn, seconds)
+            for job, took_s in zip(turn.owners, seconds, strict=True):
+                job.device_s += took_s
+
+    def _cost(self, request: Request, rows: Sequence[Row]) -> RequestCost:
+        return RequestCost(
+            rows=len(rows) * self._denoiser.cost(request),
+            waits=any(row.controls for row in rows),
+            patched=request.loras_now is not None,
+        )
+
+    def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
+        """Return the jobs of a group, with the steps that they make next."""
+        steps: dict[EngineJob, list[Request]] = {}
+        for request in group:
+            steps.setdefault(self._jobs[request], []).append(request)
+        return {job: _steps_text(job, requests) for job, requests in steps.items()}
+
+    def _prepare_weights(self) -> None:
+        """Let add-ons change weights between two turns, for the requests that are running."""
+        requests = list(self._batcher.requests)
+        if not requests:
+            return  # The weights stay as they are, because the next job may need the same LoRAs.
+        height, width = requests[0].key.shape[1:]
+        rows = sum(request.row_count * self._denoiser.cost(request) for request in requests)
+        step_s = self._denoiser.step_times.seconds((height, width), rows)
+        regrouped = [addon.before_group(requests, step_s or 0.0) for addon in self._addons]
+        if any(regrouped):
+            self._batcher.regroup()
+
+    def _predict(self, rows: list[Row], jobs: Sequence[EngineJob]) -> Prediction:
+        """Predict the noise of these rows, some of it by the pair's other worker if that pays off."""
+        if self._pair is None:
+            return self._denoiser.predict(rows)
+        offloadable: dict[Hashable, Offloadable] = {
+            request: Offloadable(remote_job=job.remote_job, image=request.index, active=job.active_parts)
+            for job in jobs
+            if job.remote_job is not None
+            for request in job.requests
+        }
+        prediction = self._pair.predict(rows, offloadable)
+        if isinstance(prediction, PairPrediction):
+            for job in jobs:
+                job.note_offload(prediction, self._pair.name)
+        return prediction
+
+    def _advance(
+        self, group: Sequence[Request], noise: Mapping[Row, Tensor], shared: frozenset[Hashable]
+    ) -> dict[EngineJob, Exception]:
+        """Apply guidance and samplers to requests whose predictions are complete. Return the jobs that failed.
+
+        Args:
+            shared: Requests whose rows were not computed alone.
+        """
+        halves: dict[Hashable, dict[Half, Tensor]] = {}
+        for row, predicted in noise.items():
+            halves.setdefault(row.owner, {})[row.half] = predicted
+        stepped = [request for request in group if len(halves.get(request, ())) == request.row_count]
+        failed: dict[EngineJob, Exception] = {}
+        for request in stepped:
+            job = self._jobs[request]
+            try:
+                request.advance(halves[request])
+                self.steps += 1
+                job.note_step(request, group_requests=len(stepped), shared=request in shared)
+            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                failed[job] = error
+            if request.done:
+                self._batcher.remove(request)
+        return failed
+
+    def _ask_ahead(self, requests: Sequence[Request]) -> None:
+        """Start the ControlNets for the next steps of these requests, before the engine does anything else.
+
+        In a pair they do not begin early, because each worker asks for the rows that it computes, and that is decided
+        in the next turn.
+        """
+        if self._pair is None:
+            self._denoiser.ask_ahead([row for request in requests if not request.done for row in request.rows()])
+
+    def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
+        """Fail the job if the group had one request.
+
+        If it had several, run each alone from now on, to find which one fails.
+        """
+        if len(group) == 1:
+            return StepOutcome(failed={self._jobs[group[0]]: error})
+        _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
+        for request in group:
+            self._batcher.make_exclusive(request)
+        return StepOutcome()
+
+
+def _steps_text(job: EngineJob, requests: Sequence[Request]) -> str:
+    """Return a description of the steps that images of one job make together."""
+    if len(job.requests) == 1:
+        return f"step {requests[0].step}"
+    return ", ".join(f"step {request.step} of image {request.index}" for request in requests)

@@ -1,0 +1,164 @@
+"""The times of a forward, from events of the device. On a GPU they are known a turn later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.device.device import Device, Event
+from bottega.device.span import Span
+
+
+class ForwardTimes(Protocol):
+    """The times of a forward. Reading them before they are ready waits for the device."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the times are known. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until they are known."""
+        ...
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        """Times during which the device only waited for residuals."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the network took, without waiting for residuals or recorded activations."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for residuals."""
+        ...
+
+    @property
+    def encoder_s(self) -> float:
+        """Part of `seconds` before the first residual was needed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTimes:
+    """Times that are already known."""
+
+    seconds: float
+    waited_s: float = 0.0
+    encoder_s: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        return ()
+
+    def wait(self) -> None:
+        """Return at once, because the times are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MeasuredTimes:
+    """Times between events of the device."""
+
+    whole: Span
+    waits: tuple[Span, ...]
+    encoder: Span | None
+    """Until the first residual was needed; None if none was."""
+    load_waits_s: float
+    """Seconds for which the thread waited for recorded activations."""
+
+    @property
+    def ready(self) -> bool:
+        return self.whole.ready
+
+    def wait(self) -> None:
+        self.whole.end.wait()
+
+    @property
+    def seconds(self) -> float:
+        # The thread may have waited for a load while the device was still busy.
+        return max(0.0, self.whole.seconds - self.waited_s - self.load_waits_s)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(wait.seconds for wait in self.waits)
+
+    @property
+    def encoder_s(self) -> float:
+        return 0.0 if self.encoder is None else self.encoder.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedTimes:
+    """The times of forwards that ran one after the other."""
+
+    parts: Sequence[ForwardTimes]
+
+    @property
+    def ready(self) -> bool:
+        return all(part.ready for part in self.parts)
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        return [wait for part in self.parts for wait in part.waits]
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(part.waited_s for part in self.parts)
+
+    @property
+    def encoder_s(self) -> float:
+        return sum(part.encoder_s for part in self.parts)
+
+
+class ForwardClock:
+    """Records events of one forward in the device's stream. The forward begins when the clock is made."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began = device.record()
+        self._blocks: Event | None = None
+        self._encoder: Span | None = None
+        self._waits: list[Span] = []
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time in this context as waiting, whether the device idles or computes for ControlNets."""
+        began = self._device.record()
+        yield
+        self._waits.append(Span(begin=began, end=self._device.record()))
+
+    def blocks_begin(self) -> None:
+        """Record that the first block begins."""
+        self._blocks = self._device.record()
+
+    def residuals_needed(self) -> None:
+        """Record that the next block needs residuals. The first call ends the encoder."""
+        if self._encoder is None:
+            assert self._blocks is not None, "blocks have begun"
+            self._encoder = Span(begin=self._blocks, end=self._device.record())
+
+    def times(self, load_waits_s: float) -> MeasuredTimes:
+        """Return the times of the forward, which ends now."""
+        return MeasuredTimes(
+            whole=Span(begin=self._began, end=self._device.record()),
+            waits=tuple(self._waits),
+            encoder=self._encoder,
+            load_waits_s=load_waits_s,
+        )

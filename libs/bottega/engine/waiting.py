@@ -1,0 +1,143 @@
+"""Jobs that wait: those whose prompts are not encoded yet, and requests whose add-ons are not ready for a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bottega.engine.addon import EngineAddOn, Parts, close_parts, open_parts
+from bottega.engine.batcher import Batcher
+from bottega.engine.errors import to_job_failure
+from bottega.engine.events import Event, JobDecided, JobFailed, JobStarted
+from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WaitingOrder:
+    """A job whose prompt has not been encoded."""
+
+    order: EngineOrder
+    addons: Parts
+    """Its parts of add-ons."""
+
+    def refuse(self, error: Exception) -> JobFailed:
+        """Close its parts, and return its failure."""
+        close_parts(self.addons)
+        return JobFailed(key=self.order.key, error=to_job_failure(error))
+
+
+class WaitingOrders:
+    """The jobs whose prompts have not been encoded, oldest first.
+
+    Args:
+        addons: The engine's add-ons, which open a part of each job that needs them.
+    """
+
+    def __init__(self, addons: Sequence[EngineAddOn]) -> None:
+        self._addons = addons
+        self._waiting: deque[WaitingOrder] = deque()
+
+    def __iter__(self) -> Iterator[WaitingOrder]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, order: EngineOrder) -> None:
+        """Add a job. Raise the BottegaError of an add-on that cannot serve it."""
+        self._waiting.append(WaitingOrder(order=order, addons=open_parts(self._addons, order)))
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a job. Do nothing if it is unknown."""
+        for waiting in [waiting for waiting in self._waiting if waiting.order.key == key]:
+            self._waiting.remove(waiting)
+            close_parts(waiting.addons)
+
+    def enable_previews(self, key: Hashable) -> None:
+        """Add previews to the progress of a job. Do nothing if it is unknown."""
+        self._waiting = deque(
+            replace(waiting, order=replace(waiting.order, preview=True)) if waiting.order.key == key else waiting
+            for waiting in self._waiting
+        )
+
+    def take_ready(
+        self, now_s: float, *, used: Callable[[str], float], may_begin: Callable[[str], bool]
+    ) -> Iterator[WaitingOrder | JobFailed]:
+        """Remove and yield the next job whose prompt can be encoded, after failures of those that never can be.
+
+        Args:
+            now_s: The engine's clock.
+            used: Returns how much of the device a tenant has used. The oldest job of the tenant with least is next.
+            may_begin: Returns whether a tenant's job may be encoded now.
+        """
+        ordered = sorted(self._waiting, key=lambda waiting: used(waiting.order.share.tenant))
+        for waiting in ordered:
+            try:
+                if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
+                    continue
+            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                self._waiting.remove(waiting)
+                yield waiting.refuse(error)
+                continue
+            if not may_begin(waiting.order.share.tenant):
+                return  # All later ones have used more.
+            self._waiting.remove(waiting)
+            yield waiting
+            return
+
+
+# How long an idle turn waits for what jobs lack. It is short because commands are read between turns.
+_PAUSE_S = 0.05
+
+
+class ReadinessGate:
+    """Keeps the batcher's requests up to date: adds those whose add-ons are ready, and removes the others."""
+
+    def __init__(self, batcher: Batcher[Request], addons: Sequence[EngineAddOn]) -> None:
+        self._batcher = batcher
+        self._addons = addons
+
+    def update(self, job: EngineJob, now_s: float) -> Iterator[Event]:
+        """Move requests of a job into the batcher if they can make their next step, and the others out of it.
+
+        Raises:
+            BottegaError: The job can never go on.
+        """
+        if job.started and not job.addons:
+            return
+        for part in job.addons.values():
+            part.update(now_s)
+        yield from self._decisions(job)
+        blocked = {request for request in job.runs if not request.done and self._is_blocked(job, request)}
+        for request in job.runs:
+            if request in blocked:
+                self._batcher.remove(request)
+            elif not request.done and request not in self._batcher:
+                self._batcher.add(request, job.order.share)
+                if request.alone:
+                    self._batcher.make_exclusive(request)
+        if not job.started and len(blocked) < len(job.runs):
+            job.started, job.checkpoint_s = True, now_s
+            yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+
+    def wait(self, jobs: Iterable[Parts]) -> None:
+        """Wait briefly for the data of these jobs' add-ons, when there is nothing else to do."""
+        jobs = list(jobs)
+        for addon in self._addons:
+            waiting = [part for parts in jobs if (part := parts.get(addon)) is not None and part.waiting]
+            if waiting:
+                addon.wait(waiting, _PAUSE_S)
+                return
+
+    def _decisions(self, job: EngineJob) -> Iterator[Event]:
+        """Yield the decisions that add-ons made since the last call, before the steps that they change."""
+        made = {addon.kind: part.decision for addon, part in job.addons.items()}
+        decided = {kind: decision for kind, decision in made.items() if decision is not None}
+        if decided != job.decided:
+            job.decided = decided
+            yield JobDecided(key=job.key, decisions=decided)
+
+    def _is_blocked(self, job: EngineJob, request: Request) -> bool:
+        return any(part.blocks(request) for part in job.addons.values())

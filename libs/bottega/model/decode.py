@@ -1,0 +1,62 @@
+"""Decodes finished latents to pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.device.out_of_memory import is_out_of_memory
+from bottega.model.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodedLatent:
+    """The output of the VAE for a latent, on the model's device."""
+
+    pixels: Tensor
+    """uint8 [height, width, 3]."""
+    finite: Tensor
+    """bool, whether the VAE's output had no NaN or infinity, which pixels cannot represent."""
+    tiled: bool
+    """Whether it was decoded in tiles, which stock Diffusers does not do by default."""
+
+
+def check_decodable(model: Model, latent: Tensor) -> None:
+    """Raise MemoryError if a CPU has no memory to decode a latent [1, channels, height, width], even in tiles.
+
+    A GPU's allocator raises an error itself, but on a CPU the kernel kills the process.
+    """
+    area = model.decoded_area(latent.shape[-2] * latent.shape[-1])
+    if model.device.type == "cpu" and not model.memory.fits_decoding(area):
+        raise MemoryError("less memory is available to the process than decoding takes")
+
+
+@torch.inference_mode()
+def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
+    """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does.
+
+    Latents are decoded one at a time: a VAE gains nothing from a batch, and the result of one latent then does not
+    depend on others. Tiles are used only if the operator wants them, or if there is no memory for the whole latent.
+    """
+    tiled = model.is_tiled(latent.shape[-2] * latent.shape[-1])
+    image = None if tiled else _decode_whole(model, latent)
+    if image is None:
+        image, tiled = model.decoder.decode(latent, tiled=True), True
+    finite = torch.isfinite(image).all()
+    image = (image / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).float()
+    pixels = (image * 255).round().to(torch.uint8).contiguous()
+    return DecodedLatent(pixels=pixels, finite=finite, tiled=tiled)
+
+
+def _decode_whole(model: Model, latent: Tensor) -> Tensor | None:
+    """Decode in one piece. Return None if there was no memory for it, and tiles are smaller."""
+    try:
+        return model.decoder.decode(latent)
+    except Exception as error:
+        area = latent.shape[-2] * latent.shape[-1]
+        if not (is_out_of_memory(error) and model.decoder.is_tiled(area, fits=False)):
+            raise
+    # Outside the handler, the error is gone, and with it the frames that hold what was computed.
+    return None

@@ -1,0 +1,329 @@
+"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its digest.
+
+Weights are loaded from safetensors files only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.utils import logging as diffusers_logging
+from torch import nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from bottega.device.device import Device
+from bottega.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.device.out_of_memory import is_out_of_memory
+from bottega.device.pick import use_device
+from bottega.device.start_reporter import StartReporter, silent_reporter
+from bottega.device_names import check_device_name
+from bottega.errors import ConfigError
+from bottega.model.backbone import UNetBackbone
+from bottega.model.dtype import dtype_name
+from bottega.model.operations import Operations
+from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
+from bottega.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
+from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
+from bottega.model.weights import Placement, load_network, load_text_encoder
+from bottega.model_files import ModelReport, check_model_folder
+from bottega.model_files.configuration_rules import INDEX_FILE
+from bottega.model_files.digest import file_digest, files_digest
+from bottega.model_files.presets import Preset, read_preset
+from bottega.plain_text import excerpt
+
+# StableDiffusionXLPipeline's own defaults.
+_DEFAULT_STEPS = 50
+_DEFAULT_GUIDANCE = 5.0
+# StableDiffusionXLInpaintPipeline's; the pipelines with ControlNets all have the one above.
+_DEFAULT_EDIT_GUIDANCE = 7.5
+
+_SHOWN_CHARACTERS = 200
+
+# Parts with weights by subfolder, in the order in which they are loaded.
+_TEXT_ENCODERS: Mapping[str, Any] = {
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModelWithProjection,
+}
+_NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """Values for parameters that a request does not set."""
+
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    edit_guidance_scale: float
+    """For edits without ControlNets."""
+    sampler: SamplerKind
+    use_karras_sigmas: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """The parts of one model, in evaluation mode. They must be run in inference mode."""
+
+    name: str
+    digest: str
+    """SHA-256 of weights and configuration, hex."""
+    dtype: torch.dtype
+    device: torch.device
+    """With its index if it is a GPU."""
+    runtime: Device
+    """Streams, events and copies of the device."""
+    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
+    text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
+    backbone: UNetBackbone
+    vae: AutoencoderKL
+    decoder: VaeDecoder
+    """Decodes with the VAE."""
+    samplers: ModelSamplers
+    zeros_for_absent_negative: bool
+    latent_scale: int
+    """Number of pixels, on each side, that one latent element stands for. Width and height of requests are multiples of
+    it.
+    """
+    defaults: Defaults
+    operations: Operations = field(default_factory=Operations)
+    """Operations that accelerations may replace."""
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    """Plan of the memory of the device."""
+
+    @property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The model's scheduler configuration, from which samplers are created."""
+        return self.samplers.config
+
+    @property
+    def latent_channels(self) -> int:
+        """Number of channels of the latent."""
+        return int(self.backbone.unet.config.in_channels)
+
+    @property
+    def size_multiple(self) -> int:
+        """Number of pixels that width and height must be multiples of. Diffusers accepts multiples of 8."""
+        return math.lcm(8, self.latent_scale)
+
+    def is_tiled(self, area: int) -> bool:
+        """Return whether a latent of `area` elements is decoded in tiles, by the measurements so far."""
+        if area <= self.decoder.tile_area:
+            return False  # Reading the available memory of a CPU takes time.
+        return self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
+
+    def decoded_area(self, area: int) -> int:
+        """Return how many elements of a latent of this area are decoded at once."""
+        return self.decoder.tile_area if self.is_tiled(area) else area
+
+    @property
+    def edits_refused_because(self) -> str:
+        """Why edits with a mask are refused; empty if they are not."""
+        if self.decoder.statistics is None:
+            return ""
+        # Diffusers' inpainting pipeline applies them when it decodes but not when it encodes, which shifts colours.
+        return f"model {self.name} cannot edit pictures, because its VAE has latents_mean and latents_std; use another"
+
+    @property
+    def dtype_name(self) -> str:
+        """float32, float16 or bfloat16."""
+        return dtype_name(self.dtype)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device for a configured name: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the first GPU if there is one, else the CPU. `cuda` is the first GPU, and is returned as `cuda:0`.
+
+    Raises:
+        ValueError: The device is not supported, or does not exist.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if check_device_name(name) == "cuda" else name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return device
+
+
+def load_model(
+    folder: Path,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    vae: VaeSettings | None = None,
+    device_memory_mib: int = 0,
+    reporter: StartReporter | None = None,
+) -> Model:
+    """Load a folder in Diffusers' layout. Nothing is downloaded, and weights are read from safetensors only.
+
+    Call it in the thread that will compute, whose current device it sets.
+
+    Args:
+        folder: Folder with model_index.json.
+        name: Name of the model in requests.
+        dtype: Element type of the weights in memory.
+        device_memory_mib: See `open_memory_plan`.
+        reporter: Receives the progress of loading.
+
+    Raises:
+        ConfigError: The folder is not a model that can be served.
+        ValueError: The device has no room for it.
+        OSError: A file cannot be read.
+    """
+    report = check_model_folder(folder)
+    if report.problems:  # Diffusers would take the path of a missing folder for a name on the hub.
+        raise ConfigError(report.refusal)
+    preset = read_preset(folder) or Preset()
+    runtime = use_device(device)
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    memory = open_memory_plan(runtime, device_memory_mib)
+    reporter = reporter or silent_reporter()
+    target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
+    pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
+    config = _scheduler_config(pipeline.scheduler, preset)
+    size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    defaults = _defaults(preset, size, config)
+    return Model(
+        name=name,
+        digest=digest(report, preset, reporter),
+        dtype=dtype,
+        device=runtime.torch_device,
+        runtime=runtime,
+        tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
+        text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
+        backbone=UNetBackbone(pipeline.unet),
+        vae=pipeline.vae,
+        decoder=decoder,
+        memory=memory,
+        samplers=_samplers(config, defaults),
+        zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
+        latent_scale=pipeline.vae_scale_factor,
+        defaults=defaults,
+    )
+
+
+def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, Any]:
+    """Return the scheduler configuration that a model's files and its preset set.
+
+    Defaults of the scheduler's class are left out, because they do not apply to other classes that are made from the
+    configuration.
+    """
+    config = dict(scheduler.config)
+    config = {key: value for key, value in config.items() if key not in config.get("_use_default_values", ())}
+    config.pop("_use_default_values", None)
+    config["_class_name"] = type(scheduler).__name__
+    if preset.timestep_spacing is not None:
+        config["timestep_spacing"] = preset.timestep_spacing
+    return config
+
+
+def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
+    """Try every sampler. Raise ConfigError if the model's default sampler does not work."""
+    samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
+    own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
+    if reason := samplers.refusals[own]:
+        raise ConfigError(f"the model's sampler, {own}, cannot draw: {reason}")
+    return samplers
+
+
+def _load_parts(
+    report: ModelReport, target: Placement, memory: MemoryPlan, vae: VaeSettings, reporter: StartReporter
+) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
+    """Load the parts onto the device. Text encoders come first, because loading one takes more memory than its weights.
+
+    Raises:
+        ConfigError: Diffusers cannot load them.
+        OSError: A file cannot be read.
+        ValueError: They do not fit.
+    """
+    parts: dict[str, nn.Module] = {}
+    try:
+        for name, kind in _TEXT_ENCODERS.items():
+            reporter.begin(f"loading {name}", report.parts[name].size_bytes)
+            parts[name] = load_text_encoder(kind, report.parts[name], target)
+            _reserve(memory, parts)
+        for name, kind in _NETWORKS.items():
+            reporter.begin(f"loading {name}", report.parts[name].size_bytes)
+            parts[name] = load_network(kind, report.parts[name], target)
+            _reserve(memory, parts)
+        with ignored_algorithm_advice():
+            pipeline = StableDiffusionXLPipeline.from_pretrained(
+                str(report.folder),
+                **parts,
+                local_files_only=True,
+                add_watermarker=False,
+                # Some folders have these, but only IP-Adapters use them, which are not supported.
+                image_encoder=None,
+                feature_extractor=None,
+            )
+        decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        loaded_mib = sum(map(_size_bytes, parts.values())) >> 20
+        raise ValueError(
+            f"{target.device} does not have enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
+            "use a smaller dtype, or a larger device"
+        ) from None
+    except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError) as error:
+        # Diffusers and transformers raise these for unexpected values that the folder's check does not find.
+        what = f"{type(error).__name__}: {excerpt(str(error), _SHOWN_CHARACTERS)}"
+        raise ConfigError(
+            f"the model {report.folder} cannot be loaded by Diffusers ({what}); correct its configurations"
+        ) from error
+    _reserve(memory, parts)  # The VAE may have changed its element types.
+    return pipeline, decoder
+
+
+def _reserve(memory: MemoryPlan, parts: Mapping[str, nn.Module]) -> None:
+    memory.reserve("model", sum(map(_size_bytes, parts.values())))
+
+
+def _size_bytes(network: nn.Module) -> int:
+    return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
+
+
+def digest(report: ModelReport, preset: Preset | None = None, reporter: StartReporter | None = None) -> str:
+    """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
+
+    Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
+    draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters
+    contain.
+    """
+    reporter = reporter or silent_reporter()
+    reporter.begin("hashing its files", report.size_bytes)
+    paths = {report.folder / INDEX_FILE}
+    for part in report.parts.values():
+        place = report.folder / part.name
+        paths |= {path for path in place.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
+        paths |= set(part.files)
+    total = files_digest(report.folder, paths, hashed=lambda path: file_digest(path, reporter.advance))
+    if preset is None or preset.timestep_spacing is None:
+        return total
+    return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
+
+
+def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
+    steps, guidance = preset.num_inference_steps, preset.guidance_scale
+    kind = default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()]
+    return Defaults(
+        width=size,
+        height=size,
+        num_inference_steps=_DEFAULT_STEPS if steps is None else steps,
+        guidance_scale=_DEFAULT_GUIDANCE if guidance is None else guidance,
+        edit_guidance_scale=_DEFAULT_EDIT_GUIDANCE if guidance is None else guidance,
+        sampler=kind,
+        use_karras_sigmas=kind in KARRAS and bool(config.get("use_karras_sigmas")),
+    )

@@ -1,0 +1,150 @@
+"""The samplers that work with a model's scheduler configuration, and the reasons why others are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bottega.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, make_scheduler
+from bottega.model_files.scheduler_rules import sampler_problems
+from bottega.plain_text import excerpt
+from bottega.rules import MAX_STEPS
+
+# Steps treat all elements of a latent alike, except for thresholds that are computed from the whole latent.
+_TRIED_SHAPE = (1, 4, 4, 4)
+_REASON_CHARACTERS = 200
+# Configuration fields with which a Diffusers scheduler computes its own sigmas, one for each step.
+_CONVERTED_SIGMAS = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_flow_sigmas",
+    "use_lu_lambdas",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerChoice:
+    """A sampler with or without Karras' sigmas."""
+
+    kind: SamplerKind
+    karras: bool = False
+
+    def __str__(self) -> str:
+        """Return the name of the choice for messages, such as `dpmpp_2m with Karras' sigmas`."""
+        return self.kind.name.lower() + (" with Karras' sigmas" if self.karras else "")
+
+
+CHOICES = tuple(
+    SamplerChoice(kind=kind, karras=karras)
+    for kind in SamplerKind
+    for karras in ((False, True) if kind in KARRAS else (False,))
+)
+"""All choices that a request can make."""
+
+
+class ModelSamplers:
+    """The samplers of one model.
+
+    A choice is tried before it is used: a few numbers go through all steps of a schedule. It is refused if Diffusers
+    cannot make it, or if its values are not finite.
+
+    Args:
+        config: The model's scheduler configuration, without the defaults of its scheduler's class.
+        steps: Number of denoising steps that `refusals` applies to.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, steps: int) -> None:
+        self.config = dict(config)
+        self._steps = steps
+        self._refusals: dict[tuple[SamplerChoice, int], str] = {}
+
+    @property
+    def refusals(self) -> Mapping[SamplerChoice, str]:
+        """Reason why each choice is refused; empty for choices that work. The first call takes about 30 ms."""
+        return {choice: self.refusal(choice, self._steps) for choice in CHOICES}
+
+    def default_choice(self, kind: SamplerKind) -> SamplerChoice:
+        """Return the choice of a request that names a sampler and does not mention Karras' sigmas."""
+        return SamplerChoice(kind=kind, karras=kind in KARRAS and bool(self.config.get("use_karras_sigmas")))
+
+    def first_step_from(self, kind: SamplerKind, steps: int) -> int:
+        """Return the first step of a picture that begins with another picture's latent after `steps` steps.
+
+        A sampler that draws no noise would repeat the other picture's composition. Such a picture gets the noise of one
+        step back and repeats that step.
+        """
+        return steps if draws_noise(kind, self.config) else steps - 1
+
+    def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0) -> Sampler:
+        """Return a sampler for one request."""
+        return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras)
+
+    def refusal(self, choice: SamplerChoice, steps: int) -> str:
+        """Return the reason why a choice cannot make `steps` steps; empty if it can."""
+        key = choice, steps
+        if key not in self._refusals:
+            self._refusals[key] = next(self._problems(choice, steps), "")
+        return self._refusals[key]
+
+    def refused_steps(self, choice: SamplerChoice) -> Mapping[int, str]:
+        """Return which numbers of steps, up to MAX_STEPS, a choice cannot make, each with its reason.
+
+        This checks only timesteps, in about 10 ms for a choice; `refusal` also tries one number of steps. It does not
+        check converted sigmas, such as Karras': there are as many as steps, and they would take a second.
+        """
+        karras = {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
+        scheduler = make_scheduler(choice.kind, self.config, karras)
+        if any(scheduler.config.get(name) for name in _CONVERTED_SIGMAS):
+            return {}
+        refused: dict[int, str] = {}
+        for steps in range(1, MAX_STEPS + 1):
+            try:
+                scheduler.set_timesteps(steps)
+            except Exception as error:  # noqa: BLE001 - as in a trial
+                refused[steps] = _impossible(steps, error)
+            else:
+                if reason := _miscounted(len(scheduler.timesteps), steps):
+                    refused[steps] = reason
+        return refused
+
+    def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
+        karras = choice.karras if choice.kind in KARRAS else None
+        yield from sampler_problems(choice.kind.value.__name__, self.config, use_karras_sigmas=karras)
+        try:
+            sampler = self.open(choice, steps=steps)
+            if reason := _miscounted(sampler.steps, steps):
+                yield reason
+            if not _stays_finite(sampler):
+                yield f"{steps} steps with the model's scheduler configuration give values that are not finite"
+        except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
+            yield _impossible(steps, error)
+
+
+def _miscounted(made: int, steps: int) -> str:
+    """Return why a schedule of `made` steps is refused if `steps` are requested; empty if they are equal."""
+    if made == steps:
+        return ""
+    return f"the model's timestep spacing makes {made} steps of {steps}: ask for another number"
+
+
+def _impossible(steps: int, error: Exception) -> str:
+    return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
+
+
+@torch.inference_mode()
+def _stays_finite(sampler: Sampler) -> bool:
+    """Return whether all steps of a sampler map finite values to finite values. Raise what Diffusers raises."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    latent = torch.randn(_TRIED_SHAPE, generator=generator) * sampler.init_noise_sigma
+    for step in range(sampler.steps):
+        # A prediction of the magnitude of the input, as noise, velocity and pictures have.
+        predicted = torch.tanh(sampler.model_input(latent, step))
+        latent, estimate = sampler.step(predicted, step, latent, generator)
+        if not math.isfinite(float(latent.sum() + estimate.sum())):
+            return False
+    return True

@@ -1,0 +1,372 @@
+"""A pair draws what stock Diffusers draws, whatever becomes of the follower: two engines, a real link, one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ControlNetModel
+
+from bottega.addons.controlnets.engine import ControlNetCache, LocalControlNets
+from bottega.engine.events import PairRecord
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.parallel import pair
+from bottega.engine.spec import ResolvedSpec
+from bottega.errors import ModelMismatch, NoControlNet
+from bottega.model.model import Model
+from bottega.model.rows import Row
+from bottega.model.samplers import SamplerKind
+from bottega.transport import LinkCounters
+from bottega.worker.peer import Leader
+from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
+from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.samples.small_model import SIZE, small_model
+from tests.support.engines import FixedCosts, lora_weights, make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.pair_follower import FollowerThread, led
+from tests.support.stock import Stock, assert_close, load_stock
+from tests.support.waiting import wait_until
+
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+PLAIN = ResolvedSpec(
+    prompt="a big red star on the left on a blue background",
+    num_inference_steps=6,
+    guidance_scale=4.0,
+    width=SIZE,
+    height=SIZE,
+    seed=1,
+)
+UNGUIDED = replace(PLAIN, prompt="a green circle", guidance_scale=1.0, seed=2)
+NAMES = ("edges", "depth")
+IMAGES = (control_image(1), control_image(2))
+WAIT_S = 10.0
+# Longer than a forward takes here, also beside others.
+SLOW_S = 0.8
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    return Stock(small_model())
+
+
+@pytest.fixture
+def follower(model: Model) -> Iterator[FollowerThread]:
+    with FollowerThread(make_engine(model, TOGETHER)) as follower:
+        yield follower
+
+
+@pytest.fixture
+def peer(follower: FollowerThread) -> Iterator[Leader]:
+    peer = led(follower)
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def easel(model: Model, peer: Leader) -> ManualEngine:
+    return leader(model, peer)
+
+
+def leader(model: Model, peer: Leader) -> ManualEngine:
+    """An engine that has measured nothing, so that it lends whenever it may: the two share this process's cores."""
+    return ManualEngine(make_engine(model, TOGETHER, peer=peer))
+
+
+def pair_of(drawing: Drawing) -> PairRecord:
+    """What the follower did for it; it must have been lent something."""
+    assert drawing.record.pair is not None
+    return drawing.record.pair
+
+
+@pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.DDIM])
+def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(
+    easel: ManualEngine, stock: Stock, kind: SamplerKind
+) -> None:
+    spec = replace(PLAIN, sampler=kind)
+    drawing = easel.draw(EngineOrder(key="a", spec=spec))
+    assert_close(drawing.latents[0], stock.reference(spec).latent)
+    record = pair_of(drawing)
+    assert record.worker == "follower"
+    assert (record.steps, record.taken_back_steps) == (6, 0)
+
+
+def test_a_mixed_group_ends_as_stock_does_and_only_rows_that_may_be_lent_are(
+    easel: ManualEngine, stock: Stock, follower: FollowerThread
+) -> None:
+    orders = {
+        "two": EngineOrder(key="two", spec=replace(PLAIN, num_images=2, num_inference_steps=8)),
+        "plain": EngineOrder(key="plain", spec=UNGUIDED),
+        "kept": EngineOrder(key="kept", spec=replace(PLAIN, seed=9), latent_parallelism=False),
+    }
+    drawings = easel.run({0: [orders["two"]], 1: [orders["plain"]], 2: [orders["kept"]]})
+    for key, order in orders.items():
+        for index in range(order.spec.num_images):
+            assert_close(drawings[key].latents[index], stock.reference(order.spec, index=index).latent)
+    assert pair_of(drawings["two"]).steps > 0
+    assert drawings["plain"].record.pair is None
+    assert drawings["kept"].record.pair is None
+
+
+def test_nothing_is_lent_while_requests_queue(model: Model, easel: ManualEngine, peer: Leader) -> None:
+    easel.engine.set_backlog(1)
+    assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
+    easel = leader(model, peer)
+    easel.engine.set_backlog(1)
+    easel.engine.set_backlog(0)
+    assert pair_of(easel.draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
+
+
+def test_a_follower_with_something_of_its_own_to_do_is_left_alone(
+    model: Model, easel: ManualEngine, peer: Leader, follower: FollowerThread
+) -> None:
+    follower.busy = True
+    wait_until(lambda: not peer.free, "the follower to say so")
+    assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
+    follower.busy = False
+    wait_until(lambda: peer.free, "the follower to say so")
+    assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
+
+
+def test_rows_whose_follower_dies_in_the_middle_of_a_step_are_computed_here_and_later_ones_there_again(
+    model: Model, easel: ManualEngine, peer: Leader, follower: FollowerThread, stock: Stock
+) -> None:
+    steps = iter(range(100))
+
+    def die_at_the_fourth() -> None:
+        if next(steps) == 4:
+            follower.go()
+
+    follower.pause = die_at_the_fourth
+    drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
+    assert_close(drawing.latents[0], stock.reference(PLAIN).latent)
+    assert pair_of(drawing).taken_back_steps == 1
+    assert 1 <= pair_of(drawing).steps < 5
+    follower.come()
+    wait_until(lambda: peer.free, "the follower to be back")
+    assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
+
+
+def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_changes_nothing(
+    easel: ManualEngine, peer: Leader, follower: FollowerThread, stock: Stock
+) -> None:
+    free, steps = threading.Event(), iter(range(100))
+
+    def hang_at_the_third() -> None:
+        if next(steps) == 3:
+            free.wait(WAIT_S)
+
+    follower.pause = hang_at_the_third
+    began_s = time.monotonic()
+    drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
+    assert time.monotonic() - began_s < WAIT_S
+    assert_close(drawing.latents[0], stock.reference(PLAIN).latent)
+    assert pair_of(drawing).taken_back_steps == 1
+    free.set()
+    wait_until(lambda: peer.free, "the late answer")
+    again = easel.draw(EngineOrder(key="b", spec=PLAIN))
+    assert_close(again.latents[0], stock.reference(PLAIN).latent)
+
+
+def test_a_refused_pair_is_told_once_and_tried_again(
+    model: Model, follower: FollowerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    follower.refusal = ModelMismatch("workers a and b cannot be a pair")
+    peer = Leader("follower:1", terms={}, offers=follower, counters=LinkCounters())
+    peer.start()
+    try:
+        wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), "a warning")
+        time.sleep(1.2)
+        told = [record for record in caplog.records if record.name.endswith("leader")]
+        assert len(told) == 1
+        assert not peer.free
+        follower.refusal = None
+        wait_until(lambda: peer.free, "the pair")
+    finally:
+        peer.stop()
+
+
+@pytest.fixture(scope="module")
+def shelf(
+    model: Model, nets: Mapping[str, ControlNetModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlNetCache]:
+    with shelf_of(model, save(nets, tmp_path_factory.mktemp("controlnets"))) as shelf:
+        yield shelf
+
+
+def controlled(**options: Any) -> EngineOrder:
+    specs = tuple(
+        control_spec(name, image, scale, **options)
+        for name, image, scale in zip(NAMES, IMAGES, (0.8, 0.5), strict=True)
+    )
+    return EngineOrder(key="controlled", spec=replace(PLAIN, controlnets=specs), control_images=IMAGES)
+
+
+@pytest.mark.parametrize("options", [{}, {"control_guidance_start": 0.3}, {"guess_mode": True}], ids=str)
+def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
+    model: Model, shelf: ControlNetCache, nets: Mapping[str, ControlNetModel], options: dict[str, Any]
+) -> None:
+    order = controlled(**options)
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))) as follower:
+        peer = led(follower)
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+        drawing = easel.draw(order)
+        peer.stop()
+    assert_close(drawing.latents[0], controlled_latent(load_stock(small_model()), nets, order.spec, IMAGES))
+    assert pair_of(drawing).steps > 0
+
+
+def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
+    model: Model, shelf: ControlNetCache, peer: Leader
+) -> None:
+    easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+    alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    drawing = easel.draw(controlled())
+    assert drawing.record.pair is None
+    assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
+
+
+class LosableControlNets(LocalControlNets):
+    """As on a server that can be lost. lost: whether it is; an error where nobody else will go on with it."""
+
+    lost: bool | NoControlNet = False
+
+    def opened(self, handles: Sequence[Hashable]) -> bool:
+        if isinstance(self.lost, NoControlNet):
+            raise self.lost
+        return not self.lost and super().opened(handles)
+
+    def is_void(self, row: Row) -> bool:
+        return bool(self.lost)
+
+
+@pytest.mark.parametrize("lost", [True, NoControlNet("its only server is gone")], ids=["for a while", "for good"])
+def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_that_it_still_computes(
+    model: Model, shelf: ControlNetCache, lost: bool | NoControlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever was measured.
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **__: min(able, rows - 1, 3))
+    order = controlled()
+    order = replace(order, spec=replace(order.spec, num_inference_steps=16))
+    theirs = LosableControlNets(shelf)
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=theirs)) as follower:
+        peer = led(follower)
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+        drawing = easel.submit(order)
+        plain = easel.submit(EngineOrder(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
+        while plain.job is None or drawing.job is None or drawing.job.pair is None:
+            easel.turn()
+            assert not drawing.ended
+        theirs.lost = lost
+        easel.turn()  # its last lent row is late
+        shared, done = drawing.job.pair.steps, drawing.job.steps_done
+        for _ in range(4):
+            easel.turn()
+        assert drawing.job.steps_done == done + 4
+        assert drawing.job.pair.steps == shared
+        assert follower.forwards > shared, "the other job's rows still go there"
+        theirs.lost = False
+        easel.run()
+        peer.stop()
+    alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    assert_close(drawing.latents[0], alone.draw(order).latents[0])
+    assert (pair_of(drawing).steps > shared) == (lost is True), "it comes back where somebody goes on with it"
+
+
+class SlowControlNets(LocalControlNets):
+    """As on a server that takes long."""
+
+    def ask(self, rows: list[Row]) -> None:
+        time.sleep(SLOW_S)
+        super().ask(rows)
+
+
+def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given_up(
+    model: Model, shelf: ControlNetCache
+) -> None:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
+        peer = led(follower)
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=peer))
+        drawing = easel.draw(controlled())
+        peer.stop()
+    assert pair_of(drawing).taken_back_steps == 0
+    assert pair_of(drawing).steps > 0
+    assert all(returned.seconds < SLOW_S for returned in peer.kept)
+
+
+@pytest.fixture(scope="module")
+def styled() -> tuple[Any, dict[str, Components]]:
+    return styled_stock(small_model())
+
+
+@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leaders_step(
+    model: Model, styled: tuple[Any, dict[str, Components]], patches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever was measured.
+    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
+    pipeline, components = styled
+    scales = {"pastel": 1.0, "outline": 0.8}
+    ours, theirs = LorasByHand.of(components), LorasByHand.of(components)
+    ours.here.clear()
+    # It has weights of its own, as another process has.
+    other = make_engine(load(small_model()), TOGETHER, loras=theirs)
+    with FollowerThread(other) as follower:
+        peer = led(follower)
+        easel = ManualEngine(make_engine(model, TOGETHER, loras=ours, peer=peer))
+        lora_weights(easel.engine).costs = FixedCosts(pays=patches)
+        loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
+        drawing = easel.submit(EngineOrder(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
+        while drawing.job is None or drawing.job.steps_done < 4:
+            easel.turn()
+        ours.come(*scales)
+        easel.run()
+        wait_until(lambda: not theirs.open, "the follower to let go of them")
+        peer.stop()
+    lora_weights(easel.engine).restore()
+    assert [each.from_step for each in drawing.record.loras] == [4, 4]
+    spec = replace(PLAIN, num_inference_steps=9)
+    assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
+    assert pair_of(drawing).steps > 5
+
+
+def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
+    model: Model, styled: tuple[Any, dict[str, Components]]
+) -> None:
+    pipeline, components = styled
+    theirs = LorasByHand.of(components, here=False)
+    theirs.failed["outline"] = STORE_DOWN
+    with FollowerThread(make_engine(load(small_model()), TOGETHER, loras=theirs)) as follower:
+        peer = led(follower)
+        easel = ManualEngine(make_engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
+        drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
+        peer.stop()
+    lora_weights(easel.engine).restore()
+    assert drawing.record.pair is None
+    assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
+
+
+def test_the_follower_forgets_jobs_that_have_ended(easel: ManualEngine, follower: FollowerThread) -> None:
+    drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
+    assert pair_of(drawing).steps > 0, "else it had nothing to forget"
+    wait_until(lambda: follower.engine.remote_jobs.count == 0, "the job to be forgotten")
+
+
+def test_in_half_precision_rows_at_the_follower_are_said_to_be_shared_and_some_are_never_lent() -> None:
+    half = load(small_model(), dtype=torch.bfloat16)
+    with FollowerThread(make_engine(half, TOGETHER)) as follower:
+        peer = led(follower)
+        easel = leader(half, peer)
+        lent = easel.draw(EngineOrder(key="lent", spec=PLAIN))
+        alone = easel.draw(EngineOrder(key="alone", spec=PLAIN, shared_turns=False))
+        peer.stop()
+    assert pair_of(lent).steps > 0
+    assert lent.record.shared_in_half_precision
+    assert alone.record.pair is None
+    assert not alone.record.shared_in_half_precision
+    assert torch.equal(alone.latents[0], Stock(small_model(), dtype=torch.bfloat16).reference(PLAIN).latent)

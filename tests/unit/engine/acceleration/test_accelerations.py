@@ -1,0 +1,286 @@
+"""The accelerations that run on a CPU too: the same result while they are enabled, and afterwards to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from bottega.addons.edits.engine.masked.probe import masked_probe
+from bottega.addons.loras.engine.probe import patch_probe
+from bottega.device.heartbeat import Heartbeat
+from bottega.engine.acceleration import attention
+from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.acceleration.attention import AttentionBackend
+from bottega.engine.acceleration.compiled import RegionalCompile
+from bottega.engine.acceleration.memory import ChannelsLast
+from bottega.engine.acceleration.probes import engine_probes
+from bottega.engine.acceleration.registry import all_accelerations, candidates
+from bottega.engine.addon import EngineAddOn
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.engine import Engine
+from bottega.engine.forward import Network
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spans import DeviceClock
+from bottega.engine.warm_up import sample_job
+from bottega.errors import ConfigError
+from bottega.model.model import Model
+from tests.samples.masked_edits import IMAGE, LEFT, SPEC, EditDesk, masked_order
+from tests.samples.small_model import small_model
+from tests.support.manual_engine import load
+
+EXACT = 1e-5
+
+
+def forward(model: Model) -> Sequence[Tensor]:
+    row = engine_row(model)
+    return list(Denoiser(Network(backbone=model.backbone)).predict([row]).noise.values())
+
+
+def engine_row(model: Model):  # type: ignore[no-untyped-def]
+    engine = Engine(model, EngineLimits())
+    return sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0].rows()[0]
+
+
+def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model: Model) -> None:
+    compiling = RegionalCompile(backend="eager")
+    assert compiling.unsupported(model) == ""
+    (before,) = forward(model)
+    compiling.enable(model)
+    try:
+        (compiled,) = forward(model)
+        assert (compiled - before).abs().max() < EXACT
+        layer = next(module for path, module in model.backbone.unet.named_modules() if path.endswith("attn1.to_v"))
+        assert isinstance(layer, nn.Linear)
+        handle = layer.register_forward_hook(lambda _module, _inputs, output: output + 1.0)
+        (hooked,) = forward(model)
+        handle.remove()
+        assert (hooked - before).abs().max() > 1e-3, "compiled code would not have seen it"
+        (after_hook,) = forward(model)
+        assert torch.equal(after_hook, compiled)
+    finally:
+        compiling.disable()
+    (after,) = forward(model)
+    assert torch.equal(after, before)
+    assert not any("forward" in module.__dict__ for module in model.backbone.unet.modules())
+
+
+def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(small_model())  # of its own: an engine's hooks stay
+    ran: list[object] = []
+
+    def compiled(forward: MethodType, *, backend: str) -> Callable[..., Any]:
+        def run(*inputs: Any, **options: Any) -> Any:
+            ran.append(forward.__self__)
+            return forward(*inputs, **options)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    beats: list[None] = []
+    heartbeat = Heartbeat()
+    heartbeat.subscribe(lambda: beats.append(None))
+    engine = Engine(model, EngineLimits(), heartbeat=heartbeat)
+    compiling = RegionalCompile()
+    compiling.enable(model)
+    engine._denoiser.predict([sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0].rows()[0]])
+    compiling.disable()
+    blocks = (BasicTransformerBlock, ResnetBlock2D)
+    assert set(ran) == {module for module in model.backbone.unet.modules() if isinstance(module, blocks)}
+    assert len(beats) > len(ran)  # the text encoders' as well
+
+
+def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
+    engine = Engine(model, EngineLimits())
+    request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
+    probes = engine_probes(model, Denoiser(Network(backbone=model.backbone)).forward, request.rows(), request.latent)
+    (before,) = probes["decode"]()
+    last = ChannelsLast("vae")
+    last.enable(model)
+    weight = model.vae.decoder.conv_in.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    (during,) = probes["decode"]()
+    last.disable()
+    assert weight.is_contiguous()
+    (after,) = probes["decode"]()
+    assert torch.equal(after, before)
+    assert (during.int() - before.int()).abs().max() <= 1
+
+
+LARGE = replace(SPEC, width=128, height=128)
+# At this size masks leave tokens out of every transformer, and tiles out of every level of convolutions.
+EDITS = [
+    masked_order(replace(LARGE, prompt=prompt, seed=seed), LEFT.resize((128, 128)), image=IMAGE.resize((128, 128)))
+    for prompt, seed in (("a small green circle", 5), ("a red star", 6), ("a red star", 7))
+]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["in full", "sparse"])
+def test_the_network_has_its_channels_last_for_a_while_and_edits_stay(sparse: bool) -> None:
+    plain, last = (EditDesk(load(small_model(layers_per_block=2)), sparse=sparse) for _ in range(2))
+    network = last.engine.model.backbone.unet
+    kept = {name: (tensor.clone(), tensor.stride()) for name, tensor in network.state_dict().items()}
+    laid_out = ChannelsLast("unet")
+    with torch.inference_mode():  # as in a check
+        laid_out.enable(last.engine.model)
+    assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not network.conv_in.weight.is_contiguous()
+    assert not any(parameter.is_inference() for parameter in network.parameters()), "LoRAs could not be written"
+    for number, order in enumerate(EDITS):
+        drawings = last.draw(order), plain.draw(order)
+        (ours,), (theirs,) = (drawing.latents for drawing in drawings)
+        assert (ours - theirs).abs().max() < 1e-4
+        reused = [drawing.record.edit.blocks_reused for drawing in drawings if drawing.record.edit]
+        assert reused[0] == reused[1]
+        assert reused[0] > 0 or number == 0, "the first one records"
+    laid_out.disable()
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, kept[name][0])
+        assert tensor.stride() == kept[name][1]
+
+
+def ways_on() -> set[SDPBackend]:
+    cuda: Any = torch.backends.cuda
+    switches = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+        SDPBackend.MATH: cuda.math_sdp_enabled,
+    }
+    return {way for way, is_on in switches.items() if is_on()}
+
+
+@pytest.mark.parametrize(
+    ("way", "first"),
+    [
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ],
+)
+def test_a_way_of_attention_comes_first_and_others_stay_for_heads_that_it_cannot_do(
+    model: Model, monkeypatch: pytest.MonkeyPatch, way: str, first: SDPBackend
+) -> None:
+    seen: list[tuple[list[int], set[SDPBackend]]] = []
+    plain = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((torch._C._get_sdp_priority_order(), ways_on()))
+        return plain(query, key, value)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    of_a_vae = torch.randn(1, 1, 16, 512)
+    functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
+    backend = AttentionBackend(way)
+    backend.enable(model)
+    try:
+        functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
+    finally:
+        backend.disable()
+    functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
+    before, during, after = seen
+    assert after == before
+    order, on = during
+    assert on == before[1]
+    assert SDPBackend.EFFICIENT_ATTENTION in on, "a VAE's attention would be quadratic in memory"
+    assert order == [first.value, *(other for other in before[0] if other != first.value)]
+    assert "CUDA" in backend.unsupported(model)
+
+
+def test_flash_attention_gets_what_it_can_do_in_its_own_order_of_dimensions() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append(tuple(query.shape))
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    plain = functional.scaled_dot_product_attention
+    faked = attention._flash(plain, flash)
+    query, key, value = (torch.randn(2, 3, length, 8, dtype=torch.bfloat16) for length in (5, 7, 7))
+    as_diffusers: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    assert torch.equal(faked(query, key, value, **as_diffusers), plain(query, key, value))
+    assert seen == [(2, 5, 3, 8)]
+    mask = torch.zeros(5, 7, dtype=torch.bfloat16)
+    more: list[dict[str, Any]] = [{"attn_mask": mask}, {"is_causal": True}, {"scale": 0.5}]
+    for options in more:
+        assert torch.equal(faked(query, key, value, **options), plain(query, key, value, **options))
+    full = (query.float(), key.float(), value.float())
+    assert torch.equal(faked(*full), plain(*full))
+    assert len(seen) == 1
+
+
+def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: Model) -> None:
+    before = {name: weight.clone() for name, weight in model.backbone.unet.state_dict().items()}
+    engine = Engine(model, EngineLimits())
+    request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
+    forward = Denoiser(Network(backbone=model.backbone)).forward
+    of_addons = {"masked": masked_probe(model), "patch": patch_probe(model)}
+    probes = {**engine_probes(model, forward, request.rows(), request.latent), **of_addons}
+    assert {each.probe for each in all_accelerations()} <= probes.keys()
+    with torch.inference_mode():
+        for name, probe in probes.items():
+            first, second = ([tensor.clone() for tensor in probe()] for _ in range(2))
+            assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True)), name
+            assert first, name
+    after = model.backbone.unet.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_names_are_unique_and_those_that_exclude_each_other_do_it_both_ways() -> None:
+    known = {each.name: each for each in all_accelerations()}
+    assert len(known) == len(all_accelerations())
+    for each in known.values():
+        assert 0 <= each.tolerance <= 0.02
+        assert set(each.excludes) <= known.keys(), each.name
+
+
+def test_what_is_tried_follows_the_configuration(model: Model) -> None:
+    assert candidates("auto", model) == []
+    assert candidates("off", model) == []
+    (chosen,) = candidates(["channels_last.vae"], model)
+    assert chosen.name == "channels_last.vae"
+    with pytest.raises(ConfigError, match=r"unknown warp_drive; use auto, off, or names of: .*channels_last\.vae"):
+        candidates(["warp_drive"], model)
+
+
+class Probing(EngineAddOn):
+    """It computes something of its own."""
+
+    kind = "probing"
+
+    def probes(self, model: Model) -> Mapping[str, Probe]:
+        return {"own": lambda: [torch.ones(1)]}
+
+
+@pytest.mark.parametrize("addons", [[Probing()], []], ids=["with", "without"])
+def test_an_acceleration_of_an_add_on_is_tried_where_the_engine_has_that(
+    model: Model, addons: list[EngineAddOn]
+) -> None:
+    engine, acceleration = Engine(model, EngineLimits(), addons=addons), ChannelsLast("vae")
+    acceleration.probe = "own"
+    engine.check_accelerations([acceleration], deadline_s=60.0)
+    (result,) = engine.accelerations
+    assert (result.speedup > 0) == bool(addons)
+    assert ("nothing that this worker serves uses it" in result.reason) == (not addons)
+    acceleration.disable()
+
+
+def test_an_engine_computes_by_what_its_check_has_kept(model: Model) -> None:
+    engine = Engine(model, EngineLimits())
+    engine.check_accelerations(candidates(["channels_last.vae", "attention.cudnn"], model), deadline_s=60.0)
+    found = {each.name: each for each in engine.accelerations}
+    assert "CUDA" in found["attention.cudnn"].reason
+    vae = found["channels_last.vae"]
+    assert vae.speedup > 0
+    assert vae.kept == (vae.reason == "")
+    model.vae.to(memory_format=torch.contiguous_format)

@@ -1,0 +1,351 @@
+"""The engine with each kernel in it, in Triton's interpreter: nearly the same with it, the same before and after."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.probe import masked_probe
+from bottega.addons.edits.engine.sparse import SparseMaps
+from bottega.addons.loras.engine import UNET, LoraSet, Patcher
+from bottega.engine.acceleration.acceleration import Acceleration
+from bottega.engine.acceleration.kernels.layers import Geglu, GroupNormSilu
+from bottega.engine.acceleration.kernels.operations import (
+    GuidedEulerStep,
+    KernelMoves,
+    LoraPatch,
+    MaskedMoves,
+)
+from bottega.engine.acceleration.probes import step_probe
+from bottega.engine.acceleration.registry import all_accelerations
+from bottega.engine.denoiser import Denoiser
+from bottega.engine.forward import Network
+from bottega.engine.guided_step import Guidance, guided_step
+from bottega.model.model import Model
+from bottega.model.operations import EulerStep, GuidedEuler, Operations
+from bottega.model.rows import Factors, Half, Row
+from bottega.model.samplers import Sampler, SamplerKind
+from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording
+
+EXACT = 2e-5
+SIZE = (16, 16)
+Compute = Callable[[Model], Sequence[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> None:
+    """Without a device there is nothing else that kernels run in."""
+    pytest.importorskip("triton", reason="triton has wheels for Linux alone")
+
+
+@pytest.fixture
+def accelerated(model: Model) -> Iterator[Callable[[Acceleration], None]]:
+    """Enables accelerations until the test is over."""
+    enabled: list[Acceleration] = []
+
+    def enable(acceleration: Acceleration) -> None:
+        enabled.append(acceleration)
+        acceleration.enable(model)
+
+    yield enable
+    for each in enabled:
+        each.disable()
+
+
+def own_row(model: Model, seed: int = 1) -> Row:
+    """One with a prompt of the model's sizes."""
+    config = model.backbone.unet.config
+    generator = torch.Generator().manual_seed(seed)
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    row = plain_row(seed, size=SIZE)
+    embeds = replace(
+        row.embeds,
+        prompt=torch.randn(row.embeds.prompt.shape[0], config.cross_attention_dim, generator=generator),
+        pooled=torch.randn(pooled, generator=generator),
+        time_ids=torch.tensor([64.0, 64, 0, 0, 64, 64]),
+    )
+    return replace(row, embeds=embeds)
+
+
+def forward_of(model: Model) -> list[Tensor]:
+    rows = [own_row(model, seed) for seed in (1, 2)]
+    noise = Denoiser(Network(backbone=model.backbone)).predict(rows).noise
+    return [noise[row] for row in rows]
+
+
+@torch.inference_mode()
+def decoded(model: Model) -> list[Tensor]:
+    latent = torch.randn(1, model.latent_channels, 4, 5, generator=torch.Generator().manual_seed(3))
+    return [model.vae.decode(latent, return_dict=False)[0]]
+
+
+def forward_of_channels_last(model: Model) -> list[Tensor]:
+    _lay_out(model.backbone.unet, torch.channels_last)
+    try:
+        return forward_of(model)
+    finally:
+        _lay_out(model.backbone.unet, torch.contiguous_format)
+
+
+def _lay_out(network: nn.Module, memory_format: torch.memory_format) -> None:
+    for parameter in network.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+
+
+@functools.cache
+def recorded_by_torch(model: Model) -> StepInMemory:
+    """A step, the same for all: it is in float16, in which another last bit is another number. Ask it first without
+    kernels."""
+    recorded = StepInMemory()
+    backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
+    denoiser = denoiser_of(model.backbone.unet, backbone)
+    denoiser.predict([recording(own_row(model), recorded)])
+    return recorded
+
+
+def edited(model: Model) -> list[Tensor]:
+    """Two masked rows of unlike masks, and one that computes everything, by the masked backbone."""
+    recorded = recorded_by_torch(model)
+    masks = box(5, 4, 3, 6, size=SIZE), box(0, 11, 4, 5, size=SIZE)
+    backbone = MaskedBackbone(model.backbone.unet, maps=SparseMaps(), operations=model.operations)
+    denoiser = denoiser_of(model.backbone.unet, backbone)
+    rows = [masked(own_row(model, 7), recorded, each) for each in masks]
+    noise = denoiser.predict([rows[0], own_row(model, 9), rows[1]]).noise
+    return list(noise.values())
+
+
+@torch.inference_mode()
+def sampled(model: Model) -> list[Tensor]:
+    """All steps of a picture whose predictions are noise, and the estimates of its last two."""
+    made = []
+    for kind in (SamplerKind.EULER, SamplerKind.DPMPP_2M, SamplerKind.EULER_ANCESTRAL):
+        sampler = Sampler(kind, model.scheduler_config, steps=6)
+        generator = torch.Generator().manual_seed(1)
+        latent = torch.randn(1, 4, *SIZE, generator=generator) * sampler.init_noise_sigma
+        for step in range(6):
+            sampler.model_input(latent, step)
+            noise = {half: torch.randn(4, *SIZE, generator=generator) for half in Half}
+            latent, estimate = guided_step(
+                sampler,
+                step,
+                latent,
+                noise,
+                guidance=Guidance(scale=7.0),
+                generator=generator,
+                operations=model.operations,
+            )
+        made += [latent, estimate]
+    return made
+
+
+CASES: dict[str, tuple[Callable[[], Acceleration], Compute]] = {
+    "norms of the network": (lambda: GroupNormSilu("unet"), forward_of),
+    "norms of the network, channels-last": (lambda: GroupNormSilu("unet"), forward_of_channels_last),
+    "norms under masks": (lambda: GroupNormSilu("unet"), edited),
+    "norms of the decoder": (lambda: GroupNormSilu("vae"), decoded),
+    "gates": (Geglu, forward_of),
+    "gates under masks": (Geglu, edited),
+    "moves": (MaskedMoves, edited),
+    "steps": (GuidedEulerStep, sampled),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_a_kernel_the_result_is_nearly_the_same_and_without_it_the_same(
+    model: Model, accelerated: Callable[[Acceleration], None], case: str
+) -> None:
+    made, compute = CASES[case]
+    acceleration = made()
+    before = compute(model)
+    accelerated(acceleration)
+    during = compute(model)
+    acceleration.disable()
+    after = compute(model)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    for plain, ours in zip(before, during, strict=True):
+        assert (plain - ours).abs().max() <= EXACT * plain.abs().max()
+    if not isinstance(acceleration, MaskedMoves | GuidedEulerStep):  # bit for bit the same, in single precision
+        assert any(not torch.equal(*pair) for pair in zip(before, during, strict=True)), "no kernel ran"
+
+
+def test_masked_rows_are_moved_by_the_kernels(
+    model: Model, accelerated: Callable[[Acceleration], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: set[str] = set()
+    for name in ("pack", "merge", "cut", "paste"):
+        monkeypatch.setattr(KernelMoves, name, _counted(getattr(KernelMoves, name), used))
+    edited(model)
+    assert not used
+    accelerated(MaskedMoves())
+    edited(model)
+    assert used == {"pack", "merge", "cut", "paste"}
+
+
+def _counted(move: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
+    @functools.wraps(move)
+    def counted(*arguments: Any) -> Any:
+        used.add(move.__name__)
+        return move(*arguments)
+
+    return counted
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: GroupNormSilu("unet"), lambda: GroupNormSilu("vae"), Geglu],
+    ids=["norms of the network", "norms of the VAE", "GEGLU"],
+)
+def test_disabling_gives_every_module_its_own_forward_back(model: Model, made: Callable[[], Acceleration]) -> None:
+    networks: list[nn.Module] = [model.backbone.unet, model.vae]
+    acceleration = made()
+    acceleration.disable()
+    acceleration.enable(model)
+    assert any("forward" in module.__dict__ for network in networks for module in network.modules())
+    acceleration.disable()
+    acceleration.disable()
+    assert not any("forward" in module.__dict__ for network in networks for module in network.modules())
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(70, 33)
+        self.conv = nn.Conv2d(6, 9, 3)
+        self.point = nn.Conv2d(6, 9, 1)
+
+
+def lora_set(net: Layers, seed: int) -> LoraSet:
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for path, module in net.named_children():
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        factors[path] = Factors(
+            down=torch.randn(5, *weight.shape[1:], generator=generator).to(weight.dtype),
+            up=torch.randn(weight.shape[0], 5, generator=generator).to(weight.dtype),
+        )
+    return LoraSet(key=((str(seed), 1.0),), components={UNET: factors})
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("keep_on", [None, torch.device("cpu")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sets_go_into_weights_and_out_of_them_as_without_the_kernel(
+    model: Model,
+    accelerated: Callable[[Acceleration], None],
+    dtype: torch.dtype,
+    keep_on: torch.device | None,
+    channels_last: bool,
+) -> None:
+    accelerated(LoraPatch())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ours = Layers().to(dtype)
+    if channels_last:
+        _lay_out(ours, torch.channels_last)
+    theirs = Layers().to(dtype)
+    theirs.load_state_dict(ours.state_dict())
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    addresses = [parameter.data_ptr() for parameter in ours.parameters()]
+    ways = [
+        Patcher(ours, UNET, keep_on=keep_on, operations=model.operations),
+        Patcher(theirs, UNET, operations=Operations()),
+    ]
+    for seed in (1, 2):
+        loras = lora_set(ours, seed)
+        for patcher in ways:
+            patcher.patch(loras)
+        for name, tensor in ours.state_dict().items():
+            plain = theirs.state_dict()[name]
+            assert (tensor.float() - plain.float()).abs().max() <= 2 * torch.finfo(dtype).eps * plain.abs().max()
+            assert name.endswith("bias") or not torch.equal(tensor, before[name])
+    ways[0].restore()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+    assert [parameter.data_ptr() for parameter in ours.parameters()] == addresses
+
+
+def test_without_the_kernel_channels_last_weights_are_patched_as_well() -> None:
+    plain, last = Layers(), Layers()
+    last.load_state_dict(plain.state_dict())
+    _lay_out(last, torch.channels_last)
+    for net in (plain, last):
+        Patcher(net, UNET).patch(lora_set(net, 3))
+    for ours, theirs in zip(last.parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_the_kernel_makes_the_steps_of_euler_alone(
+    model: Model, accelerated: Callable[[Acceleration], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EulerStep] = []
+
+    accelerated(GuidedEulerStep())
+    by_kernel = model.operations.guided_euler
+    assert by_kernel is not None
+
+    def counted(*tensors: Any, step: EulerStep, by_kernel: GuidedEuler = by_kernel, **options: Any) -> Any:
+        made.append(step)
+        return by_kernel(*tensors, step=step, **options)
+
+    monkeypatch.setattr(model.operations, "guided_euler", counted)
+    sampled(model)
+    assert len(made) == 6
+    assert [each.next_sigma for each in made] == [each.sigma for each in made[1:]] + [0.0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SamplerKind if kind is not SamplerKind.EULER], ids=str)
+def test_other_samplers_make_their_own_steps(model: Model, kind: SamplerKind) -> None:
+    assert Sampler(kind, model.scheduler_config, steps=4).euler_step(1) is None
+
+
+def test_what_a_model_predicts_decides_how_it_steps(model: Model) -> None:
+    config = {**model.scheduler_config, "prediction_type": "v_prediction"}
+    made = Sampler(SamplerKind.EULER, config, steps=4).euler_step(1)
+    assert made is not None
+    assert made.velocity
+    assert made.sigma > made.next_sigma > 0
+    assert Sampler(SamplerKind.EULER, {**config, "prediction_type": "sample"}, steps=4).euler_step(1) is None
+
+
+def kernel_accelerations() -> list[Acceleration]:
+    return [each for each in all_accelerations() if each.name.startswith("kernels.")]
+
+
+def test_without_a_device_each_says_why_it_is_not_tried(model: Model) -> None:
+    for each in kernel_accelerations():
+        assert each.unsupported(model) == "kernels run on CUDA devices, and the model is on cpu"
+
+
+def test_names_are_those_of_accelerations_and_differ() -> None:
+    names = [each.name for each in kernel_accelerations()]
+    assert len(set(names)) == len(names)
+    assert len(names) == 6
+    assert all(len(name) <= 64 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("probe", "made"), [(step_probe, GuidedEulerStep), (masked_probe, MaskedMoves)], ids=["step", "masked"]
+)
+def test_a_probe_computes_by_what_is_enabled(
+    model: Model,
+    accelerated: Callable[[Acceleration], None],
+    probe: Callable[[Model], Callable[[], Sequence[Tensor]]],
+    made: Callable[[], Acceleration],
+) -> None:
+    run = probe(model)
+    plain = run()
+    acceleration = made()
+    accelerated(acceleration)
+    ours = run()
+    for each, other in zip(plain, ours, strict=True):
+        assert (each - other).abs().max() <= acceleration.tolerance * each.abs().max()
+    acceleration.disable()
+    assert all(torch.equal(*pair) for pair in zip(plain, run(), strict=True))

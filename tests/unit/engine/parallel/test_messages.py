@@ -1,0 +1,137 @@
+"""What the engines of a pair say to each other: it comes as it was sent, and what breaks a rule is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.device_links.tensor_messages import TensorMessage, message_of
+from bottega.engine.parallel.messages import (
+    PairMessageKind,
+    RemoteNoise,
+    job_message,
+    noise_message,
+    read_job,
+    read_noise,
+    read_step,
+    step_message,
+)
+from bottega.engine.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
+from bottega.engine.parallel.remote_rows import RemoteRow
+from bottega.model.rows import Embeds, Half, Row
+
+EMBEDS = {
+    half: Embeds(prompt=torch.randn(7, 8), pooled=torch.randn(8), time_ids=torch.arange(6.0)) for half in tuple(Half)
+}
+IMAGE = torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8)
+PARTS = {
+    "controlnet": OffloadedPart(header=b'["edges"]', tensors={"0": IMAGE}),
+    "loras": OffloadedPart(header=b'["outline"]'),
+}
+GUEST = RemoteJob(halves=EMBEDS, parts=PARTS)
+TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
+
+
+def lent(half: Half = Half.CONDITIONAL, active: tuple[int, ...] = ()) -> OffloadedRow:
+    row = Row(
+        owner="request",
+        step=4,
+        half=half,
+        sample=torch.randn(4, 8, 8),
+        timestep=torch.tensor(901),
+        embeds=EMBEDS[half],
+    )
+    return OffloadedRow(row=row, remote_job=GUEST, image=2, active=active)
+
+
+def step_of(**changed: Tensor) -> TensorMessage:
+    """A step of one row, with some of its tensors changed."""
+    parts: Mapping[str, Tensor] = {
+        PairMessageKind.STEP.value: torch.tensor(TABLE),
+        "timesteps": torch.zeros(1),
+        "samples": torch.zeros(1, 4, 8, 8),
+    }
+    return message_of({**parts, **changed})
+
+
+def test_a_job_comes_as_it_was_sent() -> None:
+    message = job_message(3, GUEST)
+    assert message.layout.specs[0].name == PairMessageKind.JOB
+    number, remote_job = read_job(message.layout, message.buffers)
+    assert number == 3
+    for half in Half:
+        for name in ("prompt", "pooled", "time_ids"):
+            assert torch.equal(getattr(remote_job.halves[half], name), getattr(EMBEDS[half], name))
+    assert {kind: part.header.strip() for kind, part in remote_job.parts.items()} == {
+        kind: part.header for kind, part in PARTS.items()
+    }
+    assert torch.equal(remote_job.parts["controlnet"].tensors["0"], IMAGE)
+    assert not remote_job.parts["loras"].tensors
+
+
+def test_rows_come_as_they_were_lent() -> None:
+    rows = [lent(), lent(Half.UNCONDITIONAL, (2, 1))]
+    message = step_message(5, rows, {GUEST: 3})
+    step = read_step(message.layout, message.buffers)
+    assert step.number == 5
+    assert step.rows == (
+        RemoteRow(remote_job=3, image=2, half=Half.CONDITIONAL, step=4, active=(0, 0)),
+        RemoteRow(remote_job=3, image=2, half=Half.UNCONDITIONAL, step=4, active=(2, 1)),
+    )
+    assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
+    assert step.timesteps.tolist() == [901.0, 901.0]
+
+
+def test_noise_comes_for_the_rows_that_have_some() -> None:
+    noise = torch.randn(2, 4, 8, 8)
+    message = noise_message(RemoteNoise(number=5, places=(0, 2), noise=noise, waited_s=0.25))
+    answer = read_noise(message.layout, message.buffers)
+    assert (answer.number, answer.places, answer.waited_s) == (5, (0, 2), 0.25)
+    assert torch.equal(answer.noise, noise)
+
+
+BROKEN = {
+    "no row": step_of(step=torch.tensor(TABLE[:1])),
+    "floats": step_of(step=torch.tensor(TABLE).float()),
+    "a third half": step_of(step=torch.tensor([TABLE[0], [3, 0, 2, 4, 0, 0]])),
+    "a negative job": step_of(step=torch.tensor([TABLE[0], [-1, 0, 0, 4, 0, 0]])),
+    "something below 0 active": step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 0, -1]])),
+    "no step of a row": step_of(step=torch.tensor(TABLE)[:, :3]),
+    "nine parts": step_of(step=torch.zeros(2, 13, dtype=torch.int64)),
+    "samples": step_of(samples=torch.zeros(2, 4, 8, 8)),
+    "bytes": step_of(samples=torch.zeros(1, 4, 8, 8, dtype=torch.uint8)),
+    "timesteps": step_of(timesteps=torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_step_that_breaks_a_rule_is_not_taken(rule: str) -> None:
+    message = BROKEN[rule]
+    with pytest.raises(ValueError, match="a step"):
+        read_step(message.layout, message.buffers)
+
+
+@pytest.mark.parametrize("table", [[5, 0, 0], [5], [5, -1, 0, 1]], ids=["a row less", "no wait", "a negative wait"])
+def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> None:
+    message = message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": torch.zeros(2, 4, 8, 8)})
+    with pytest.raises(ValueError, match="noise"):
+        read_noise(message.layout, message.buffers)
+
+
+def test_a_job_without_its_conditions_or_a_part_is_not_taken() -> None:
+    whole = job_message(3, GUEST)
+    for name in ("prompt", "loras."):
+        parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
+        del parts[name]
+        message = message_of(parts)
+        with pytest.raises(ValueError, match=r"prompt|part of loras"):
+            read_job(message.layout, message.buffers)
+
+
+def test_a_part_of_no_kind_is_not_taken() -> None:
+    message = job_message(3, RemoteJob(halves=EMBEDS, parts={"no kind": PARTS["loras"]}))
+    with pytest.raises(ValueError, match="not a kind"):
+        read_job(message.layout, message.buffers)

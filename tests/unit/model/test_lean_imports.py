@@ -1,0 +1,63 @@
+"""Engine processes do not import PEFT and SciPy, installed as they are here, nor look for garbage while they import."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from bottega.controlnet import engine_client as controlnet_engine_front
+from bottega.device.lean_imports import UNUSED
+from bottega.worker import engine_client as worker_engine_front
+
+# Runs a module up to where it first imports Diffusers or what that brings, and says how things stand there.
+LOOK = """
+import gc, importlib.util, os, runpy, sys
+
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name in {"accelerate", "diffusers", "torch", "transformers"}:
+            print(importlib.util.find_spec("peft"), importlib.util.find_spec("scipy"), gc.isenabled(), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Look())
+sys.argv = ["engine", "--fd", FD, "--config-json", "{}"]
+runpy.run_module(MODULE, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", [worker_engine_front.ENGINE_MODULE, controlnet_engine_front.ENGINE_MODULE])
+def test_an_engine_process_finds_neither_peft_nor_scipy_and_looks_for_no_garbage_when_it_imports_diffusers(
+    module: str,
+) -> None:
+    assert all(map(importlib.util.find_spec, UNUSED)), "nothing to see here without them"
+    ours, its = socket.socketpair()  # an engine says there how far its start is
+    with ours, its:
+        code = f"MODULE, FD = {module!r}, '{its.fileno()}'\n{LOOK}"
+        looked = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            pass_fds=(its.fileno(),),
+        )
+
+    assert (looked.stdout, looked.returncode) == ("None None False\n", 0), looked.stderr
+
+
+def test_what_was_imported_is_not_looked_at_again() -> None:
+    code = """
+import gc
+from bottega.device.lean_imports import lean_imports
+before = len(gc.get_objects())
+with lean_imports():
+    import asyncio
+print(gc.isenabled(), len(gc.get_objects()) < before)
+"""
+    looked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert looked.stdout == "True True\n", looked.stderr

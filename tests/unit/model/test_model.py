@@ -1,0 +1,130 @@
+"""What is no model is refused with the reason; only a folder's own safetensors are opened, and its hash is theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bottega.errors import ConfigError
+from bottega.miniature import WEIGHTS
+from bottega.model.model import Model, digest, load_model
+from bottega.model.samplers import SamplerKind
+from bottega.model_files import check_model_folder
+from bottega.model_files.presets import PRESET_FILE
+
+UNET = Path("unet", "diffusion_pytorch_model.safetensors")
+
+
+def load(folder: Path) -> Model:
+    return load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of our own to spoil."""
+    return shutil.copytree(WEIGHTS, tmp_path / "model")
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / UNET).write_bytes((folder / UNET).read_bytes()[:1000])
+
+
+def pickle_weights(folder: Path) -> None:
+    torch.save(load_file(folder / UNET), folder / "unet" / "diffusion_pytorch_model.bin")
+    (folder / UNET).unlink()
+
+
+def take_away_a_part(folder: Path) -> None:
+    shutil.rmtree(folder / "unet")
+
+
+def misshape(folder: Path) -> None:
+    path = folder / "unet" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": [32, 64]}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda folder: (folder / "model_index.json").unlink(), "it has no model_index.json"),
+        (take_away_a_part, "the folder unet is missing"),
+        (cut_weights, "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off"),
+        (pickle_weights, "unet has only pickled weights"),
+        (misshape, r"the tensor conv_in.weight has the shape \[48, 4, 3, 3\]"),
+    ],
+    ids=["no index", "no part", "cut", "only a pickle", "another shape"],
+)
+def test_a_folder_that_is_no_model_is_refused_with_the_reason(
+    folder: Path, spoil: Callable[[Path], None], why: str
+) -> None:
+    spoil(folder)
+    with pytest.raises(ConfigError, match=why):
+        load(folder)
+
+
+def test_what_only_the_libraries_know_to_be_wrong_is_refused_with_their_reason(folder: Path) -> None:
+    path = folder / "text_encoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_return_dict": 1}))
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded by Diffusers \(AttributeError: property 'use_return_dict'"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["some/model", "/absent"])
+def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the model {name} cannot be served: there is no such folder"):
+        load(Path(name))
+
+
+def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapters(folder: Path) -> None:
+    before = digest(check_model_folder(folder))
+    assert len(before) == 64
+    assert before == digest(check_model_folder(WEIGHTS))
+    (folder / PRESET_FILE).write_text('{"num_inference_steps": 7}')
+    adapter = folder / "controlnets" / "another"
+    adapter.mkdir(parents=True)
+    (adapter / "config.json").write_text("{}")
+    assert digest(check_model_folder(folder)) == before
+    shutil.copy(folder / UNET, (folder / UNET).with_suffix(".fp16.safetensors"))
+    (folder / "unet" / "old").mkdir()
+    (folder / "unet" / "old" / "config.json").write_text("{}")
+    assert digest(check_model_folder(folder)) == before
+    weights = bytearray((folder / UNET).read_bytes())
+    weights[-1] ^= 1
+    (folder / UNET).write_bytes(weights)
+    assert digest(check_model_folder(folder)) != before
+
+
+def test_a_strange_key_of_the_index_is_refused_before_a_file_that_it_leads_to_is_read(folder: Path) -> None:
+    index = folder / "model_index.json"
+    other = folder.parent / "other"
+    other.mkdir()
+    os.mkfifo(other / "config.json")  # who opens it waits for ever
+    index.write_text(json.dumps(json.loads(index.read_text()) | {str(other): ["a", "b"], "../other": ["a", "b"]}))
+    with pytest.raises(ConfigError, match="is a part that is not served"):
+        load(folder)
+
+
+def test_a_preset_sets_defaults_and_the_spacing_of_timesteps(folder: Path) -> None:
+    plain = load(folder)
+    (folder / PRESET_FILE).write_text('{"num_inference_steps": 4, "guidance_scale": 0, "sampler": "ddim"}')
+    model = load(folder)
+    assert (model.defaults.num_inference_steps, model.defaults.guidance_scale) == (4, 0.0)
+    assert model.defaults.edit_guidance_scale == 0.0
+    assert model.defaults.sampler is SamplerKind.DDIM
+    assert model.digest == plain.digest
+    (folder / PRESET_FILE).write_text('{"timestep_spacing": "trailing"}')
+    respaced = load(folder)
+    found = respaced.defaults
+    assert (found.num_inference_steps, found.guidance_scale, found.edit_guidance_scale) == (50, 5.0, 7.5), "Diffusers'"
+    assert plain.scheduler_config["timestep_spacing"] != "trailing"
+    assert respaced.scheduler_config["timestep_spacing"] == "trailing"
+    assert respaced.digest != plain.digest  # a checkpoint or a stored result of the other schedule must not fit

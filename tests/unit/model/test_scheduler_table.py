@@ -1,0 +1,311 @@
+"""Every key of every scheduler's configuration: what it makes of each sampler is stock's, or is refused by name.
+
+Nothing here is drawn by a network: a schedule and its steps show what a key does. `test_scheduler_configs.py` draws
+with some of them. A class or a key that Diffusers adds fails here until it is served or refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
+from diffusers.utils import logging as diffusers_logging
+
+from bottega.model.model import _scheduler_config
+from bottega.model.sampler_choices import CHOICES, ModelSamplers, SamplerChoice
+from bottega.model.samplers import KARRAS, SamplerKind, draws_noise
+from bottega.model_files.presets import Preset
+from bottega.model_files.scheduler_rules import (
+    SAMPLER_CLASSES,
+    SCHEDULER_RULES,
+    UNSERVED_CLASSES,
+    check_scheduler_config,
+    sampler_problems,
+)
+from tests.support.schedulers import SEED, SHAPE, our_latent, stock_latent, stock_scheduler
+from tests.support.stock import deviation
+
+# As SDXL's, but for keys that only some classes have.
+BASE = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "steps_offset": 1,
+}
+STEPS = 7
+# By key, values other than every class's default and BASE's; a new key fails until it is here.
+VALUES: Mapping[str, tuple[object, ...]] = {
+    "algorithm_type": ("sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis", "none"),
+    "beta_end": (0.02, 0.015),
+    "beta_schedule": ("linear", "squaredcos_cap_v2", "sigmoid"),
+    "beta_start": (0.0001, 0.002),
+    "clip_sample": (True, False, None),
+    "clip_sample_range": (0.5,),
+    "dynamic_thresholding_ratio": (0.8,),
+    "euler_at_final": (True,),
+    "final_sigmas_type": ("sigma_min", "other"),
+    "flow_shift": (3.0, 0),
+    "interpolation_type": ("log_linear", "cubic"),
+    "lambda_min_clipped": (-2.0, "low"),
+    "lower_order_final": (False,),
+    "num_train_timesteps": (200, 4, 0),
+    "prediction_type": ("v_prediction", "sample", "original_sample", "flow_prediction", "other"),
+    "rescale_betas_zero_snr": (True,),
+    "sample_max_value": (1.5,),
+    "set_alpha_to_one": (True, False),
+    "sigma_max": (9.0,),
+    "sigma_min": (0.2,),
+    "solver_order": (1, 3, 0),
+    "solver_type": ("heun", "bh2", "logrho", "other"),
+    "steps_offset": (0, 3, None),
+    "thresholding": (True,),
+    "time_shift_type": ("linear",),
+    "timestep_spacing": ("trailing", "linspace", "other"),
+    "timestep_type": ("continuous",),
+    "trained_betas": ([0.001 + 0.0001 * (index // 10) for index in range(1000)], [0.1]),
+    "use_beta_sigmas": (True,),
+    "use_dynamic_shifting": (True,),
+    "use_exponential_sigmas": (True,),
+    "use_flow_sigmas": (True,),
+    "use_karras_sigmas": (True, None),
+    "use_lu_lambdas": (True,),
+    "variance_type": ("learned", "learned_range", "fixed_small"),
+}
+# Other keys with which these do something.
+BESIDE: Mapping[str, dict[str, object]] = {
+    "clip_sample_range": {"clip_sample": True},
+    "dynamic_thresholding_ratio": {"thresholding": True, "sample_max_value": 2.0},
+    "euler_at_final": {"final_sigmas_type": "sigma_min", "lower_order_final": False},
+    "flow_shift": {"use_flow_sigmas": True},
+    "lower_order_final": {"solver_order": 3},
+    "sample_max_value": {"thresholding": True},
+    "sigma_max": {"use_karras_sigmas": True},
+    "sigma_min": {"use_exponential_sigmas": True},
+    "thresholding": {"sample_max_value": 2.0},
+    "timestep_type": {"prediction_type": "v_prediction"},
+}
+# What Diffusers' pipelines for SDXL do not look at, and what is another word for a default.
+WITHOUT_EFFECT = (
+    ("algorithm_type", "deis"),
+    ("clip_sample", True),
+    ("set_alpha_to_one", True),
+    ("solver_type", "bh2"),
+    ("solver_type", "logrho"),
+    ("time_shift_type", "linear"),
+    ("use_dynamic_shifting", True),
+    ("use_karras_sigmas", None),
+    ("variance_type", "fixed_small"),
+)
+# More than a key's own rule says: such schedules depend on the number of steps.
+ONLY_TRIED = (("num_train_timesteps", 4), ("lambda_min_clipped", -2.0))
+
+
+def keys_of(name: str) -> list[str]:
+    """The keys that a class of Diffusers knows."""
+    return [key for key in inspect.signature(getattr(diffusers, name).__init__).parameters if key != "self"]
+
+
+def cases() -> Iterator[Any]:
+    """A model's class, a key and a value, where that may change what one of the samplers draws."""
+    for name in SCHEDULER_RULES:
+        for key, values in VALUES.items():
+            for value in values:
+                yield pytest.param(name, key, value, id=f"{name.removesuffix('Scheduler')}-{key}-{str(value)[:16]}")
+
+
+def choices_of(name: str, key: str) -> Iterator[SamplerChoice]:
+    """The choices to draw with: the model's own class, and the next one, so that each is drawn from another's keys."""
+    names = list(SCHEDULER_RULES)
+    drawn = (name, names[(names.index(name) + 1) % len(names)])
+    for choice in CHOICES:
+        kind = choice.kind.value.__name__
+        if kind in drawn and key in keys_of(kind):
+            yield choice
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Diffusers warns of keys that a class does not know."""
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    yield
+    diffusers_logging.set_verbosity(level)
+
+
+def overrides(choice: SamplerChoice) -> dict[str, bool]:
+    return {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
+
+
+def assert_stocks_or_refused(model: Any, samplers: ModelSamplers, choice: SamplerChoice, steps: int) -> bool:
+    """Whether a choice draws, and then as Diffusers does with the model's scheduler in a pipeline."""
+    if samplers.refusal(choice, steps):
+        return False
+    for strength in (None, 0.6) if int(steps * 0.6) else (None,):
+        theirs = stock_latent(
+            stock_scheduler(choice.kind.value, model.config, **overrides(choice)), steps, strength=strength
+        )
+        ours = our_latent(samplers, choice, steps, strength=strength)
+        assert torch.isfinite(theirs).all()
+        assert deviation(ours, theirs) <= 1e-4, (choice, strength)
+    return True
+
+
+def assert_levels_are_stocks(model: Any, samplers: ModelSamplers, choice: SamplerChoice) -> None:
+    """What a latent has of picture and noise before a step, which cached starts and kept latents count with."""
+    one, none = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
+    scheduler = stock_scheduler(choice.kind.value, model.config, **overrides(choice))
+    sampler = samplers.open(choice, steps=STEPS)
+    for step in (0, 1, STEPS - 1):
+        scheduler.set_timesteps(STEPS)
+        if choice.kind is not SamplerKind.DDIM:
+            scheduler.set_begin_index(step)
+        timestep = scheduler.timesteps[step : step + 1]
+        picture, noise = (float(scheduler.add_noise(*pair, timestep)) for pair in ((one, none), (none, one)))
+        assert sampler.signal(step) == pytest.approx(picture, rel=1e-5, abs=2.0**-12)
+        assert sampler._noise_level(step)[1] == pytest.approx(noise, rel=1e-5)
+        assert 0 < sampler.noise_level(step) < float("inf")
+
+
+def assert_draws_from_the_request_alone(samplers: ModelSamplers, choice: SamplerChoice) -> None:
+    """Whether steps draw noise is known, and it is the request's: cached starts and resuming count with that."""
+    others = torch.random.get_rng_state()
+    generator, first = (torch.Generator("cpu").manual_seed(SEED) for _ in range(2))
+    our_latent(samplers, choice, STEPS, generator=generator)
+    assert torch.equal(torch.random.get_rng_state(), others)
+    torch.randn(SHAPE, generator=first)
+    draws = draws_noise(choice.kind, samplers.config)
+    assert torch.equal(generator.get_state(), first.get_state()) != draws
+    if draws:
+        samplers.open(choice, steps=STEPS).skip_noise(STEPS, SHAPE, torch.float32, first)
+        assert torch.equal(generator.get_state(), first.get_state())
+
+
+@pytest.mark.parametrize("name", SCHEDULER_RULES)
+def test_the_rules_know_every_key_of_a_served_class_and_its_default(name: str) -> None:
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
+    rules = {rule.name: rule.default for rule in SCHEDULER_RULES[name]}
+    assert rules == {key: parameters[key].default for key in keys_of(name)}
+    assert set(rules) <= set(VALUES), "give new keys values here"
+
+
+def test_every_scheduler_of_diffusers_is_served_or_refused_by_name() -> None:
+    known = {*SAMPLER_CLASSES.values(), *UNSERVED_CLASSES}
+    families = ("LCM", "TCD", "EDM")
+    there = {name for name in dir(diffusers) if name.endswith("Scheduler")}
+    assert {*KarrasDiffusionSchedulers.__members__, *(name for name in there if name.startswith(families))} <= known
+    assert known <= there
+    for name in there - set(SCHEDULER_RULES):
+        (sentence,) = check_scheduler_config({**BASE, "_class_name": name})
+        assert name in sentence
+        assert all(served in sentence for served in SCHEDULER_RULES)
+    assert "torchsde" in next(check_scheduler_config({"_class_name": "DPMSolverSDEScheduler"}))
+
+
+@pytest.mark.parametrize(("name", "key", "value"), list(cases()))
+def test_a_key_does_in_every_sampler_what_it_does_in_stock_or_is_refused(name: str, key: str, value: object) -> None:
+    file = {**BASE, **BESIDE.get(key, {}), key: value}
+    problems = list(check_scheduler_config({**file, "_class_name": name}))
+    if problems:
+        assert key in "".join(problems)
+        return
+    model = stock_scheduler(getattr(diffusers, name), {**file, "_class_name": name})
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=STEPS)
+    for choice in choices_of(name, key):
+        refused = sampler_problems(choice.kind.value.__name__, file, use_karras_sigmas=choice.karras)
+        if assert_stocks_or_refused(model, samplers, choice, STEPS):
+            assert not refused
+            assert_levels_are_stocks(model, samplers, choice)
+            assert_draws_from_the_request_alone(samplers, choice)
+        else:
+            assert refused or (key, value) in ONLY_TRIED, (choice, samplers.refusals[choice])
+
+
+@pytest.mark.parametrize(("name", "key", "value"), list(cases()))
+def test_the_values_above_change_what_a_class_draws(name: str, key: str, value: object) -> None:
+    """Else there is nothing to see."""
+    file = {**BASE, **BESIDE.get(key, {}), key: value}
+    if key in keys_of(name) and not sampler_problems(name, file) and (key, value) not in ONLY_TRIED:
+        kind = getattr(diffusers, name)
+        changed = stock_latent(stock_scheduler(kind, file), STEPS)
+        del file[key]
+        plain = stock_latent(stock_scheduler(kind, file | {each: BASE[each] for each in BASE if each == key}), STEPS)
+        assert torch.equal(changed, plain) == ((key, value) in WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("name", [name for name, why in UNSERVED_CLASSES.items() if not why])
+def test_a_served_sampler_in_an_unserved_ones_place_is_stocks_from_its_configuration(name: str) -> None:
+    """As a preset that names the sampler has it."""
+    model = stock_scheduler(getattr(diffusers, name), {**BASE, "_class_name": name})
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=STEPS)
+    for sampler, served in SAMPLER_CLASSES.items():
+        assert not list(check_scheduler_config({**BASE, "_class_name": name}, sampler=sampler))
+        for choice in (choice for choice in CHOICES if choice.kind.value.__name__ == served):
+            assert assert_stocks_or_refused(model, samplers, choice, STEPS)
+
+
+# With 61 and 103 trailing timesteps of 1000, Diffusers makes one more.
+@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15, 61, 103])
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_any_number_of_steps_is_stocks_or_refused(spacing: str, steps: int) -> None:
+    model = stock_scheduler(diffusers.EulerDiscreteScheduler, {**BASE, "timestep_spacing": spacing})
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=STEPS)
+    for choice in CHOICES:
+        drawn = assert_stocks_or_refused(model, samplers, choice, steps)
+        reason = samplers.refusal(choice, steps)
+        one_more = spacing == "trailing" and steps in (61, 103) and not choice.karras
+        assert drawn != one_more
+        assert reason == (
+            f"the model's timestep spacing makes {steps + 1} steps of {steps}: ask for another number"
+            if one_more
+            else ""
+        )
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_more_steps_than_were_trained_are_stocks_or_refused(spacing: str) -> None:
+    model = stock_scheduler(
+        diffusers.EulerDiscreteScheduler, {**BASE, "num_train_timesteps": 6, "timestep_spacing": spacing}
+    )
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=5)
+    drawn = {str(choice): assert_stocks_or_refused(model, samplers, choice, 9) for choice in CHOICES}
+    assert drawn["euler"]
+    assert not drawn["ddim"]
+    assert "cannot be larger than" in samplers.refusal(SamplerChoice(kind=SamplerKind.DDIM), 9)
+
+
+@pytest.mark.parametrize("strength", [0.2, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("name", SCHEDULER_RULES)
+def test_image_to_image_begins_where_stock_does_at_any_strength(name: str, strength: float) -> None:
+    model = stock_scheduler(getattr(diffusers, name), {**BASE, "_class_name": name, "use_karras_sigmas": True})
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=11)
+    for choice in CHOICES:
+        theirs = stock_scheduler(choice.kind.value, model.config, **overrides(choice))
+        assert (
+            deviation(our_latent(samplers, choice, 11, strength=strength), stock_latent(theirs, 11, strength=strength))
+            <= 1e-4
+        )
+
+
+def test_a_sampler_that_is_not_asked_about_karras_sigmas_is_as_configured() -> None:
+    model = stock_scheduler(diffusers.EulerDiscreteScheduler, {**BASE, "use_karras_sigmas": True})
+    samplers = ModelSamplers(_scheduler_config(model, Preset()), steps=STEPS)
+    for kind in SamplerKind:
+        choice = samplers.default_choice(kind)
+        assert choice.karras == (kind in KARRAS)
+        theirs = stock_latent(stock_scheduler(kind.value, model.config), STEPS)
+        assert deviation(our_latent(samplers, choice, STEPS), theirs) <= 1e-4
+
+
+def test_a_latent_without_any_picture_has_a_signal_that_can_be_divided_by() -> None:
+    """Of zero terminal SNR and DDIM: what is kept for editing is divided by it."""
+    config = {**BASE, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "prediction_type": "v_prediction"}
+    samplers = ModelSamplers(config, steps=STEPS)
+    assert samplers.open(SamplerChoice(kind=SamplerKind.DDIM), steps=STEPS).signal(0) == 2.0**-12
