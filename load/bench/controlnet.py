@@ -210,8 +210,10 @@ def _parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
         sample=torch.randn(2, unet.config.in_channels, side, side),
         timestep=torch.tensor([500.0, 500.0]),
         prompt_embeds=torch.randn(2, tokens, unet.config.cross_attention_dim),
-        pooled_embeds=torch.randn(2, pipeline.text_encoder_2.config.projection_dim),
-        time_ids=torch.zeros(2, 6),
+        added={
+            "text_embeds": torch.randn(2, pipeline.text_encoder_2.config.projection_dim),
+            "time_ids": torch.zeros(2, 6),
+        },
     )
     net.controlnet_cond_embedding = torch.nn.Identity()
     controlled = partial(
@@ -220,7 +222,7 @@ def _parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
         inputs.timestep,
         encoder_hidden_states=inputs.prompt_embeds,
         controlnet_cond=torch.zeros(2, net.config.block_out_channels[0], side, side),
-        added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+        added_cond_kwargs=dict(inputs.added),
         return_dict=False,
     )
 

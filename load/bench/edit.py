@@ -358,8 +358,7 @@ def _row(config: Any, half: Half) -> Row:
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     embeds = Embeds(
         prompt=torch.randn(_PROMPT_TOKENS, config.cross_attention_dim, generator=generator),
-        pooled=torch.randn(pooled, generator=generator),
-        time_ids=torch.zeros(6),
+        added={"text_embeds": torch.randn(pooled, generator=generator), "time_ids": torch.zeros(6)},
     )
     sample = torch.randn(config.in_channels, config.sample_size, config.sample_size, generator=generator)
     return Row(owner=0, step=0, half=half, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)

@@ -79,7 +79,8 @@ def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> R
     """A row with random inputs."""
     generator = torch.Generator().manual_seed(seed)
     embeds = Embeds(
-        prompt=torch.randn(_PROMPT_TOKENS, _TEXT, generator=generator), pooled=torch.zeros(1), time_ids=torch.zeros(6)
+        prompt=torch.randn(_PROMPT_TOKENS, _TEXT, generator=generator),
+        added={"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6)},
     )
     sample = torch.randn(4, *size, generator=generator)
     made = Row(owner=seed, step=0, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)

@@ -1,6 +1,6 @@
 """The first stage: prompts to conditions, and pixels to a latent distribution.
 
-It follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time. Results are plain tensors that could be sent
+It follows encode_prompt of Diffusers' pipelines, one prompt at a time. Results are plain tensors that could be sent
 over a link.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bottega.device.device import HostCopy
 from bottega.engine.spec import ResolvedSpec
+from bottega.model.family import EncodedText
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.vae import encode_dtype
@@ -28,6 +29,8 @@ class Conditions:
     conditional: Embeds
     unconditional: Embeds | None
     """None without guidance."""
+    summary: Tensor
+    """One vector for the prompt, by which similar prompts are found, [features]."""
     truncations: dict[str, str]
     """Text that did not fit into the tokenizer, by field name."""
     finite: HostCopy
@@ -75,27 +78,25 @@ def encode_prompts(
     # As in Diffusers, an empty second prompt means the first one.
     pair = (spec.prompt, spec.prompt_2 or spec.prompt)
     names = (field, "prompt_2" if spec.prompt_2 else field)
-    prompt, pooled = _encode_pair(model, pair, names, truncations)
-    time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
-    time_ids = model.runtime.to_device(time_ids)
-    conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
+    text = _encode(model, pair, names, truncations)
+    conditional = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added))
     unconditional = negative
     if spec.guided and unconditional is None:
         if spec.negative_prompt is None and model.zeros_for_absent_negative:
-            empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
+            empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
         else:
-            text = spec.negative_prompt or ""
+            words = spec.negative_prompt or ""
             names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
-            empty = _encode_pair(model, (text, spec.negative_prompt_2 or text), names, truncations)
-        unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
-    embeds = [
-        tensor for half in (conditional, unconditional) if half is not None for tensor in (half.prompt, half.pooled)
-    ]
+            encoded = _encode(model, (words, spec.negative_prompt_2 or words), names, truncations)
+            empty = Embeds(prompt=encoded.prompt, added=encoded.added)
+        unconditional = _with_picture(model, spec, empty)
+    tensors = [tensor for half in (conditional, unconditional) if half is not None for tensor in half.tensors.values()]
     return Conditions(
         conditional=conditional,
         unconditional=unconditional,
+        summary=text.summary,
         truncations=truncations,
-        finite=_all_finite(model, *embeds),
+        finite=_all_finite(model, *tensors),
     )
 
 
@@ -129,13 +130,25 @@ def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
     return model.runtime.to_host(finite)
 
 
-def _encode_pair(
-    model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
-) -> tuple[Tensor, Tensor]:
-    """Return both encoders' penultimate states, concatenated, and the second one's pooled output."""
-    states: list[Tensor] = []
-    pooled: Tensor | None = None
-    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):
+def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
+    """Add the conditions that depend on the picture."""
+    picture = model.family.picture_conditions(spec.height, spec.width)
+    added = {name: model.runtime.to_device(tensor, embeds.prompt.dtype) for name, tensor in picture.items()}
+    return replace(embeds, added={**embeds.added, **added})
+
+
+def _encode(model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]) -> EncodedText:
+    """Encode the first text, and the second one if the family has two text encoders.
+
+    Args:
+        model: The model.
+        texts: The texts.
+        fields: Name of each text's field, for its truncation.
+        truncations: Gets the text that did not fit, by field.
+    """
+    outputs = []
+    # Families with one text encoder have no second prompt.
+    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=False):
         # A word with several embeddings (textual inversion) becomes as many tokens.
         text = _TEXTUAL_INVERSION.maybe_convert_prompt(text, tokenizer)  # noqa: PLW2901
         length = tokenizer.model_max_length
@@ -143,10 +156,5 @@ def _encode_pair(
         whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
         if whole.shape[-1] > length:
             truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
-        out = encoder(model.runtime.to_device(ids), output_hidden_states=True)
-        if out[0].ndim == 2:
-            pooled = out[0]
-        states.append(out.hidden_states[-2])
-    assert pooled is not None, "the second text encoder has a projection"
-    dtype = model.text_encoders[1].dtype
-    return torch.concat(states, dim=-1)[0].to(dtype), pooled[0].to(dtype)
+        outputs.append(encoder(model.runtime.to_device(ids), output_hidden_states=True))
+    return model.family.join(outputs)

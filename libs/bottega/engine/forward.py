@@ -21,7 +21,7 @@ from bottega.engine.times import ForwardClock, ForwardTimes
 from bottega.errors import Unavailable
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
-from bottega.model.rows import LoraSet, Row
+from bottega.model.rows import Embeds, LoraSet, Row
 
 # How long a forward waits for residuals if none of its rows can go on without them, because a server is busy or slow.
 # A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
@@ -248,12 +248,12 @@ def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
 def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
     """Return the inputs of one forward. `device` is that of the rows; by default, the one that their tensors are on."""
     device = device or open_device(rows[0].sample.device)
+    embeds = Embeds.stack([row.embeds for row in rows])
     return Inputs(
         sample=torch.stack([row.sample for row in rows]),
         timestep=device.to_device(torch.stack([row.timestep.float() for row in rows])),
-        prompt_embeds=torch.stack([row.embeds.prompt for row in rows]),
-        pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
-        time_ids=torch.stack([row.embeds.time_ids for row in rows]),
+        prompt_embeds=embeds.prompt,
+        added=embeds.added,
         activations=[row.activations for row in rows],
         controlled=any(row.controls for row in rows),
         origins=[(row.embeds.prompt, row.loras.key if row.loras is not None else None) for row in rows],

@@ -354,7 +354,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
 def _input_checks(
     model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
 ) -> list[InputCheck]:
-    of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[1].dtype)
+    of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[-1].dtype)
     distinct = {id(single): single for single in conditions}
     checks = [InputCheck(finite=single.finite, error=of_prompt) for single in distinct.values()]
     source = next((request.source_finite for request in requests if request.source_finite is not None), None)

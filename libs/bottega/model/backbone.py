@@ -7,7 +7,7 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -30,10 +30,8 @@ class Inputs:
     """[rows], float32."""
     prompt_embeds: Tensor
     """[rows, tokens, features]."""
-    pooled_embeds: Tensor
-    """[rows, features]. Like `time_ids`, one of SDXL's added conditions."""
-    time_ids: Tensor
-    """[rows, 6]."""
+    added: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further conditions, [rows, ...] each; see `Embeds.added`."""
     activations: Sequence[RowActivations | None] = ()
     """Each row's access to recordings, for reading or writing; empty if no row has any."""
     origins: Sequence[PromptOrigin] = ()
@@ -149,9 +147,7 @@ class UNetBackbone:
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
         embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
         added = unet.get_aug_embed(
-            emb=embedding,
-            encoder_hidden_states=inputs.prompt_embeds,
-            added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+            emb=embedding, encoder_hidden_states=inputs.prompt_embeds, added_cond_kwargs=dict(inputs.added)
         )
         if added is not None:
             embedding = embedding + added

@@ -1,4 +1,4 @@
-"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its digest.
+"""A model on a device: the parts of a folder in Diffusers' layout, its sizes and its digest.
 
 Weights are loaded from safetensors files only.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, SchedulerMixin, UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -28,6 +28,7 @@ from bottega.device_names import check_device_name
 from bottega.errors import ConfigError
 from bottega.model.backbone import UNetBackbone
 from bottega.model.dtype import dtype_name
+from bottega.model.family import FAMILIES, ModelFamily
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
@@ -39,19 +40,9 @@ from bottega.model_files.digest import file_digest, files_digest
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
 
-# StableDiffusionXLPipeline's own defaults.
-_DEFAULT_STEPS = 50
-_DEFAULT_GUIDANCE = 5.0
-# StableDiffusionXLInpaintPipeline's; the pipelines with ControlNets all have the one above.
-_DEFAULT_EDIT_GUIDANCE = 7.5
-
 _SHOWN_CHARACTERS = 200
 
-# Parts with weights by subfolder, in the order in which they are loaded.
-_TEXT_ENCODERS: Mapping[str, Any] = {
-    "text_encoder": CLIPTextModel,
-    "text_encoder_2": CLIPTextModelWithProjection,
-}
+# Networks by subfolder, in the order in which they are loaded.
 _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
 
 
@@ -74,6 +65,7 @@ class Model:
     """The parts of one model, in evaluation mode. They must be run in inference mode."""
 
     name: str
+    family: ModelFamily
     digest: str
     """SHA-256 of weights and configuration, hex."""
     dtype: torch.dtype
@@ -81,8 +73,10 @@ class Model:
     """With its index if it is a GPU."""
     runtime: Device
     """Streams, events and copies of the device."""
-    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
-    text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
+    tokenizers: tuple[CLIPTokenizer, ...]
+    """In the order of the text encoders."""
+    text_encoders: tuple[CLIPTextModel | CLIPTextModelWithProjection, ...]
+    """In the family's order."""
     backbone: UNetBackbone
     vae: AutoencoderKL
     decoder: VaeDecoder
@@ -107,7 +101,12 @@ class Model:
     @property
     def latent_channels(self) -> int:
         """Number of channels of the latent."""
-        return int(self.backbone.unet.config.in_channels)
+        return int(self.vae.config.latent_channels)
+
+    @property
+    def networks(self) -> Mapping[str, nn.Module]:
+        """The networks that LoRAs may change, by the name of their part."""
+        return {**dict(zip(self.family.text_encoders, self.text_encoders, strict=True)), "unet": self.backbone.unet}
 
     @property
     def size_multiple(self) -> int:
@@ -183,7 +182,7 @@ def load_model(
     report = check_model_folder(folder)
     if report.problems:  # Diffusers would take the path of a missing folder for a name on the hub.
         raise ConfigError(report.refusal)
-    preset = read_preset(folder) or Preset()
+    family, preset = FAMILIES[report.family], read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
@@ -194,21 +193,22 @@ def load_model(
     pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
     config = _scheduler_config(pipeline.scheduler, preset)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-    defaults = _defaults(preset, size, config)
+    defaults = _defaults(family, preset, size, config)
     return Model(
         name=name,
+        family=family,
         digest=digest(report, preset, reporter),
         dtype=dtype,
         device=runtime.torch_device,
         runtime=runtime,
-        tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
-        text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
+        tokenizers=tuple(getattr(pipeline, part) for part in family.tokenizers),
+        text_encoders=tuple(getattr(pipeline, part) for part in family.text_encoders),
         backbone=UNetBackbone(pipeline.unet),
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
         samplers=_samplers(config, defaults),
-        zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
+        zeros_for_absent_negative=bool(pipeline.config.get("force_zeros_for_empty_prompt")),
         latent_scale=pipeline.vae_scale_factor,
         defaults=defaults,
     )
@@ -239,18 +239,24 @@ def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
 
 
 def _load_parts(
-    report: ModelReport, target: Placement, memory: MemoryPlan, vae: VaeSettings, reporter: StartReporter
-) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
-    """Load the parts onto the device. Text encoders come first, because loading one takes more memory than its weights.
+    report: ModelReport,
+    target: Placement,
+    memory: MemoryPlan,
+    vae: VaeSettings,
+    reporter: StartReporter,
+) -> tuple[Any, VaeDecoder]:
+    """Load the parts onto the device, into the family's pipeline.
+
+    Text encoders come first, because loading one takes more memory than its weights.
 
     Raises:
         ConfigError: Diffusers cannot load them.
         OSError: A file cannot be read.
         ValueError: They do not fit.
     """
-    parts: dict[str, nn.Module] = {}
+    family, parts = FAMILIES[report.family], dict[str, nn.Module]()
     try:
-        for name, kind in _TEXT_ENCODERS.items():
+        for name, kind in family.text_encoders.items():
             reporter.begin(f"loading {name}", report.parts[name].size_bytes)
             parts[name] = load_text_encoder(kind, report.parts[name], target)
             _reserve(memory, parts)
@@ -259,15 +265,10 @@ def _load_parts(
             parts[name] = load_network(kind, report.parts[name], target)
             _reserve(memory, parts)
         with ignored_algorithm_advice():
-            pipeline = StableDiffusionXLPipeline.from_pretrained(
-                str(report.folder),
-                **parts,
-                local_files_only=True,
-                add_watermarker=False,
-                # Some folders have these, but only IP-Adapters use them, which are not supported.
-                image_encoder=None,
-                feature_extractor=None,
+            pipeline = family.pipeline.from_pretrained(
+                str(report.folder), **parts, **family.left_out, local_files_only=True
             )
+        pipeline.vae.register_to_config(**family.vae_overrides)
         decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -315,15 +316,15 @@ def digest(report: ModelReport, preset: Preset | None = None, reporter: StartRep
     return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
 
 
-def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
+def _defaults(family: ModelFamily, preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
     steps, guidance = preset.num_inference_steps, preset.guidance_scale
     kind = default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()]
     return Defaults(
         width=size,
         height=size,
-        num_inference_steps=_DEFAULT_STEPS if steps is None else steps,
-        guidance_scale=_DEFAULT_GUIDANCE if guidance is None else guidance,
-        edit_guidance_scale=_DEFAULT_EDIT_GUIDANCE if guidance is None else guidance,
+        num_inference_steps=family.num_inference_steps if steps is None else steps,
+        guidance_scale=family.guidance_scale if guidance is None else guidance,
+        edit_guidance_scale=family.edit_guidance_scale if guidance is None else guidance,
         sampler=kind,
         use_karras_sigmas=kind in KARRAS and bool(config.get("use_karras_sigmas")),
     )

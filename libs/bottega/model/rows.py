@@ -6,7 +6,7 @@ turn needs to know about the request.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -74,14 +74,36 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embeds:
-    """The conditions of one half."""
+    """The conditions of one half. Each model family adds its own ones to the prompt."""
 
     prompt: Tensor
     """[tokens, features]."""
-    pooled: Tensor
-    """[features]."""
-    time_ids: Tensor
-    """[6], SDXL's size and crop."""
+    added: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further conditions by their names in Diffusers, such as SDXL's text_embeds, [features], and time_ids, [6]."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All conditions by name; that of the prompt is `prompt`."""
+        return {"prompt": self.prompt, **self.added}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Embeds:
+        """Return the same conditions with `change` applied to each tensor."""
+        return Embeds(prompt=change(self.prompt), added={name: change(tensor) for name, tensor in self.added.items()})
+
+    @staticmethod
+    def stack(embeds: Sequence[Embeds]) -> Embeds:
+        """Return the conditions of several rows, with a first dimension of rows in each tensor.
+
+        Raises:
+            ValueError: The rows have different conditions.
+        """
+        names = embeds[0].added.keys()
+        if any(row.added.keys() != names for row in embeds):
+            raise ValueError("rows of one forward must have the same conditions")
+        return Embeds(
+            prompt=torch.stack([row.prompt for row in embeds]),
+            added={name: torch.stack([row.added[name] for row in embeds]) for name in names},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,12 @@ class ControlLayout:
     """Channels and number of halvings of each residual point; the middle block is the last."""
 
     @property
+    def condition_widths(self) -> dict[str, int]:
+        """Width of each condition that the ControlNet reads, by name: of the prompt, and those of `Embeds.added`."""
+        added = {"text_embeds": self.pooled_width, "time_ids": TIME_IDS} if self.pooled_width else {}
+        return {"prompt": self.context_width, **added}
+
+    @property
     def base(self) -> str:
         """Name that a base model and its fitting ControlNets share, of at most 128 characters."""
         points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_point_texts(self.points)))

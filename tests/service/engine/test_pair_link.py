@@ -37,7 +37,7 @@ class OffersOf(OffersAtOnce):
 
 
 def _job() -> RemoteJob:
-    embeds = Embeds(prompt=torch.zeros(2, 3), pooled=torch.zeros(3), time_ids=torch.zeros(6))
+    embeds = Embeds(prompt=torch.zeros(2, 3), added={"text_embeds": torch.zeros(3), "time_ids": torch.zeros(6)})
     return RemoteJob(halves={Half.CONDITIONAL: embeds})
 
 

@@ -96,7 +96,8 @@ def honest(server: LinkedServer, base: ControlLayout) -> Iterator[Link]:
 def opening(base: ControlLayout, *, lease: int = 1, sessions: int = 1, **changes: object) -> Opening:
     """Sessions from number 10 on, of both halves."""
     embeds = Embeds(
-        prompt=torch.zeros(TOKENS, base.context_width), pooled=torch.zeros(base.pooled_width), time_ids=torch.zeros(6)
+        prompt=torch.zeros(TOKENS, base.context_width),
+        added={"text_embeds": torch.zeros(base.pooled_width), "time_ids": torch.zeros(6)},
     )
     halves = {Half.UNCONDITIONAL: embeds, Half.CONDITIONAL: embeds}
     said = {"name": "edges", "digest": "", "height": SIDE, "width": SIDE, "scale": 1.0, "guess_mode": False}
@@ -154,10 +155,13 @@ LIES: dict[str, Callable[[ControlLayout], WholeMessage]] = {
     ),
     "no control image": lambda base: changed(open_message(opening(base)), "image.0", torch.zeros(8, 8, 4)),
     "conditions of another width": lambda base: changed(
-        open_message(opening(base)), "prompt", torch.zeros(2, TOKENS, base.context_width + 1)
+        open_message(opening(base)), "condition.prompt", torch.zeros(2, TOKENS, base.context_width + 1)
     ),
     "conditions of one half": lambda base: changed(
-        open_message(opening(base)), "pooled", torch.zeros(1, base.pooled_width)
+        open_message(opening(base)), "condition.text_embeds", torch.zeros(1, base.pooled_width)
+    ),
+    "a condition that the network does not read": lambda base: changed(
+        open_message(opening(base)), "condition.other", torch.zeros(2, base.pooled_width)
     ),
     "a step of a session that is not open": lambda base: step_message(step(session=99)),
     "a table that is none": lambda base: changed(step_message(step()), "step", torch.zeros(3, dtype=torch.int64)),

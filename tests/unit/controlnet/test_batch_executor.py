@@ -58,7 +58,7 @@ class Outcomes:
 def session(
     cache: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0, share: Share = _EVERYBODYS
 ) -> ControlSession:
-    embeds = Embeds(prompt=torch.randn(77, 128), pooled=torch.randn(64), time_ids=torch.zeros(6))
+    embeds = Embeds(prompt=torch.randn(77, 128), added={"text_embeds": torch.randn(64), "time_ids": torch.zeros(6)})
     halves = dict.fromkeys(Half, embeds)
     control = ControlInput(
         name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale, share=share
@@ -191,7 +191,7 @@ def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: Cont
     outcomes = Outcomes(BatchExecutor(max_rows=16))
     bad = rows(session(cache))
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
-        prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
+        prompt=torch.randn(77, 128), added={"text_embeds": torch.randn(7), "time_ids": torch.zeros(6)}
     )
     outcomes.submit("bad", bad)
     outcomes.submit("good", rows(session(cache)))
@@ -205,7 +205,7 @@ def test_a_step_that_is_retried_keeps_the_padding_of_fixed_rows(cache: ControlNe
     outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
     bad = rows(session(cache))
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
-        prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
+        prompt=torch.randn(77, 128), added={"text_embeds": torch.randn(7), "time_ids": torch.zeros(6)}
     )
     outcomes.submit("bad", bad)
     outcomes.submit("good", rows(session(cache)))

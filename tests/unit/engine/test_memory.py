@@ -127,7 +127,7 @@ def test_groups_are_no_wider_than_what_is_left_beside_a_decoding_before_any_memo
 
 
 def blank_row(owner: str, half: Half = Half.CONDITIONAL) -> Row:
-    embeds = Embeds(prompt=torch.zeros(2, 3), pooled=torch.zeros(3), time_ids=torch.zeros(6))
+    embeds = Embeds(prompt=torch.zeros(2, 3), added={"text_embeds": torch.zeros(3), "time_ids": torch.zeros(6)})
     return Row(owner=owner, step=0, half=half, sample=torch.zeros(4, 8, 8), timestep=torch.tensor(1.0), embeds=embeds)
 
 

@@ -472,7 +472,7 @@ def assert_predicts_as_stock(unet: UNet2DConditionModel) -> None:
         row.sample[None],
         row.timestep,
         encoder_hidden_states=row.embeds.prompt[None],
-        added_cond_kwargs={"text_embeds": row.embeds.pooled[None], "time_ids": row.embeds.time_ids[None]},
+        added_cond_kwargs={name: tensor[None] for name, tensor in row.embeds.added.items()},
     ).sample
     assert_close(ours, theirs[0])
 
@@ -509,7 +509,9 @@ def assert_encodes_as_stock(stock: Any, model: Model, negative: str | None) -> N
         theirs = stock.encode_prompt(spec.prompt, device="cpu", negative_prompt=spec.negative_prompt)
     assert conditions.unconditional is not None
     ours = [
-        embeds for half in (conditions.conditional, conditions.unconditional) for embeds in (half.prompt, half.pooled)
+        embeds
+        for half in (conditions.conditional, conditions.unconditional)
+        for embeds in (half.prompt, half.added["text_embeds"])
     ]
     prompt, negative, pooled, negative_pooled = theirs
     for mine, reference in zip(ours, (prompt, pooled, negative, negative_pooled), strict=True):
@@ -559,8 +561,7 @@ def some_row(unet: UNet2DConditionModel) -> Row:
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     embeds = Embeds(
         prompt=torch.randn(7, config.cross_attention_dim, generator=generator),
-        pooled=torch.randn(pooled, generator=generator),
-        time_ids=torch.full((6,), 32.0),
+        added={"text_embeds": torch.randn(pooled, generator=generator), "time_ids": torch.full((6,), 32.0)},
     )
     sample = torch.randn(config.in_channels, *SIDE, generator=generator)
     return plain_row(5, embeds=embeds, sample=sample)

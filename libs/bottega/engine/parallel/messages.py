@@ -24,9 +24,10 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.device_links.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.engine.condition_parts import condition_parts, read_conditions
 from bottega.engine.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
 from bottega.engine.parallel.remote_rows import RemoteRow
-from bottega.model.rows import Embeds, Half
+from bottega.model.rows import Half
 from bottega.transport import Layout, Part
 
 _MAX_NUMBER = 2**53
@@ -101,7 +102,6 @@ class RemoteNoise:
 
 def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     """Return the message that introduces a job to the other worker."""
-    embeds = list(remote_job.halves.values())
     header = _JobHeader(number=number, halves=tuple(remote_job.halves), parts=tuple(remote_job.parts))
     parts: dict[str, Tensor] = {}
     for kind, part in remote_job.parts.items():
@@ -110,9 +110,7 @@ def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     return message_of(
         {
             PairMessageKind.JOB.value: packed(_HEADER.dump_json(header)),
-            "prompt": torch.stack([half.prompt for half in embeds]),
-            "pooled": torch.stack([half.pooled for half in embeds]),
-            "time_ids": torch.stack([half.time_ids for half in embeds]),
+            **condition_parts(list(remote_job.halves.values())),
             **parts,
         }
     )
@@ -126,7 +124,7 @@ def read_job(layout: Layout, views: Sequence[Part]) -> tuple[int, RemoteJob]:
     except pydantic.ValidationError as error:
         raise ValueError(f"a job message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
     addon_parts = {kind: _part(kind, parts) for kind in header.parts}
-    return header.number, RemoteJob(halves=_conditions(header, parts), parts=addon_parts)
+    return header.number, RemoteJob(halves=read_conditions(parts, header.halves), parts=addon_parts)
 
 
 def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping[RemoteJob, int]) -> TensorMessage:
@@ -189,18 +187,6 @@ def read_noise(layout: Layout, views: Sequence[Part]) -> RemoteNoise:
     if not 0 <= waited <= _MAX_NUMBER:
         raise ValueError(f"a noise message has a waiting time of {waited} microseconds, which is out of range")
     return RemoteNoise(number=number, places=tuple(places), noise=noise.clone(), waited_s=waited / _PER_S)
-
-
-def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:
-    for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
-        part = parts.get(name)
-        if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
-            raise ValueError(f"a job message must have {name} for each half")
-    prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
-    return {
-        half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
-        for place, half in enumerate(header.halves)
-    }
 
 
 def _part(kind: str, parts: Mapping[str, Tensor]) -> OffloadedPart:

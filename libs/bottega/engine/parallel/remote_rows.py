@@ -102,7 +102,7 @@ class RemoteJobs:
 
     def admit(self, number: int, remote_job: RemoteJob) -> None:
         """Add a job. Raise BottegaError if its add-ons can never serve it."""
-        halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
+        halves = {half: embeds.map(self._device.to_device) for half, embeds in remote_job.halves.items()}
         job = _AdmittedJob(halves=halves, parts=[], opened=not remote_job.parts)
         try:
             for kind, part in remote_job.parts.items():
@@ -177,10 +177,3 @@ class RemoteJobs:
         for part, active in zip(admitted.parts, remote.active, strict=False):
             row = part.activate(row, active)
         return row
-
-    def _here(self, embeds: Embeds) -> Embeds:
-        return Embeds(
-            prompt=self._device.to_device(embeds.prompt),
-            pooled=self._device.to_device(embeds.pooled),
-            time_ids=self._device.to_device(embeds.time_ids),
-        )

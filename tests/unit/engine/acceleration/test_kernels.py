@@ -68,8 +68,10 @@ def own_row(model: Model, seed: int = 1) -> Row:
     embeds = replace(
         row.embeds,
         prompt=torch.randn(row.embeds.prompt.shape[0], config.cross_attention_dim, generator=generator),
-        pooled=torch.randn(pooled, generator=generator),
-        time_ids=torch.tensor([64.0, 64, 0, 0, 64, 64]),
+        added={
+            "text_embeds": torch.randn(pooled, generator=generator),
+            "time_ids": torch.tensor([64.0, 64, 0, 0, 64, 64]),
+        },
     )
     return replace(row, embeds=embeds)
 

@@ -17,7 +17,8 @@ from bottega.engine.spec import LoraSpec
 from bottega.model.rows import Embeds, Half, LoraSet, Row
 
 EMBEDS = {
-    half: Embeds(prompt=torch.randn(7, 8), pooled=torch.randn(8), time_ids=torch.arange(6.0)) for half in tuple(Half)
+    half: Embeds(prompt=torch.randn(7, 8), added={"text_embeds": torch.randn(8), "time_ids": torch.arange(6.0)})
+    for half in tuple(Half)
 }
 CONTROL = ControlInput(
     name="edges",

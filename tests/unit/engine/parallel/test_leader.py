@@ -17,7 +17,7 @@ from bottega.engine.times import KnownTimes
 from bottega.model.rows import Embeds, Half, Row
 from bottega.planning import RowFractions, StepTimes
 
-EMBEDS = Embeds(prompt=torch.zeros(7, 8), pooled=torch.zeros(4), time_ids=torch.zeros(6))
+EMBEDS = Embeds(prompt=torch.zeros(7, 8), added={"text_embeds": torch.zeros(4), "time_ids": torch.zeros(6)})
 GUEST = RemoteJob(halves={Half.UNCONDITIONAL: EMBEDS, Half.CONDITIONAL: EMBEDS})
 OWN_S = 0.1
 

@@ -24,7 +24,8 @@ from bottega.engine.parallel.remote_rows import RemoteRow
 from bottega.model.rows import Embeds, Half, Row
 
 EMBEDS = {
-    half: Embeds(prompt=torch.randn(7, 8), pooled=torch.randn(8), time_ids=torch.arange(6.0)) for half in tuple(Half)
+    half: Embeds(prompt=torch.randn(7, 8), added={"text_embeds": torch.randn(8), "time_ids": torch.arange(6.0)})
+    for half in tuple(Half)
 }
 IMAGE = torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8)
 PARTS = {
@@ -63,8 +64,9 @@ def test_a_job_comes_as_it_was_sent() -> None:
     number, remote_job = read_job(message.layout, message.buffers)
     assert number == 3
     for half in Half:
-        for name in ("prompt", "pooled", "time_ids"):
-            assert torch.equal(getattr(remote_job.halves[half], name), getattr(EMBEDS[half], name))
+        assert remote_job.halves[half].tensors.keys() == {"prompt", "text_embeds", "time_ids"}
+        for name, tensor in remote_job.halves[half].tensors.items():
+            assert torch.equal(tensor, EMBEDS[half].tensors[name])
     assert {kind: part.header.strip() for kind, part in remote_job.parts.items()} == {
         kind: part.header for kind, part in PARTS.items()
     }
@@ -123,7 +125,7 @@ def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> N
 
 def test_a_job_without_its_conditions_or_a_part_is_not_taken() -> None:
     whole = job_message(3, GUEST)
-    for name in ("prompt", "loras."):
+    for name in ("condition.prompt", "loras."):
         parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
         del parts[name]
         message = message_of(parts)

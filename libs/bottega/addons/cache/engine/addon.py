@@ -187,7 +187,7 @@ class JobCachedStarts(JobAddOn):
         images = self._images_to_ask(spec, whole=whole)
         if images or self._recorder is not None:
             self._header = self._question(spec, images)
-            self.arriving = self._addon.model.runtime.to_host(conditions.conditional.pooled.float())
+            self.arriving = self._addon.model.runtime.to_host(conditions.summary.float())
 
     def update(self, now_s: float) -> None:
         """Send the query, read the response, and start pictures from their hits.

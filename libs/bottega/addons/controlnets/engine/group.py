@@ -11,7 +11,7 @@ from torch import Tensor
 from bottega.addons.controlnets.engine.session import ControlSession
 from bottega.device.pick import open_device
 from bottega.model.backbone import Inputs
-from bottega.model.rows import Half
+from bottega.model.rows import Embeds, Half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,14 +38,13 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
     """
     net = rows[0].session.net
     group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
-    embeds = [row.session.halves[row.half] for row in group]
+    embeds = Embeds.stack([row.session.halves[row.half] for row in group])
     to_device = open_device(net.device).to_device
     inputs = Inputs(
         sample=to_device(torch.stack([row.sample for row in group]), net.dtype),
         timestep=to_device(torch.stack([row.timestep.float() for row in group])),
-        prompt_embeds=torch.stack([row_embeds.prompt for row_embeds in embeds]),
-        pooled_embeds=torch.stack([row_embeds.pooled for row_embeds in embeds]),
-        time_ids=torch.stack([row_embeds.time_ids for row_embeds in embeds]),
+        prompt_embeds=embeds.prompt,
+        added=embeds.added,
     )
     embedded = torch.stack([row.session.embedded(len(group)) for row in group])
     return net.residuals(inputs, embedded)

@@ -10,8 +10,8 @@ and raises ValueError if it breaks a rule. Sessions are identified by number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated
@@ -31,8 +31,9 @@ from bottega.device_links.tensor_messages import (
     tensor_of,
     unpacked,
 )
+from bottega.engine.condition_parts import condition_parts, read_conditions
 from bottega.fair_order import Share
-from bottega.model.rows import Embeds, Half
+from bottega.model.rows import Half
 from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.transport import DType, Layout, Part, TensorSpec
 
@@ -142,13 +143,12 @@ def open_message(opening: Opening) -> TensorMessage:
         tenant=fullest.share.tenant,
         weight=fullest.share.weight,
     )
-    embeds = list(fullest.halves.values())
-    parts = {
-        ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)),
-        "prompt": torch.stack([half_embeds.prompt for half_embeds in embeds]),
-        "pooled": torch.stack([half_embeds.pooled for half_embeds in embeds]),
-        "time_ids": torch.stack([half_embeds.time_ids.float() for half_embeds in embeds]),
-    }
+    read = opening.base.condition_widths
+    embeds = [
+        replace(half, added={name: tensor for name, tensor in half.added.items() if name in read})
+        for half in fullest.halves.values()
+    ]
+    parts = {ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)), **condition_parts(embeds)}
     for place, control in enumerate(opening.controls):
         parts[f"image.{place}"] = control.image
     return message_of(parts)
@@ -163,7 +163,10 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
         raise ValueError(f"an open message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
     except KeyError as error:
         raise ValueError(f"an open message has no {error}") from None
-    halves = _conditions(header, parts)
+    halves = read_conditions(parts, header.halves)
+    found = {name: tensor.shape[-1] for half in halves.values() for name, tensor in half.tensors.items()}
+    if found != header.base.condition_widths:
+        raise ValueError("the conditions of an open message do not fit its model")
     share = Share(tenant=header.tenant, weight=header.weight)
     controls = []
     for place, session in enumerate(header.sessions):
@@ -187,7 +190,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     return Opening(
         lease=header.lease,
         base=header.base,
-        dtype=parts["prompt"].dtype,
+        dtype=halves[header.halves[0]].prompt.dtype,
         sessions=header.sessions,
         controls=tuple(controls),
     )
@@ -264,21 +267,6 @@ def read_refusal(layout: Layout, views: Sequence[Part]) -> Refusal:
         raise ValueError("a refused message lacks the refused item or the reason")
     lease, step = (None if number < 0 else number for number in numbers.tolist())
     return Refusal(lease=lease, step=step, error=unpacked(error))
-
-
-def _conditions(header: _OpeningHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:
-    for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
-        part = parts.get(name)
-        if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
-            raise ValueError(f"an open message's {name} is not there for each half")
-    prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
-    base = header.base
-    if prompt.shape[2] != base.context_width or pooled.shape[1] != base.pooled_width:
-        raise ValueError("the widths of an open message's conditions do not fit its model")
-    return {
-        half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
-        for place, half in enumerate(header.halves)
-    }
 
 
 _HEADER = TypeAdapter(_OpeningHeader)

@@ -99,7 +99,7 @@ class LoadedControlNet:
             inputs.timestep,
             encoder_hidden_states=inputs.prompt_embeds,
             controlnet_cond=embedded,
-            added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+            added_cond_kwargs=dict(inputs.added),
             return_dict=False,
         )
         return [*skips, middle]

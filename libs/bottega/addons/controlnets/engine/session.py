@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import PIL.Image
 import torch
 from diffusers.image_processor import VaeImageProcessor
@@ -57,9 +59,6 @@ def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor
 
 
 def _on(net: LoadedControlNet, embeds: Embeds) -> Embeds:
-    to_device = open_device(net.device).to_device
-    return Embeds(
-        prompt=to_device(embeds.prompt, net.dtype),
-        pooled=to_device(embeds.pooled, net.dtype),
-        time_ids=to_device(embeds.time_ids),
-    )
+    """Return the conditions on the network's device. Only the prompt is converted: the network converts the others."""
+    here = embeds.map(open_device(net.device).to_device)
+    return replace(here, prompt=here.prompt.to(net.dtype))

@@ -8,20 +8,20 @@ differently from stock Diffusers, so that LoRAs are computed beside the weights 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from bottega.addons.loras.engine.costs import SwapCosts
-from bottega.addons.loras.engine.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
+from bottega.addons.loras.engine.lora import UNET, LoraAtScale, LoraLayer
 from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher
 from bottega.addons.loras.engine.unmerged import STACKED_BYTES, UnmergedLoras
 from bottega.device.memory_plan import MemoryPlan
 from bottega.device.span import Span
-from bottega.errors import TooLarge
+from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.backbone import RowSpans
 from bottega.model.model import Model
 from bottega.model.rows import LoraSet, SetKey
@@ -58,10 +58,8 @@ class LoraWeights:
         pristine_on_host: bool = False,
         stacked_bytes: int = STACKED_BYTES,
     ) -> None:
-        networks: Mapping[str, nn.Module] = {
-            UNET: model.backbone.unet,
-            **dict(zip(TEXT_ENCODERS, model.text_encoders, strict=True)),
-        }
+        networks = model.networks
+        self._family = model.family.name
         keep_on = torch.device("cpu") if pristine_on_host else None
         self.costs = SwapCosts()
         self.swaps = 0
@@ -74,7 +72,7 @@ class LoraWeights:
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
         self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches, stacked_bytes=stacked_bytes)
-        self._unmerged_text = {name: UnmergedLoras(networks[name], name) for name in TEXT_ENCODERS}
+        self._unmerged_text = {name: UnmergedLoras(network, name) for name, network in networks.items() if name != UNET}
         self._patchers = {
             name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
             for name, network in networks.items()
@@ -108,8 +106,13 @@ class LoraWeights:
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """Return the factors of the text encoders. Raises LoraUnusable."""
-        return make_set(uses, self._networks, TEXT_ENCODERS, as_peft=self._as_peft)
+        """Return the factors of the text encoders. Raises LoraUnusable, also for one that the model lacks."""
+        for component in (name for use in uses for name, layers in use.layers.items() if layers):
+            if component not in self._networks:
+                raise LoraUnusable(
+                    f"a LoRA changes {component}, which {self._family} models do not have: it is for another family"
+                )
+        return make_set(uses, self._networks, tuple(self._unmerged_text), as_peft=self._as_peft)
 
     def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """Return the factors of the UNet, the same object for the same set while it is used. Raises LoraUnusable."""
@@ -133,7 +136,7 @@ class LoraWeights:
                     unmerged.enter_all(loras)
             return 0.0
         began = self._device.record()
-        for name in TEXT_ENCODERS:
+        for name in self._unmerged_text:
             _put(self._patchers[name], loras)
         if loras is None:
             return 0.0  # not measured, because the time is not charged to a job

@@ -51,17 +51,25 @@ class RecordedForward:
         """Copy the inputs of the next launch."""
         for name in _TENSORS:
             getattr(self._inputs, name).copy_(getattr(inputs, name))
+        for name, tensor in self._inputs.added.items():
+            tensor.copy_(inputs.added[name])
 
 
-_TENSORS = ("sample", "timestep", "prompt_embeds", "pooled_embeds", "time_ids")
-"""The fields of Inputs that a forward reads."""
+_TENSORS = ("sample", "timestep", "prompt_embeds")
+"""The fields of Inputs that a forward reads, besides `added`."""
 
 
 def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
     """Record a forward of this shape. Raise the errors of the network or the device."""
     capture.begin()
     before = capture.reserved_bytes()
-    static = replace(inputs, **{name: getattr(inputs, name).clone() for name in _TENSORS}, activations=(), origins=())
+    static = replace(
+        inputs,
+        **{name: getattr(inputs, name).clone() for name in _TENSORS},
+        added={name: tensor.clone() for name, tensor in inputs.added.items()},
+        activations=(),
+        origins=(),
+    )
     segments: list[Segment] = []
     output: Tensor | None = None
     state: Activations | None = None

@@ -59,8 +59,7 @@ def test_the_first_pictures_latents_are_recorded_as_they_were(
     assert sorted(made.latents) == steps
     assert all(torch.equal(made.latents[step], latents[step]) for step in steps)
     assert torch.equal(made.pixels, torch.from_numpy(drawing.pixels[0]))
-    pooled = encode_prompts(model, spec).conditional.pooled
-    assert torch.equal(made.embedding, pooled)
+    assert torch.equal(made.embedding, encode_prompts(model, spec).summary)
     assert made.key == desk.source.asked[0].header.key == desk.starts.key_of(spec, "t")
     assert (made.model_hash, made.spec.prompt) == (model.digest, SPEC.prompt)
     assert desk.starts.counts["recordings"] == 1

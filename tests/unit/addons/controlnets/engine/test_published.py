@@ -94,8 +94,10 @@ def inputs() -> Inputs:
         sample=torch.randn(2, 4, 8, 8, generator=generator),
         timestep=torch.tensor([481.0, 481.0]),
         prompt_embeds=torch.randn(2, 5, 12, generator=generator),
-        pooled_embeds=torch.randn(2, 8, generator=generator),
-        time_ids=torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2),
+        added={
+            "text_embeds": torch.randn(2, 8, generator=generator),
+            "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2),
+        },
     )
 
 
@@ -203,7 +205,7 @@ def _assert_stock(folder: Path, base: ControlLayout, inputs: Inputs, image: Tens
             inputs.timestep,
             encoder_hidden_states=inputs.prompt_embeds,
             controlnet_cond=image.expand(2, -1, -1, -1),
-            added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+            added_cond_kwargs=dict(inputs.added),
             return_dict=False,
         )
     assert float(middle.abs().max()) > 0

@@ -79,8 +79,10 @@ def embeds(layout: ControlLayout, seed: int) -> Embeds:
     generator = torch.Generator().manual_seed(seed)
     return Embeds(
         prompt=torch.randn(77, layout.context_width, generator=generator),
-        pooled=torch.randn(layout.pooled_width, generator=generator),
-        time_ids=torch.tensor([SIDE, SIDE, 0, 0, SIDE, SIDE], dtype=torch.float32),
+        added={
+            "text_embeds": torch.randn(layout.pooled_width, generator=generator),
+            "time_ids": torch.tensor([SIDE, SIDE, 0, 0, SIDE, SIDE], dtype=torch.float32),
+        },
     )
 
 
@@ -114,10 +116,7 @@ def stock_residuals(
         torch.stack([row.timestep for row in rows]),
         encoder_hidden_states=torch.stack([each.prompt for each in conditions]),
         controlnet_cond=torch.stack(images),
-        added_cond_kwargs={
-            "text_embeds": torch.stack([each.pooled for each in conditions]),
-            "time_ids": torch.stack([each.time_ids for each in conditions]),
-        },
+        added_cond_kwargs=dict(Embeds.stack(conditions).added),
         return_dict=False,
         **options,
     )

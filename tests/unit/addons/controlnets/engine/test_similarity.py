@@ -28,7 +28,7 @@ from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 
 NETS = {name: WEIGHTS / "controlnets" / name for name in ("edges", "layout")}
-NOTHING = Embeds(prompt=torch.zeros(1, 1), pooled=torch.zeros(1), time_ids=torch.zeros(6))
+NOTHING = Embeds(prompt=torch.zeros(1, 1), added={"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6)})
 
 
 class Witness(LocalControlNets):
