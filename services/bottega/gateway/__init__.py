@@ -5,6 +5,6 @@ A request comes in through `api`, becomes a job in `jobs`, waits in `scheduling`
 
 What happens when something dies is described where the state is kept: for a job in jobs/job.py, for a service in
 fleet/registry.py, for the gateway in gateway.py, for an attempt in worker/attempts.py, for a worker's engine in
-worker/engine. Every message between them may be lost, duplicated or late: each is safe to receive again, and one that
-no longer counts changes nothing.
+worker/engine. Every message between these processes may be lost, duplicated or late: receiving one again is safe, and
+an outdated one changes nothing.
 """

@@ -10,7 +10,7 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
 from bottega.rpc.boot import ServiceHooks, boot
 
-# Longer than any start whose disk can be used: until then, callers that wait for the gateway wait for one that serves.
+# Longer than any start with a usable disk. Callers that wait for the gateway meanwhile are not refused.
 _ANSWERS_AFTER_S = 5.0
 
 

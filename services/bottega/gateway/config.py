@@ -26,7 +26,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServerConfig(ServerConfig):
-    """The gateway's own listener, on the addresses where clients look for it."""
+    """The listener for callers of the API. Clients use its default addresses."""
 
     listen: Address = DEFAULT_ADDRESS
     metrics_listen: Address = DEFAULT_METRICS_ADDRESS
@@ -34,33 +34,33 @@ class GatewayServerConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig(ListenerConfig):
-    """The listener where services join the fleet: for the suite's own machines, not for clients."""
+    """The listener where services join the fleet. Only services of the suite use it, not clients."""
 
     listen: Address = DEFAULT_FLEET_ADDRESS
     max_message_mib: Annotated[int, Field(ge=2, le=1024)] = 2
-    """Bound on one message in MiB. The longest registration and report are well below 1 MiB."""
+    """Upper bound on the size of one message, in MiB. The longest registration and report are well below 1 MiB."""
     max_calls: AtLeastOne = 1024
     max_members_per_peer: AtLeastOne = 160
-    """Bound on services of one host that are in the fleet at once."""
+    """Upper bound on the number of fleet members from one host."""
     joins_per_s: Seconds = 16.0
-    """Bound on joins per second of one host, for services that are not members yet.
+    """Upper bound on joins per second from one host, counting only services that are not members yet.
 
-    max_members_per_peer may come at once.
+    A burst of max_members_per_peer joins is allowed.
     """
     joins_per_s_by_name: Seconds = 2.0
-    """Bound on joins per second of one name, and over one connection. Eight times as many may come at once."""
+    """Upper bound on joins per second by name and by connection. Bursts of eight times as many are allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Settings of a gateway."""
+    """The configuration of a gateway."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(min_length=1, max_length=128)] = "gateway"
-    """Name of the gateway in the list of the fleet."""
+    """Name of the gateway in the list of fleet members."""
     state: str = ""
-    """Folder of jobs and images.
+    """Folder in which the gateway stores jobs and images.
 
     No other gateway may use it. Empty: gateway/ in $BOTTEGA_STATE, else in bottega/ in $XDG_STATE_HOME, else in
     ~/.local/state/bottega.
@@ -69,108 +69,109 @@ class GatewayConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     """The listener where services join the fleet and where the fleet is listed."""
     tenants: str = ""
-    """File of tenants and of hashes of their API keys, written by `bottega tenants` and read again when it changes.
+    """File of tenants and of the hashes of their API keys. `bottega tenants` writes it.
 
-    With it every call to the gateway's own port needs a key and sees only what belongs to its tenant. Empty: callers
-    need no key, and everything belongs to one tenant.
+    The gateway reads it again when it changes. If it is set, every call to the gateway's own port needs an API key and
+    sees only what belongs to the tenant of that key. Empty: callers need no key, and everything belongs to one tenant.
     """
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number of tenants whose metrics are kept by name: the first ones that have a job.
+    """Number of tenants with metrics of their own: the first ones that send a job.
 
-    Metrics of all others are added up. 0: no metrics by tenant.
+    The metrics of all other tenants are added up. 0: no metrics by tenant.
     """
     max_queued: AtLeastOne = 256
-    """Bound on the number of jobs that wait for a worker."""
+    """Upper bound on the number of jobs that wait for a worker."""
     max_queued_bytes: AtLeastOne = 512 << 20
-    """Bound on the request bytes of all jobs that wait for a worker."""
+    """Upper bound on the total request bytes of all jobs that wait for a worker."""
     slo_scale: Annotated[float, Field(ge=0.0, le=100.0)] = 2.0
-    """Target latency of a job as a multiple of the time that the job takes alone.
+    """Target latency of a job, as a multiple of the time that the job takes on a worker of its own.
 
     A job is due at this target, or at its own deadline if that is earlier. Jobs of one tenant are served in the order
-    in which they are due. A job does not start beside one that would then miss its target, unless it adds much less
-    time to a turn than it takes alone, or several jobs wait behind it. 0: first come, first served.
+    in which they are due. A job does not start beside a running job that would then miss its target, unless it adds
+    much less time to a forward pass than it takes alone, or several jobs wait behind it. 0: first come, first served.
     """
     priority_head_start_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 60.0
-    """Seconds by which a priority moves a job among the jobs of its tenant. High moves it forward, low back."""
+    """Seconds by which a priority moves a job in the queue of its tenant: high forward, low back."""
     max_jobs: AtLeastOne = 10_000
-    """Bound on the number of jobs that are kept after they ended.
+    """Upper bound on the number of ended jobs that are kept.
 
-    If more end within jobs_ttl_s, cancelled and failed jobs are forgotten first, then jobs of the host that has most.
+    If more jobs end within jobs_ttl_s, cancelled and failed jobs are deleted first, then jobs of the host that has
+    most.
     """
     jobs_bytes: AtLeastOne = 128 << 20
-    """Bound on the bytes of jobs that are kept after they ended."""
+    """Upper bound on the total bytes of ended jobs that are kept, without their images."""
     jobs_ttl_s: Seconds = 3600.0
     """Seconds for which an ended job is kept.
 
-    In this time a repeated request_id returns the first job, also after a restart.
+    Until then a repeated request with the same request_id returns the first job, also after a restart.
     """
     hold_s: Seconds = 3.0
-    """Seconds after a restart in which a job that was running waits for its worker to come back."""
+    """Seconds after a restart for which a running job waits for its worker to reconnect, before it is queued again."""
     results_bytes: AtLeastOne = 4 << 30
-    """Bound on the disk space of finished images and of what is kept of them for edits.
+    """Upper bound on the disk space of finished images and of the latents that are kept with them for edits.
 
-    The disk needs that room: 4 GiB hold 2,400 SDXL images, or 500 with the latents of 50 steps. An evicted image is
-    drawn again, with the same seed, for its request_id. If space runs out, the tenant that uses most loses its oldest
-    images; a tenant that uses no more than its share (results_bytes divided by the tenants that have images) loses
-    none.
+    The disk needs that much space: 4 GiB hold 2,400 SDXL images, or 500 with the latents of 50 steps. If a request with
+    the same request_id comes after its image was evicted, the image is drawn again, with the same seed. If space runs
+    out, the tenant that uses most loses its oldest images; a tenant that uses no more than its share (results_bytes
+    divided by the number of tenants that have images) loses none.
     """
     results_ttl_s: Seconds = 3600.0
     """Seconds for which finished images are kept."""
     max_result_bytes: AtLeastOne = 128 << 20
-    """Bound on the images of one job.
+    """Upper bound on the total bytes of the images of one job.
 
-    At most results_bytes, so that a job has all of its images when it ends. Latents are kept in the room that the
-    images leave.
+    At most results_bytes, so that a job still has all of its images when it ends. Latents are kept in the space that
+    the images leave.
     """
     traces_bytes: AtLeastOne = 32 << 20
-    """Bound on the memory of traces (`bottega trace`), some KiB for each of the jobs that ran last."""
+    """Upper bound on the memory of traces (`bottega trace`): some KiB for each job, newest jobs first."""
     lease_s: Seconds = 1.5
-    """Seconds of silence after which a service is removed from the fleet.
+    """Seconds without a report after which a service is removed from the fleet.
 
-    The gateway checks when a lease is about to end, so a silent service is out within 2 s. When there have been no jobs
-    for 10 s, services report a tenth as often and the lease is ten times as long, until the next job comes.
+    The gateway checks when a lease is about to end, so a silent service is removed within 2 s. When there have been no
+    jobs for 10 s, services report a tenth as often and the lease is ten times as long, until the next job comes.
     """
     model_grace_s: Seconds = 30.0
-    """Least seconds for which jobs are accepted and kept while nobody serves their model or ControlNet.
+    """Shortest time in seconds for which jobs are accepted and kept while no service serves their model or ControlNet.
 
-    Twice the longest of the last starts of the model's workers (or of the ControlNet's server), if that is longer, up
-    to 600 s. The gateway does not know starts from before its own restart.
+    If twice the longest recent start of the model's workers (or of the ControlNet's server) is longer, that time
+    counts, up to 600 s. The gateway does not know starts from before its own restart.
     """
     max_members: AtLeastOne = 256
-    """Bound on services of all kinds that are in the fleet at once."""
+    """Upper bound on the number of services of all kinds in the fleet."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] = 8
-    """Number of workers that are lost with a job before the job fails.
+    """Number of workers that may die or disconnect while they run a job, before the job fails.
 
-    A worker that is stopping or full does not count. Two workers that die while the job runs alone make it fail at
-    once.
+    A worker that is stopping or full does not count. If two workers die while the job runs alone, it fails at once.
     """
     identical_results: bool = True
-    """Answer a request that gives its seed and equals one that was drawn with the stored images of that one.
+    """Whether a request with a seed that equals an earlier request is answered with that request's stored images.
 
     A request can override this.
     """
     codec_processes: AtLeastOne = 2
-    """Processes that decode input images, 17 MiB each at rest.
+    """Number of processes that decode input images; each takes 17 MiB while idle.
 
     With several, one takes only small images, so that large ones do not delay them.
     """
     max_image_bytes: AtLeastOne = 8 << 20
-    """Bound on the bytes of one input image."""
+    """Upper bound on the bytes of one encoded input image."""
     max_image_pixels: AtLeastOne = 4096 * 4096
-    """Bound on the pixels of one input image."""
+    """Upper bound on the pixels of one input image."""
     codec_idle_s: Seconds | None = None
-    """Seconds without an input image after which codec processes end until the next image. null keeps them."""
+    """Seconds without an input image after which the codec processes end until the next image. null: they never end."""
 
     def __post_init__(self) -> None:
         # Members, as many that reconnect, and joins that have not sent their registration yet.
         needed = 2 * self.max_members + MAX_NAMELESS
         if self.fleet.max_calls < needed:
             raise ValueError(
-                f"fleet.max_calls is {self.fleet.max_calls}; at least twice max_members and {MAX_NAMELESS}: {needed}"
+                f"fleet.max_calls is {self.fleet.max_calls}; it must be at least {needed}, "
+                f"twice max_members plus {MAX_NAMELESS}"
             )
         if self.max_result_bytes > self.results_bytes:
             raise ValueError(
-                f"max_result_bytes is {self.max_result_bytes}; at most results_bytes, which is {self.results_bytes}"
+                f"max_result_bytes is {self.max_result_bytes}; must be at most results_bytes, {self.results_bytes}"
             )
 
 

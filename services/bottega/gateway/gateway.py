@@ -1,17 +1,17 @@
 """The gateway process: it creates the parts of the gateway, starts them, drains them and stops them.
 
-    starting   the store is open                                serving
-    serving    SIGTERM                                          draining: nothing new, what runs may end in the grace
-    draining   all jobs have ended, or the grace is over        stopped; the other jobs are in the store
-    dead       started again                                    starting; live jobs are queued again, and those that ran
-                                                                are held a moment for the worker that still has them
-                                                                (AttemptRecovery), and go on there even if it comes
-                                                                later, unless another attempt was started; numbers carry
-                                                                the life, so that those of an earlier one are never
-                                                                given again
-    serving    the disk cannot be written                       paused: nothing is accepted or dispatched; finished
-                                                                images are kept, and written when it is back
-                                                                (jobs/storage.py)
+    state      event                           next state
+    starting   the store is open               serving
+    serving    SIGTERM                         draining: no new jobs; running jobs may end within the grace period
+    draining   all jobs have ended, or the     stopped; the other jobs are in the store
+               grace period is over
+    dead       started again                   starting; waiting jobs are queued again. Jobs that were running wait a
+                                               moment for the worker that still runs them (AttemptRecovery), and
+                                               continue there even if it reconnects later, unless another attempt was
+                                               started. IDs contain the number of the gateway's start, so that no ID is
+                                               used twice
+    serving    the disk cannot be written      paused: nothing is accepted or dispatched; finished images stay in
+                                               memory until they can be written (jobs/storage.py)
 
 If the check of the leases is late, it renews all of them, because the gateway itself was stalled, not the services.
 """
@@ -57,20 +57,20 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 from bottega.v1.fleet_pb2 import Registration
 
 TARGETS_PATH = "/targets"
-"""Path of the targets, beside the gateway's own /metrics."""
+"""HTTP path of the list of Prometheus scrape targets, on the port of the gateway's own /metrics."""
 
-# Hosts that mean every address of the machine; such a service is scraped at the host of its calls.
+# Wildcard hosts. A service that listens on one is scraped at the host of its call address.
 _EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
-# How often health is checked, beside whenever the disk's trouble begins or ends.
+# Seconds between two checks of the health. It is also checked when writing begins to fail or to work again.
 _HEALTH_S = 1.0
-# How long an input image may wait for a codec process: one that hangs its codec may hold up the others that long.
+# Upper bound on the wait of an input image for a codec process. An image that hangs its codec delays others as long.
 _INSPECTION_WAIT_S = 20.0
 
 _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """A gateway. Make it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
+    """The gateway process. Create it in a running event loop; `server` serves it between `warm_up` and `shut_down`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
@@ -136,7 +136,7 @@ class Gateway:
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
-        # It refuses and names the right port. Without it, gRPC may end a Join that is being written with INTERNAL.
+        # It refuses calls and names the right port. Without it, gRPC may end an unfinished Join with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(
@@ -148,7 +148,7 @@ class Gateway:
     async def warm_up(self) -> None:
         """Start all parts of the gateway. Afterwards its health is SERVING, even if no worker has joined.
 
-        This does not return while the disk is unusable. Until then, reads are served as far as possible, and other
+        This does not return while the disk is unusable. Until then, reads are answered as far as possible, and other
         calls are refused with the reason.
         """
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
@@ -163,7 +163,7 @@ class Gateway:
         self._health.start(self._keep_health())
 
     async def finish(self) -> None:
-        """Refuse new jobs, wait for the running ones, and end the streams of the fleet."""
+        """Refuse new jobs, wait until the running jobs have ended, and end the streams of the fleet."""
         await self._health.cancel()
         await self._controller.drain()
 
@@ -182,9 +182,9 @@ class Gateway:
         self._periodic.start_grace()
 
     async def _keep_health(self) -> None:
-        """Keep health SERVING while the gateway can take jobs and checks fleet and queue.
+        """Set the health to SERVING while the disk can be written and the checks of fleet and queue run.
 
-        Jobs that may or may not have been stored are looked for when the disk can be written again.
+        When the disk can be written again, look for jobs that may have been stored when a write failed.
         """
         while True:
             writable = self._storage.trouble is None
@@ -203,11 +203,11 @@ class Gateway:
         except StorageUnavailable as error:
             self._storage.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
-            _log.exception("the search for jobs that may have been stored failed")
+            _log.exception("looking for jobs that may have been stored failed; it is tried again")
 
 
 def _addons(context: AddOnContext) -> tuple[AddOn, ...]:
-    """Return the add-ons of the services in the manifest, in its order. Raises ConfigError."""
+    """Return the add-ons of the services in the manifest, in the order of the manifest. Raises ConfigError."""
     return tuple(load_object(service.add_on)(context) for service in read_services() if service.add_on)
 
 
@@ -244,10 +244,10 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
 
 
 def scrape_targets(registrations: Iterable[Registration]) -> str:
-    """Return the targets as JSON: a group of one target for each service that has metrics.
+    """Return the Prometheus scrape targets as JSON: one entry for each service that has metrics.
 
-    Its labels are its kind as `service` and its name as `instance`, which stay the same when it is started again and
-    listens elsewhere.
+    Each target has the kind of the service as the label `service` and its name as `instance`. Both stay the same when
+    the service restarts on another port.
     """
     groups = [
         {"targets": [_scrape_target(service)], "labels": {"service": service.kind, "instance": service.name}}

@@ -12,25 +12,25 @@ from bottega.manifest import read_services
 from bottega.rpc.operation.readings import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
 
-# From a picture of the embedded model to the longest that callers wait for.
+# In seconds, from a picture of the embedded miniature model to the longest that callers wait for.
 _JOB_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing has to take at most .6 ms.
 _ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
 _TENANT_BUCKETS = (0.5, 1, 2.5, 5, 10, 30, 60, 300)
-# From a disk that caches writes to one that turns.
+# From a disk that caches writes to a spinning disk.
 _COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 
 OTHERS = "(others)"
-"""The label of all tenants beyond the number that have labels of their own. No tenant can have this name."""
+"""The label of all tenants without a label of their own. No tenant can have this name."""
 
 
 class GatewayMetrics:
-    """The metrics of the gateway.
+    """The Prometheus metrics of the gateway.
 
     Args:
         registry: Registry of the gateway's process.
-        named_tenants: Number of tenants whose metrics are kept by name; 0 keeps no metrics by tenant.
+        named_tenants: Number of tenants with a label of their own; 0 keeps no metrics by tenant.
     """
 
     def __init__(self, registry: CollectorRegistry, *, named_tenants: int = 0) -> None:
@@ -38,7 +38,7 @@ class GatewayMetrics:
         self._jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
         self._aborted = Counter(
             "bottega_jobs_aborted",
-            "Jobs that ended and did not complete, by the reason of their error; job_cancelled: a caller cancelled it.",
+            "Jobs that failed or were cancelled, by the reason of their error. job_cancelled: a caller cancelled it.",
             ("reason",),
             registry=registry,
         )
@@ -48,24 +48,26 @@ class GatewayMetrics:
             buckets=_JOB_BUCKETS,
             registry=registry,
         )
-        self.refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
-        self.attempts_lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
+        self.refused = Counter("bottega_refused", "Requests refused, by reason.", ("reason",), registry=registry)
+        self.attempts_lost = Counter(
+            "bottega_attempts_lost", "Attempts whose worker died or disconnected.", registry=registry
+        )
         self.attempts_returned = Counter(
-            "bottega_attempts_returned", "Attempts that a worker did not take, or gave back.", registry=registry
+            "bottega_attempts_returned", "Attempts that a worker refused or returned.", registry=registry
         )
         self._queue_s = Histogram(
             "bottega_queue_seconds",
-            "Seconds from accepted, or returned, to a worker being free.",
+            "Seconds from the acceptance of a job, or its return, until a worker was free.",
             buckets=_QUEUE_BUCKETS,
             registry=registry,
         )
         self._route_s = Histogram(
             "bottega_route_seconds",
-            "Seconds from accepted, or from a worker being free if that was later, to RunAttempt handed to gRPC.",
+            "Seconds to call RunAttempt, from when the job was accepted and a worker was free.",
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
-        self.acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that became durable.", registry=registry)
+        self.acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that were stored durably.", registry=registry)
         self.identical_results = Counter(
             "bottega_identical_results",
             "Requests for which a stored result was looked for, by what was found: answered, none, gone (its pictures"
@@ -75,7 +77,7 @@ class GatewayMetrics:
         )
         self.commit_s = Histogram(
             "bottega_store_commit_seconds",
-            "Seconds of each commit of the job store, of a group of operations.",
+            "Seconds of each commit of the job store. A commit writes a group of operations.",
             buckets=_COMMIT_BUCKETS,
             registry=registry,
         )
@@ -83,19 +85,19 @@ class GatewayMetrics:
             "bottega_store_waiting", "Operations that wait for the next commit of the job store.", registry=registry
         )
         self.store_in_trouble = Gauge(
-            "bottega_store_in_trouble", "Whether jobs and pictures cannot be stored now.", registry=registry
+            "bottega_store_in_trouble", "1 while jobs and pictures cannot be stored, else 0.", registry=registry
         )
-        self.image_bytes = Gauge("bottega_image_bytes", "Bytes of the pictures that are stored.", registry=registry)
+        self.image_bytes = Gauge("bottega_image_bytes", "Total bytes of the stored pictures.", registry=registry)
         self.image_budget_bytes = Gauge(
-            "bottega_image_budget_bytes", "Bytes that stored pictures may have.", registry=registry
+            "bottega_image_budget_bytes", "Upper bound on the total bytes of stored pictures.", registry=registry
         )
-        self.queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
+        self.queued = Gauge("bottega_queued_jobs", "Jobs that wait for a worker.", registry=registry)
         self.longest_wait = Gauge(
             "bottega_longest_wait_seconds",
-            "Seconds that the job waits which has waited longest of those that wait.",
+            "Longest time in seconds that a waiting job has waited.",
             registry=registry,
         )
-        self.running = Gauge("bottega_running_jobs", "Jobs that a worker has.", registry=registry)
+        self.running = Gauge("bottega_running_jobs", "Jobs that are running on a worker.", registry=registry)
         self._registry = registry
 
     def job_ended(self, outcome: str, *, seconds: float, reason: str, tenant: str) -> None:
@@ -103,9 +105,9 @@ class GatewayMetrics:
 
         Args:
             outcome: completed, failed or cancelled.
-            seconds: Seconds since its acceptance.
-            reason: Reason of its error; empty without one.
-            tenant: Its tenant.
+            seconds: Seconds since the job was accepted.
+            reason: Reason of the job's error; "" if it completed.
+            tenant: Tenant of the job.
         """
         if self._tenants is not None:
             self._tenants.job_ended(tenant, outcome, seconds=seconds)
@@ -116,12 +118,12 @@ class GatewayMetrics:
             self._job_s.observe(seconds)
 
     def routed(self, *, queue_s: float, route_s: float) -> None:
-        """Observe how long a job waited for a worker, and how long it took from then to the call of the worker."""
+        """Record how long a job waited for a free worker, and how long the call to the worker took from then."""
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 
     def activity(self) -> Activity:
-        """Return the gateway's activity, as the list of the fleet shows it."""
+        """Return the gateway's counters for the list of fleet members."""
         ended = totals(self._jobs_ended)
         routed, waited_s = count_and_sum(self._queue_s)
         return Activity(
@@ -146,14 +148,14 @@ class GatewayMetrics:
 
 
 class _Members(Collector):
-    """The number of members by kind: kinds of the suite, and others while they are here."""
+    """A gauge of members by kind. Kinds of this suite are always present; other kinds while a member has them."""
 
     def __init__(self, kinds: Callable[[], Iterable[str]]) -> None:
         self._kinds = kinds
         self._own_kinds = [service.kind for service in read_services()]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauge with its values of now."""
+        """Yield the gauge with its current values."""
         gauge = GaugeMetricFamily("bottega_members", "Services that have joined, by kind.", labels=("kind",))
         counts = dict.fromkeys(self._own_kinds, 0)
         for kind in self._kinds():
@@ -164,7 +166,7 @@ class _Members(Collector):
 
 
 class _TenantMetrics:
-    """The metrics of the first `most` tenants that have a job, by name, and of all other tenants together."""
+    """The metrics of the first `most` tenants by name, and of all other tenants together."""
 
     def __init__(self, registry: CollectorRegistry, *, most: int) -> None:
         self._most = most
@@ -181,28 +183,28 @@ class _TenantMetrics:
         )
 
     def job_ended(self, tenant: str, outcome: str, *, seconds: float) -> None:
-        """Count a job that ended `seconds` after its acceptance."""
+        """Count a job that ended `seconds` after it was accepted."""
         label = self.label(tenant)
         self._ended.labels(label, outcome).inc()
         if outcome == "completed":
             self._job_s.labels(label).observe(seconds)
 
     def label(self, tenant: str) -> str:
-        """Return the label of a tenant."""
+        """Return the label of a tenant: its name, or OTHERS once `most` other tenants have labels."""
         if tenant not in self._named and len(self._named) < self._most:
             self._named.add(tenant)
         return tenant if tenant in self._named else OTHERS
 
 
 class _Waiting(Collector):
-    """The number of waiting jobs by tenant."""
+    """A gauge of waiting jobs by tenant."""
 
     def __init__(self, tenants: _TenantMetrics, waiting: Callable[[], Mapping[str, int]]) -> None:
         self._tenants = tenants
         self._waiting = waiting
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauge with its values of now."""
+        """Yield the gauge with its current values."""
         counts: dict[str, int] = {}
         for tenant, jobs in self._waiting().items():
             label = self._tenants.label(tenant)

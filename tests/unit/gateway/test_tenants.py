@@ -78,7 +78,7 @@ async def test_jobs_that_wait_are_bounded_and_the_refusal_says_by_what_and_until
     error = await shop.refused()
     assert error.metadata == {"quota": "queued", "most": "3"}
     assert error.retry_after_s == 7.0
-    assert "jobs of yours wait as you may have: 3" in error.message
+    assert "quota queued is used up: at most 3 jobs may wait" in error.message
 
 
 async def test_a_minute_counts_from_the_first_of_its_jobs() -> None:

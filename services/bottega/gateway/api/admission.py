@@ -53,7 +53,7 @@ _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
 
 class Admission:
-    """The admission of requests. Every job of the gateway is created here."""
+    """Checks the requests of callers and creates their jobs. No other class of the gateway creates jobs."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Admission:
         self._storing = BackgroundTasks("storing of jobs")
 
     async def admit(self, spec: GenerationSpec, request: JobRequest, access: Access) -> tuple[Job, bool]:
-        """Return the job of a request, and whether it is new. A new one is durable; a known request_id gets its job.
+        """Check a request, and return its job and whether that job is new: the request_id may have one already.
 
         Args:
             spec: The spec as the caller sent it.
@@ -90,12 +90,12 @@ class Admission:
             access: The models, LoRAs and ControlNets that the caller may name.
 
         Raises:
-            QuotaExceeded: If the tenant may have no new job now. A known request_id is never refused for that.
+            QuotaExceeded: If a quota of the tenant allows no new job now. It does not refuse a known request_id.
             BottegaError: RequestIdReused, InvalidRequest, FieldNotServed or BadImage, Draining, ModelNotFound or
                 NoWorker, ControlNetNotFound, ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable,
                 StorageUnavailable, checked in this order. LoraNotFound, LoraUnusable, NoLora and RecordingNotKept come
-                before what is wrong because of the model. StorageUnavailable comes first if a request_id cannot be
-                looked up.
+                before errors that depend on the model. StorageUnavailable comes first if a request_id cannot be looked
+                up.
         """
         try:
             return await self._admit(spec, request, access)
@@ -115,22 +115,22 @@ class Admission:
                 job = await self._new_job(spec, request, access, before)
                 if await self._store_though_cancelled(job, place, replaces=before.job_id if before else ""):
                     return job, True
-            # The same request came twice at once and the other one is stored now, or its answer has gone meanwhile.
+            # Another copy of this request was stored first, or the images that answer it were deleted: start again.
 
     async def _before(self, request: JobRequest) -> Job | None:
-        """Return the job that has the request_id of a request."""
+        """Return the earlier job with the request_id of this request, or None."""
         if not request.request_id:
             return None
         return await self._jobs.of_request(request.request_id, tenant=request.tenant)
 
     def _attach(self, request: JobRequest, job: Job) -> bool:
-        """Return whether a request is served by the job that has its request_id. Raises RequestIdReused."""
+        """Return whether the job with this request_id answers the request. Raises RequestIdReused if they differ."""
         if job.request.fingerprint != request.fingerprint:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
             return False
         if not all(self._storage.images.holds(image.digest) for image in job.images):
-            return False  # its images have expired before it has: that it was completed helps nobody
+            return False  # its images have expired, so the request has to be drawn again
         rules.refuse(list(validation.check_deadline(request.deadline_s)))
         self._controller.extend(job, request.deadline(self._controller.clock.monotonic()))
         if request.preview:
@@ -138,18 +138,18 @@ class Admission:
         return True
 
     async def _new_job(self, spec: GenerationSpec, request: JobRequest, access: Access, before: Job | None) -> Job:
-        """Check every rule, find all violations at once, and return a new job.
+        """Check every rule, raise all violations together, and return a new job.
 
         Args:
             spec: The spec as the caller sent it.
             request: The rest of the request.
-            access: Access of the caller.
-            before: The job of the same request that the new one replaces. A repeated request gets the same images, with
-                the same model.
+            access: The models, LoRAs and ControlNets that the caller may name.
+            before: The earlier job with the same request_id that the new job replaces, or None. The new job draws the
+                same images with the same model.
         """
         violations = self._violations(spec, request)
         meant = before.bare if before else spec
-        # The stores know what names stand for. They are asked only if nothing is wrong with the request itself.
+        # Stores resolve the names of LoRAs and ControlNets. They are asked only if the rest of the request is valid.
         likely = self._model_of(meant, [], access)
         wrong = violations or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
         resolutions = [] if wrong else await self._resolve(meant, access)
@@ -191,7 +191,7 @@ class Admission:
     async def _inspect(
         self, spec: GenerationSpec, violations: list[Violation], model: Model | None, request: JobRequest
     ) -> SeenImages:
-        """Decode the images of a request, and raise all of its violations. If the queue is full, decode nothing."""
+        """Decode the images of a request, and raise all of its violations. Decode nothing if the queue is full."""
         if not violations:
             self._refuse_if_draining()
             self._controller.queue.check_room(request.size_bytes, tenant=request.tenant)
@@ -206,7 +206,7 @@ class Admission:
         )
 
     def _answered_job(self, request: JobRequest, identical: IdenticalResult, model: Model) -> Job:
-        """Return a job that has its result already."""
+        """Return a job that is already completed, with the stored images of an identical job."""
         source = identical.source
         request = dataclasses.replace(
             request,
@@ -239,7 +239,7 @@ class Admission:
         )
 
     def _decisions_of(self, before: Job) -> AttemptDecisions:
-        """Return the decisions that depended on timing when the same request was drawn. The new job repeats them."""
+        """Return the decisions of the earlier attempt that depended on timing, so that the new job repeats them."""
         decisions = AttemptDecisions()
         decisions.CopyFrom(before.decisions)
         for addon in self._addons:
@@ -247,7 +247,7 @@ class Admission:
         return decisions
 
     async def _store_though_cancelled(self, job: Job, place: Admittance, *, replaces: str) -> bool:
-        """Store the job even if the caller disconnects. If it did and gave no request_id, abandon the job."""
+        """Store the job even if the caller disconnects. Then abandon the job unless it has a request_id."""
 
         def abandon(stored: bool) -> None:
             if stored and not job.request.request_id:
@@ -256,7 +256,7 @@ class Admission:
         return await self._storing.run_shielded(self._store_counted(job, place, replaces), on_abandoned=abandon)
 
     def _store_counted(self, job: Job, place: Admittance, replaces: str) -> Coroutine[Any, Any, bool]:
-        """Return the coroutine that stores a job and counts it for its tenant's quotas, even if its caller leaves.
+        """Return a coroutine that stores a job and counts it in its tenant's quotas, even if the caller disconnects.
 
         The quota is reserved by this call, not only when the coroutine runs.
         """
@@ -273,11 +273,12 @@ class Admission:
         return store()
 
     async def _store(self, job: Job, replaces: str) -> bool:
-        """Make a job durable and submit it.
+        """Store a job durably and submit it to the queue.
 
-        Return False if another job with its request_id was stored before, or if the pictures that answer it are gone.
+        Return False if another job with its request_id was stored first, or if the stored images that answer it are
+        deleted.
         """
-        waits = job.open  # otherwise it has its result
+        waits = job.open  # False if the job already has its result
         if waits:
             self._controller.queue.reserve(job)
         try:
@@ -295,10 +296,10 @@ class Admission:
             return True
         finally:
             if job.sequence == 0:
-                self._controller.queue.remove(job)  # it has only reserved room
+                self._controller.queue.remove(job)  # submit was not reached: give back the reserved place
 
     def _check_deadline(self, job: Job) -> None:
-        """Raise DeadlineUnmeetable if a job would end too late."""
+        """Raise DeadlineUnmeetable if a job is expected to end after its deadline."""
         try:
             self._controller.estimates.check_deadline(job)
         except DeadlineUnmeetable:
@@ -316,7 +317,7 @@ class Admission:
     ) -> IdenticalResult | None:
         """Return the stored result of an identical request, or None. The spec must be valid apart from its images."""
         if before is not None and before.images:
-            return None  # they have gone, and those of another job may differ unless they are exact
+            return None  # its images are deleted; those of another job may differ
         return await self._identical.find(
             spec,
             model,
@@ -342,10 +343,10 @@ class Admission:
     def _model_of(
         self, spec: GenerationSpec, resolutions: Sequence[Resolution], access: Access
     ) -> Model | BottegaError | None:
-        """Return the model of a request, or the error if there is none.
+        """Return the model of a request, or the error if no such model is served.
 
-        The spec names it, or an add-on requires it, or it is the only one served. Return None while an add-on that is
-        not resolved yet may require one.
+        The spec names the model, or an add-on requires it, or it is the only one served. Return None if an add-on that
+        has not been resolved yet may still require one.
         """
         if spec.HasField("model"):
             return self._found_model(spec.model, None, access)
@@ -362,7 +363,7 @@ class Admission:
         except ModelNotFound as error:
             return _not_served(required, error) if required else error.with_traceback(None)
         except BottegaError as error:
-            # A caller that keeps the error must not keep these frames: they hold the request, which may be large.
+            # Drop the traceback: its frames would keep the request, which may be large, alive with the error.
             return error.with_traceback(None)
 
     def _refuse_if_draining(self) -> None:
@@ -377,7 +378,7 @@ def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
 
 
 async def _packed(spec: GenerationSpec) -> bytes:
-    """Return a spec as bytes, which are the same for equal specs. Its size is taken from them, to pack it only once."""
+    """Return a spec serialized deterministically: equal specs give equal bytes."""
     if has_images(spec):
         return await asyncio.to_thread(spec.SerializeToString, deterministic=True)
     return spec.SerializeToString(deterministic=True)

@@ -26,13 +26,14 @@ def complete(
     resolutions: Sequence[Resolution] = (),
     addons: Sequence[AddOn] = (),
 ) -> GenerationSpec:
-    """Return a copy of a valid spec with every default filled in and a seed drawn.
+    """Return a copy of a valid spec with every default filled in, and with a random seed if it has none.
 
     Args:
         spec: The spec.
         model: The model that draws it.
         resolutions: The resolved names of its LoRAs, ControlNets and other add-ons.
-        addons: All add-ons. If one may compute only a part of the picture, a seed alone does not imply fidelity EXACT.
+        addons: All add-ons. If one of them may compute only a part of the picture, a request with a seed does not
+            default to fidelity EXACT.
     """
     full = _copied(spec)
     # Only a caller that gave a seed, and asks for no approximation, wants to see the same picture again.
@@ -60,11 +61,11 @@ def complete(
 
 
 def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
-    """Complete a spec as when it was first drawn: with the same seed, and the defaults of that time.
+    """Complete a spec with the seed and the defaults that its first job used.
 
     Args:
         spec: The request, with its input images.
-        drawn: The completed spec of that time, without input images.
+        drawn: The complete spec of the first job, without input images.
     """
     full = GenerationSpec()
     full.CopyFrom(drawn)
@@ -77,7 +78,7 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
 
 
 def _copied(spec: GenerationSpec) -> GenerationSpec:
-    """Return a copy whose prompt is the first one of several; a single one is its prompt alone."""
+    """Return a copy whose `prompt` is the first of `prompts`. A single entry of `prompts` is moved to `prompt`."""
     full = GenerationSpec()
     full.CopyFrom(spec)
     if spec.prompts:
@@ -88,7 +89,7 @@ def _copied(spec: GenerationSpec) -> GenerationSpec:
 
 
 def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.SamplerChoice | None:
-    """Return the sampler that a spec is drawn with; None if the model's workers do not list their samplers."""
+    """Return the sampler configuration that a spec selects; None if the model's workers do not list their samplers."""
     sampler = spec.sampler or model.default_sampler
     for choice in model.sampler_choices:
         matches = choice.is_default
@@ -100,7 +101,7 @@ def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.Sampler
 
 
 def strength_of(spec: GenerationSpec) -> float | None:
-    """Return the strength of a spec with an input image, or the default strength; None without an image."""
+    """Return the strength of a spec with an input image, or the default strength; None without an input image."""
     if not spec.HasField("image"):
         return None
     if spec.HasField("strength"):

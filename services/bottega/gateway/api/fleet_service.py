@@ -34,10 +34,10 @@ _WAKE_S = 0.1
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """The service by which services join the fleet and find each other.
+    """The gRPC service through which services join the fleet and find each other.
 
     Args:
-        this: Registration of the gateway itself; its address is known once it listens.
+        this: Registration of the gateway itself. The server fills in the address once it listens.
         activity: Returns the gateway's counters.
     """
 
@@ -59,7 +59,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._pending = PendingJoins()
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        """Serve the stream of a service, which sends its registration and then its load, and receives updates."""
+        """Serve the join stream of a service: receive its registration and load reports, send it updates."""
         peer = context.peer()
         with self._pending.slot(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)
@@ -112,7 +112,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         ]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
-        """Return the first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
+        """Return the first message, or None if the stream ends first. Raises DeadlinePassed, Draining or QueueFull."""
         reading = asyncio.ensure_future(anext(aiter(requests), None))
         closing = asyncio.create_task(self._fleet.closed.wait())
         try:
@@ -150,7 +150,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
 
 class FleetNotServedHere(fleet_pb2_grpc.FleetServiceServicer):
-    """The FleetService of the public port, which refuses all calls: the fleet has a port of its own."""
+    """The FleetService of the public port, which refuses all calls because fleet calls belong on the fleet port."""
 
     def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """Refuse a join."""
@@ -172,7 +172,7 @@ def _elsewhere() -> MethodNotServed:
 
 
 def _check_name(registration: fleet_pb2.Registration, known: Caller) -> None:
-    """Raise Forbidden if a service joins with the certificate of another service."""
+    """Raise Forbidden if a service joins under a name that is not in its certificate."""
     if known.role is Role.LOCAL or (registration.kind, registration.name) == (known.role, known.name):
         return
     joins, shown = f"{registration.kind}/{registration.name}", f"{known.role}/{known.name}"

@@ -1,4 +1,4 @@
-"""ImageService: converts messages of the public API, and streams the events of jobs to callers."""
+"""ImageService: the public API. It converts messages and streams the events of jobs to callers."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from bottega.rpc.status import to_job_error
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
-# Sizes of the chunks of images. Every call has room for a small one (rpc.answers); large ones are twice as fast.
+# Sizes of the chunks of images. Every call may send small ones (rpc.answers); large ones are twice as fast.
 _CHUNK_BYTES = 256 << 10
 _SMALL_CHUNK_BYTES = 64 << 10
-# Upper bound on what the answer with a chunk has beside it.
+# Upper bound on the bytes of a message besides its chunk.
 _ABOUT_CHUNK_BYTES = 4 << 10
 # Larger results do not come with events; callers fetch them by GetImage (contract: Image.data).
 _MAX_INLINE_BYTES = 2 << 20
-# Upper bound on the event of a completed job without its images: most of it is the provenance.
+# Upper bound on the event of a completed job without its images; most of it is the provenance.
 _COMPLETED_BYTES = 64 << 10
 _DEFAULT_PAGE = 20
 # A page of ListJobs ends before it has more bytes, because clients take 4 MiB by default. It is read from the store in
 # parts of so many jobs.
 _PAGE_BYTES = 2 << 20
 _PART_OF_PAGE = 5
-# A caller that pages through adapters gets all pages from one list, unless it pauses for longer than this.
+# Seconds for which the list of adapters made for a caller's first page serves its later pages.
 _LISTED_S = 5.0
-# Callers whose lists are kept.
+# Upper bound on the lists that are kept.
 _MAX_LISTINGS = 8
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AdapterListing:
-    """The adapters that a caller may name, in the order of their page tokens."""
+    """The adapters that a caller may name, sorted by their page tokens. One listing serves all pages of a caller."""
 
     access: Access
     made_at: float
@@ -67,10 +67,10 @@ class _AdapterListing:
 
 
 class ImageService(image_pb2_grpc.ImageServiceServicer):
-    """The service that product backends call.
+    """The public gRPC service, which product backends call.
 
     Args:
-        default_deadline_s: Deadline of Generate calls that end with their caller, if the caller set none.
+        default_deadline_s: Deadline of Generate calls without a request_id whose caller set none, in seconds.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
-        """Draw a request and stream its events. With a request_id the job does not end with its caller."""
+        """Draw a request and stream its events. If the caller leaves, a job without request_id is cancelled."""
         goes_on, preview = bool(request.request_id), request.preview
         caller_s = None if goes_on else self._caller_s(context)
         received = self._received(request, context, caller_s=caller_s, preview=preview)
@@ -130,7 +130,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 image, begin = None, begin + size_bytes
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
-        """Accept a request. The call's own deadline bounds the call, not the job."""
+        """Accept a request as a job that outlives the call. The call's deadline does not bound the job."""
         job, _ = await self._admission.admit(request.spec, self._received(request, context), Access.of(caller()))
         _bind(job)
         return image_pb2.SubmitJobResponse(job=_job_to_wire(job))
@@ -140,7 +140,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return image_pb2.GetJobResponse(job=_job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
-        """List jobs by state and time, newest first."""
+        """Return a page of jobs, filtered by state and time, newest first."""
         rules.refuse(list(validation.check_page(request)))
         wanted = JobFilter(
             tenant=caller().tenant,
@@ -165,7 +165,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncIterator[image_pb2.WatchJobResponse]:
-        """Stream the events of a job from now on."""
+        """Stream the events of a job, starting with its current state."""
         job = await self._job(request.job_id)
         if request.preview:
             self._controller.enable_previews(job)
@@ -174,13 +174,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
 
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
-        """Cancel a job, and return when that is durable."""
+        """Cancel a job, and return when the cancellation is durable."""
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=_job_to_wire(job))
 
     async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
-        """Delete a job that has ended, and return when that is durable."""
+        """Delete a job that has ended, and return when the deletion is durable."""
         with contextlib.suppress(JobNotFound):  # a repeated call is answered, too
             await self._job(request.job_id)
         await self._jobs.delete(request.job_id, tenant=caller().tenant)
@@ -190,12 +190,12 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetJobTrace(
         self, request: image_pb2.GetJobTraceRequest, context: _Context
     ) -> image_pb2.GetJobTraceResponse:
-        """Return the trace of a job: the time spans of its parts."""
+        """Return the trace of a job: the time spans of its queueing, drawing and other phases."""
         job = await self._job(request.job_id)
         trace = self._traces.find(job.job_id)
         if trace is None:
             raise TraceNotFound(
-                "no attempt at the job has ended yet" if job.live else "the job's trace was forgotten, or it never ran"
+                "no attempt at the job has ended yet" if job.live else "the job's trace is deleted, or it never ran"
             )
         return image_pb2.GetJobTraceResponse(trace=trace)
 
@@ -206,7 +206,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def ListAdapters(
         self, request: image_pb2.ListAdaptersRequest, context: _Context
     ) -> image_pb2.ListAdaptersResponse:
-        """Return a page of the adapters that the caller's requests may name."""
+        """Return a page of the LoRAs and ControlNets that the caller's requests may name."""
         rules.refuse(list(validation.check_adapters_page(request)))
         listing = await self._adapters(request, Access.of(caller()))
         first = bisect_right(listing.tokens, request.page_token) if request.page_token else 0
@@ -217,9 +217,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         )
 
     async def _adapters(self, request: image_pb2.ListAdaptersRequest, access: Access) -> _AdapterListing:
-        """Return all adapters of a kind that a caller may name.
+        """Return all adapters of the requested kind that a caller may name.
 
-        For a few seconds, later pages use the list that was made for the first.
+        For a few seconds, later pages reuse the list that was made for the first page.
         """
         now, key = self._controller.clock.monotonic(), (access.tenant, request.kind)
         known = self._listings.get(key)
@@ -272,13 +272,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return job
 
     async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
-        """Convert an event. Images are left out while too many bytes already wait for callers to read them."""
+        """Convert an event of a job. Images are omitted while too many bytes already wait for callers to read them."""
         inline = isinstance(event, EndedEvent) and _travels_inline(job) and call_limits.reserve(_inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []
         return _event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
-        """Return the bytes of a picture; empty if it cannot be read. GetImage reports the error."""
+        """Return the bytes of a picture, or b"" if it cannot be read: GetImage then reports the error."""
         try:
             return await self._images.get(picture.digest) or b""
         except BottegaError:
@@ -296,7 +296,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
 
 def _adapter_token(adapter: image_pb2.Adapter) -> str:
-    """Return the page token of the adapters after this one: its place in the order of the list."""
+    """Return the page token of an adapter: a sort key. The next page starts after it."""
     return f"{adapter.kind}/{adapter.name}/{adapter.digest}"
 
 
@@ -305,7 +305,7 @@ def _chunk_bytes() -> int:
 
 
 def _log_id(request_id: str) -> str:
-    """Return the ID of a request for the log: its request_id, not validated yet, or that of the call's metadata."""
+    """Return a request's ID for the log: its request_id (not validated yet), else the ID in the call's metadata."""
     if found := logs.request_id_from(request_id):
         logs.bind(request_id=found)
     return logs.bound().get("request_id", "")
@@ -320,7 +320,7 @@ def _unix_s(timestamp: Timestamp) -> float:
 
 
 def _job_to_wire(job: Job) -> image_pb2.Job:
-    """Return the message of a job's current state, without the bytes of its images."""
+    """Convert the current state of a job to its message, without the bytes of its images."""
     return image_pb2.Job(
         job_id=job.job_id,
         request_id=job.request.request_id,
@@ -339,7 +339,7 @@ def _job_to_wire(job: Job) -> image_pb2.Job:
 
 
 def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
-    """Return the message of a finished image."""
+    """Convert a finished image to its message."""
     picture = job.images[index]
     width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
     return image_pb2.Image(
@@ -355,7 +355,7 @@ def _image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
 
 
 def _event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
-    """Return the message of a job's event; `data` has the bytes of its images if they are sent along."""
+    """Convert an event of a job to its message. `data` has the bytes of its images; empty to send none."""
     if isinstance(event, QueuePosition):
         return image_pb2.JobEvent(
             job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
@@ -370,12 +370,12 @@ def _event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> i
 
 
 def _travels_inline(job: Job) -> bool:
-    """Return whether the images of a completed job may be sent along with the event."""
+    """Return whether the completion event of a job may include the bytes of its images."""
     return _result_bytes(job) < _MAX_INLINE_BYTES
 
 
 def _inline_bytes(job: Job) -> int:
-    """Return the size of the event of a completed job with its images."""
+    """Return the size of the completion event of a job with its images, in bytes."""
     return _result_bytes(job) + _COMPLETED_BYTES
 
 

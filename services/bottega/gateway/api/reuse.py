@@ -1,8 +1,8 @@
-"""Reuse of earlier jobs: the pictures of an identical job, and the kept latents of the image that is edited.
+"""Reuse of earlier jobs: the images of an identical job, and the kept latents of an image that is edited.
 
-Only requests with a seed are answered with stored pictures, because callers that give no seed expect a new picture each
-time. If the weights that would be used are not known for certain, the request is drawn. An edit finds the kept latents
-of its input picture by the digest of the picture's bytes, so the caller need not name the job that drew it. Stored data
+Only requests with a seed are answered with stored images, because callers that give no seed expect a new image each
+time. If the gateway cannot be certain which weights would be used, the request is drawn. An edit finds the kept latents
+of its input image by the digest of the image's bytes, so the caller need not name the job that drew it. Stored data
 that cannot be read is ignored.
 """
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 async def outline_of(spec: GenerationSpec) -> GenerationSpec:
-    """Return a copy of `spec` with the SHA-256 of each input image, in hex, in the image's place."""
+    """Return a copy of `spec` in which the SHA-256 of each input image, in hex, replaces the image."""
     outline = without_images(spec)
     for name in ("image", "mask_image"):
         if spec.HasField(name):
@@ -44,19 +44,19 @@ async def outline_of(spec: GenerationSpec) -> GenerationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdenticalResult:
-    """The stored result that answers a request."""
+    """The stored result of an earlier, identical job."""
 
     spec: GenerationSpec
     """The complete spec of the request, without input images."""
     source: Job
-    """The job that has the pictures; read-only."""
+    """The earlier job whose stored images are the result; read-only."""
 
 
 class IdenticalResults:
-    """A finder of jobs whose stored pictures are the ones that a request asks for.
+    """Finds earlier jobs whose stored images answer a new, identical request.
 
     Args:
-        default: Whether stored pictures may answer a request that does not set `identical_results`.
+        default: Whether stored images may answer a request that does not set `identical_results`.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class IdenticalResults:
         return techniques.identical_results if techniques.HasField("identical_results") else self._default
 
     async def _source(self, key: str, *, kept: bool) -> Job | None:
-        """Return a read-only job with that key whose pictures still exist, and extend the time until they expire.
+        """Return a read-only job with that result key whose images still exist, and extend their lifetime; else None.
 
         Args:
             key: The result key.
-            kept: Whether kept latents of every picture must exist, too.
+            kept: Whether kept latents of every image must exist, too.
         """
         outcome = "none"
         try:
@@ -120,7 +120,7 @@ class IdenticalResults:
                 outcome = "gone"
         except (StorageUnavailable, DataLoss) as error:
             outcome = "failed"
-            _log.info("the search for a stored result failed", extra={"text": error.message})
+            _log.info("the search for a stored result failed; the request is drawn", extra={"text": error.message})
         finally:
             self._metrics.identical_results.labels(outcome).inc()
         return None
@@ -136,7 +136,7 @@ class IdenticalResults:
 
 
 class ImageSources:
-    """A finder of the gateway's data about the input images of a request, such as kept latents."""
+    """Collects what the gateway knows about the input images of a request: digests, sizes and kept latents."""
 
     def __init__(self, jobs: JobRepository, storage: Storage, addons: Sequence[AddOn]) -> None:
         self._jobs = jobs
@@ -144,13 +144,13 @@ class ImageSources:
         self._addons = addons
 
     async def describe(self, request: JobRequest, spec: GenerationSpec, model: Model, seen: SeenImages) -> JobRequest:
-        """Return the request with the facts about its images, and renew the time of latents that its tenant keeps.
+        """Return the request with facts about its images, and extend the lifetime of kept latents that it will use.
 
         Args:
             request: The request.
             spec: Its complete spec.
             model: The model that draws it.
-            seen: Sizes and mask found by decoding its images.
+            seen: The sizes and the mask found by decoding its images.
         """
         if not spec.HasField("image"):
             return request
@@ -158,7 +158,7 @@ class ImageSources:
         if not spec.HasField("mask_image"):
             return dataclasses.replace(request, image_digest=image_digest)
         partly = any(addon.computes_part(spec) for addon in self._addons)
-        # What is kept is of the whole image.
+        # Kept latents are of the whole image, not of a crop.
         may_use_kept = partly and not spec.HasField("padding_mask_crop")
         kept = await self._find_kept(spec, image_digest, request.tenant) if may_use_kept else ""
         source = _edit_source(spec, model, kept or image_digest, mask=seen.mask, tenant=request.tenant)
@@ -173,7 +173,7 @@ class ImageSources:
         )
 
     async def _find_kept(self, spec: GenerationSpec, image_digest: str, tenant: str) -> str:
-        """Return the digest of latents of a picture that a tenant's job keeps and that fit the edit; "" if none do."""
+        """Return the digest of latents of this image that a job of the tenant keeps and that fit the edit, or ""."""
         try:
             for job in await self._jobs.with_kept_picture(image_digest, tenant=tenant):
                 if not _may_fit(job.bare, spec):
@@ -183,14 +183,14 @@ class ImageSources:
                     _log.info("an edit uses the kept latents of its image", extra={"drawn_by": job.job_id})
                     return kept
         except (StorageUnavailable, DataLoss) as error:
-            _log.info("the search for kept latents of an image failed", extra={"text": error.message})
+            _log.info("the search for kept latents failed; the edit goes on", extra={"text": error.message})
         return ""
 
 
 def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
-    """Return whether latents of a picture may be those of an edit's steps; both specs are complete.
+    """Return whether the kept latents of a job have every timestep that an edit computes. Both specs are complete.
 
-    An edit whose step count divides the picture's may have only timesteps that the picture had.
+    They do if the edit's step count divides the job's step count.
     """
     same = (drawn.model, drawn.width, drawn.height) == (edit.model, edit.width, edit.height)
     drawn_strength = drawn.strength if drawn.HasField("strength") else 1.0
@@ -198,9 +198,9 @@ def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
 
 
 def _edit_source(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
-    """Return the name of an edit's source: an image or its kept latents, at a size, or a part of that.
+    """Return a hash that identifies the source of an edit: the image or its kept latents, its size and crop.
 
-    Two tenants have different names for the same source. See ActivationsOrder.source.
+    Two tenants have different hashes for the same source. See ActivationsOrder.source.
     """
     part = [mask.crop_x, mask.crop_y, mask.crop_width, mask.crop_height]
     facts = [tenant, model.model_hash, image_digest, spec.width, spec.height, part]
@@ -208,7 +208,7 @@ def _edit_source(spec: GenerationSpec, model: Model, image_digest: str, *, mask:
 
 
 def _result_size(spec: GenerationSpec, image_size: ImageSize | None) -> tuple[int, int]:
-    """Return the size of an edit's picture if it is put back into its image (padding_mask_crop), else (0, 0)."""
+    """Return the size of the input image if the edit is pasted back into it (padding_mask_crop), else (0, 0)."""
     if image_size is None or not spec.HasField("padding_mask_crop"):
         return 0, 0
     return image_size.width, image_size.height

@@ -1,4 +1,4 @@
-"""The rules by which requests are refused. All violations of a request are found at once."""
+"""The rules that a request must meet. All violations of a request are found at once."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from bottega.v1.image_pb2 import Priority
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Upper bound on a page token of ListAdapters, which has a kind, a name and a hash.
 _MAX_TOKEN_CHARACTERS = 512
-# Upper bound on the states of one ListJobs.
+# Upper bound on the number of states in the filter of ListJobs.
 _MAX_STATES = 16
-# Fields that must be valid for the size at which a mask is read to be known.
+# Fields that must be valid to know the size at which a mask is read.
 _OF_DRAWN_SIZE = frozenset({"spec.width", "spec.height", "spec.padding_mask_crop"})
 # The range of a Timestamp, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
@@ -112,7 +112,7 @@ def check_served(spec: GenerationSpec, model: image_pb2.Model) -> None:
 
 
 def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> Iterator[Violation]:
-    """Yield a violation if the model's scheduler configuration rules out the sampler, its sigmas or so many steps."""
+    """Yield a violation if the model's scheduler configuration forbids the sampler, its sigmas or the step count."""
     choice = choice_of(spec, model)
     if choice is None:
         return
@@ -121,7 +121,7 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> I
             yield _violation("num_inference_steps", choice.refused_steps[steps])
         return
     others = [other for other in model.sampler_choices if other.sampler == choice.sampler and not other.refused_because]
-    # If the sampler works with the other choice of Karras' sigmas, that is what the request has to change.
+    # If the sampler works with the other value of use_karras_sigmas, report that field instead of the sampler.
     name = "use_karras_sigmas" if others and spec.HasField("use_karras_sigmas") else "sampler"
     yield _violation(name, f"is refused by this model's scheduler configuration: {choice.refused_because}")
 
@@ -129,10 +129,10 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> I
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
     """Yield the violations of ListJobs' page size and filters. The token is checked elsewhere."""
     if not 0 <= request.page_size <= MAX_PAGE:
-        yield _violation("page_size", f"must be 1 to {MAX_PAGE}, or 0 for the default", spec=False)
+        yield _violation("page_size", f"must be from 1 to {MAX_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
     if len(request.states) > _MAX_STATES or any(state not in known for state in request.states):
-        yield _violation("states", f"must be known states, at most {_MAX_STATES}", spec=False)
+        yield _violation("states", f"must be known job states, at most {_MAX_STATES} of them", spec=False)
     for name in ("created_after", "created_before"):
         yield from _moment(name, getattr(request, name))
 
@@ -142,29 +142,29 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
     if request.kind not in image_pb2.AdapterKind.values():
         yield _violation("kind", "must be ADAPTER_KIND_CONTROLNET or ADAPTER_KIND_LORA, or 0 for both", spec=False)
     if not 0 <= request.page_size <= MAX_PAGE:
-        yield _violation("page_size", f"must be 1 to {MAX_PAGE}, or 0 for {MAX_PAGE}", spec=False)
+        yield _violation("page_size", f"must be from 1 to {MAX_PAGE}, or 0 for {MAX_PAGE}", spec=False)
     if len(request.page_token) > _MAX_TOKEN_CHARACTERS:
         yield _violation("page_token", "must be the next_page_token of an earlier answer", spec=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImages:
-    """The sizes and the mask that were found by decoding a request's images."""
+    """The sizes and the mask that were found by decoding the images of a request."""
 
     size: ImageSize | None = None
-    """Size of `image`; None without one."""
+    """Size of the input image in pixels; None if the request has no image."""
     mask: MaskUse = field(default_factory=MaskUse)
     """The masked region; see MaskUse."""
 
 
 class ImageInspector(Protocol):
-    """A decoder of images in another process: the codec pool, or a test's."""
+    """Decodes images in another process. The codec pool and the tests implement it."""
 
     async def inspect(self, image: bytes, *, share: Share) -> ImageSize:
         """Decode an image completely and return its size. Raises BadImage."""
 
     async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share) -> MaskUse:
-        """Decode the mask of an edit and return what it redraws. Raises BadImage, also for one that redraws nothing."""
+        """Decode the mask of an edit and return the masked region. Raises BadImage, also if the mask is empty."""
 
 
 async def check_images(
@@ -177,15 +177,15 @@ async def check_images(
     share: Share,
     tokens: MaskTokens | None = None,
 ) -> SeenImages:
-    """Decode every input image, and raise their violations together with those in `found`.
+    """Decode every input image, and raise its violations together with those in `found`.
 
     Args:
         spec: Spec of the request.
         found: Violations in the rest of the request.
         inspector: Decodes the images.
         max_pixels: Upper bound on the pixels of one image.
-        model: The model that draws, or None if unknown: then masks are not read at its size.
-        share: Share of the tenant that sent the request.
+        model: The model that draws, or None if unknown: then masks are not decoded, since their size is unknown.
+        share: The tenant that sent the request, and its weight when tenants compete for the decoders.
         tokens: How masks become tokens in the model's network; None if it does not compute masked blocks.
     """
     known = {violation.field for violation in found}
@@ -203,12 +203,12 @@ async def check_images(
 
 
 class _Inspection:
-    """The inspection of the images of one request.
+    """Decodes the images of one request and collects the results.
 
     Attributes:
-        sizes: Sizes of the good images, by the path of their field.
-        mask: What the mask redraws.
-        bad: Violations of the others.
+        sizes: Sizes of the valid images, by the path of their field.
+        mask: The masked region; empty if there is no mask.
+        bad: Violations of the invalid images.
     """
 
     def __init__(self, inspector: ImageInspector, max_pixels: int, share: Share) -> None:
@@ -220,7 +220,7 @@ class _Inspection:
         self.bad: list[Violation] = []
 
     async def look_at(self, path: str, image: bytes, order: MaskOrder | None) -> None:
-        """Decode one image; `order` says how to read a mask, if known. Raises BottegaError if the codec fails."""
+        """Decode one image. `order` says how to read a mask. Raises BottegaError if the codec fails."""
         try:
             if order is None:
                 size = await self._inspector.inspect(image, share=self._share)
@@ -233,7 +233,7 @@ class _Inspection:
         if size.width * size.height <= self._max_pixels:
             self.sizes[path] = size
             return
-        rule = f"is {size.width}x{size.height} pixels; at most {self._max_pixels} in all"
+        rule = f"is {size.width}x{size.height} pixels; at most {self._max_pixels} pixels are allowed"
         self.bad.append(Violation(field=path, description=rule))
 
 
@@ -244,7 +244,7 @@ def _mask_order(
     model: image_pb2.Model | None,
     tokens: MaskTokens | None,
 ) -> MaskOrder | None:
-    """Return the parameters for reading the mask of a spec; None if other violations leave them unknown."""
+    """Return how to read the mask of a spec, or None if other violations leave the size of the edit unknown."""
     image_size = inspection.sizes.get("spec.image")
     cropped = spec.HasField("padding_mask_crop")
     if model is None or known & _OF_DRAWN_SIZE or (cropped and image_size is None):
@@ -263,7 +263,7 @@ def _mask_order(
 
 def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
     if not _FIRST_S <= stamp.seconds <= _LAST_S:
-        yield _violation(name, "seconds must be those of a year from 1 to 9999", spec=False)
+        yield _violation(name, "seconds must be in the years 1 to 9999", spec=False)
     elif not 0 <= stamp.nanos < 1_000_000_000:
         yield _violation(name, "nanos must be 0 to 999999999", spec=False)
 
@@ -272,7 +272,7 @@ def _check_encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violatio
     if not image:
         yield Violation(field=path, description="is empty; send a PNG, JPEG or WebP")
     elif len(image) > max_bytes:
-        yield Violation(field=path, description=f"is {len(image)} bytes; at most {max_bytes}")
+        yield Violation(field=path, description=f"is {len(image)} bytes; at most {max_bytes} bytes are allowed")
 
 
 def _violation(name: str, description: str, *, spec: bool = True) -> Violation:

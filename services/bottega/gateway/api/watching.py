@@ -1,7 +1,7 @@
 """Watches of jobs. A watch streams the events of one job to one caller, as fast as the caller reads.
 
-A watch has no queue of events. It looks at the job and yields what has changed, so a slow caller costs no memory and
-holds up no other.
+A watch has no queue of events. It compares the job's state with the last state that it sent and yields the changes, so
+a slow caller uses no memory and does not delay other callers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RunningEvent:
     steps_done: int
     steps_total: int
     previews: Mapping[int, bytes]
-    """New previews as JPEGs, by image."""
+    """New previews of the images, as JPEG bytes, by image index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ WatchEvent = QueuePosition | RunningEvent | EndedEvent
 
 
 class JobWatch:
-    """A watch of one job.
+    """Streams the events of one job to one caller.
 
     Args:
         job: The job.
         preview: Whether events have previews.
-        announce: Whether to begin with the job's first place in the queue even if it runs already.
+        announce: Whether the first event is the job's first position in the queue, even if it is running already.
     """
 
     def __init__(self, job: Job, *, preview: bool = False, announce: bool = False) -> None:

@@ -26,7 +26,7 @@ _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
 _LIST_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
-# Calls that stop stale attempts of a worker at once. It runs some tens of attempts, and may report thousands.
+# Upper bound on simultaneous calls that stop stale attempts of a worker: it may report thousands of them.
 MAX_STALE = 64
 
 _log = logging.getLogger(__name__)
@@ -36,36 +36,36 @@ AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 
 def is_death(error: BottegaError) -> bool:
-    """Return whether an attempt failed because its worker or engine died, perhaps because of the job."""
+    """Return whether an attempt failed because its worker or engine died, which the job may have caused."""
     return isinstance(error, WorkerLost) and "died" in error.metadata
 
 
 def died_alone(error: BottegaError) -> bool:
-    """Return whether the worker reported that no other attempt died with this one."""
+    """Return whether no other attempt died together with this one, as far as the worker reported."""
     return error.metadata.get("held_together", "1") == "1"
 
 
 class WorkerClient(Protocol):
     """The calls to one worker. Every failure is a BottegaError.
 
-    WorkerLost means that the connection broke, as at the worker's death (see is_death), or that the worker gave the
-    attempt up. Other Unavailable errors and QueueFull mean that the worker did not take the attempt.
+    WorkerLost means that the connection broke, as when the worker dies (see is_death), or that the worker gave up the
+    attempt. Other Unavailable errors and QueueFull mean that the worker did not accept the attempt.
     """
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Start an attempt before returning, and stream its events."""
 
     def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        """Stream the newest checkpoint of every attempt."""
+        """Stream the newest checkpoint of every attempt that the worker runs."""
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stop an attempt and forget it."""
+        """Stop an attempt and delete the worker's data about it."""
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
-        """List the attempts that run, and those that are finished and not forgotten yet."""
+        """List the attempts that the worker runs, and finished ones that it still keeps."""
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Ask for previews of an attempt from now on."""
+        """Ask the worker to send previews of an attempt from now on."""
 
     async def close(self) -> None:
         """End every call."""
@@ -73,10 +73,7 @@ class WorkerClient(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """An attempt whose events the gateway reads.
-
-    It has many fields because it collects all data that the worker sends for the attempt.
-    """
+    """One attempt to run a job on a worker, with everything that the worker has sent for it so far."""
 
     job: Job
     number: int
@@ -85,36 +82,36 @@ class DispatchedAttempt:
     images: dict[int, bytearray] = field(default_factory=dict)
     """Received bytes of the encoded images, by index."""
     kept: dict[int, bytearray] = field(default_factory=dict)
-    """Received bytes of the add-ons' kept data, by image."""
+    """Received bytes of data that add-ons keep for later jobs, such as latents for edits, by image index."""
     size_bytes: int = 0
     provenance: Provenance | None = None
     trace: Trace = field(default_factory=Trace)
-    """The worker's trace, which comes at the end."""
+    """The worker's trace, which arrives at the end of the attempt."""
     queued_at: float = 0.0
-    """When the job was queued, on the monotonic clock."""
+    """Time at which the job was queued, on the monotonic clock."""
     sent_at: float = 0.0
-    """When the attempt was sent, on the monotonic clock."""
+    """Time at which the attempt was sent to the worker, on the monotonic clock."""
     reported_at: float = 0.0
-    """When the worker last reported progress, or was sent the attempt, on the monotonic clock."""
+    """Time of the worker's last progress report, or of sending the attempt, on the monotonic clock."""
     traced: bool = False
     started: bool = False
     previewed: bool = False
     device_s: float | None = None
-    """Seconds of the worker's device that it has used; None if the worker has not reported them."""
+    """Seconds for which the attempt has used the worker's device; None if the worker has not reported any."""
 
     @property
     def id(self) -> worker_pb2.AttemptId:
-        """The attempt's name in messages."""
+        """The ID of the attempt in messages."""
         return worker_pb2.AttemptId(job_id=self.job.job_id, number=self.number)
 
     @property
     def used_s(self) -> float | None:
-        """Seconds of the worker's device that it has used, as far as the worker has reported; None if unknown."""
+        """Device seconds that the worker has reported for the attempt; None if unknown."""
         return 0.0 if self.device_s is None and not self.started else self.device_s
 
     @property
     def used_until_now_s(self) -> float | None:
-        """Device seconds that the attempt has used if it stops now; None if unknown.
+        """Device seconds that the attempt will have used if it stops now; None if unknown.
 
         Encoding is reported with the first step and decoding after the last one. So the time since the last report
         counts as well, up to what the worker measured for both.
@@ -125,28 +122,28 @@ class DispatchedAttempt:
         return self.used_s + max(0.0, min(silent_s, self.connection.member.load.fixed_s))
 
     def note_device_s(self, device_s: float) -> None:
-        """Note a worker's report of the seconds used so far; a value that is no number of seconds is ignored."""
+        """Store the device seconds that a worker reports for the attempt. Ignore negative and infinite values."""
         self.reported_at = self.job.clock.monotonic()
         if 0.0 < device_s < math.inf:
             self.device_s = device_s
 
     def append_chunk(self, chunk: worker_pb2.AttemptImageChunk, *, max_bytes: int) -> None:
-        """Append bytes of an image. Raises TooLarge if there are more than max_bytes in all."""
+        """Append bytes of an image. Raises TooLarge if all images together exceed max_bytes."""
         self.size_bytes += len(chunk.chunk)
         if self.size_bytes > max_bytes:
             limit = str(max_bytes)
-            raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
+            raise TooLarge(f"the images are larger than {limit} bytes together", metadata={"max_result_bytes": limit})
         self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
 
     def append_kept(self, chunk: worker_pb2.AttemptKeptChunk) -> None:
-        """Append bytes of what is kept of an image. They are dropped if the image is unknown or has too many."""
+        """Append bytes of an image's kept data. Ignore them if the index is unknown or the data is too large."""
         if 0 <= chunk.index < self.job.num_images:
             kept = self.kept.setdefault(chunk.index, bytearray())
             if len(kept) <= MAX_KEPT_BYTES:
                 kept.extend(chunk.chunk)
 
     def kept_data(self, *, max_bytes: int) -> list[bytes]:
-        """Return what is kept of each image; empty for an image of which nothing is or for which there is no room.
+        """Return the kept data of each image; b"" for an image without any, or for which max_bytes leaves no space.
 
         Args:
             max_bytes: Upper bound on the kept data of all images together.
@@ -157,28 +154,28 @@ class DispatchedAttempt:
             fits = self.job.keeps_data and len(data) <= min(max_bytes, MAX_KEPT_BYTES)
             if data and not fits:
                 facts = {**log_lines.job_fields(self.job), "image": index, "bytes": len(data)}
-                _log.warning("what is kept of an image is too large", extra=facts)
+                _log.warning("the data to keep for an image is too large; it is dropped", extra=facts)
             found.append(bytes(data) if fits else b"")
             max_bytes -= len(found[-1])
         return found
 
     def encoded_images(self) -> list[bytes]:
-        """Return all images. Raises WorkerLost if some are missing."""
+        """Return all encoded images. Raises WorkerLost if some are missing."""
         if sorted(self.images) != list(range(self.job.num_images)):
             raise WorkerLost("the worker did not send every image")
         return [bytes(self.images[index]) for index in range(self.job.num_images)]
 
 
 class WorkerConnection:
-    """The connection to one worker.
+    """The gateway's connection to one worker, with the attempts that the worker runs.
 
     Args:
-        calls: Runs the calls to the worker.
+        calls: Runs the calls to the worker in the background.
         on_checkpoint: Called with the worker and each checkpoint of its attempts.
 
     Attributes:
-        attempts: The worker's attempts, by job.
-        revision: Number of changes of the attempts and of their steps.
+        attempts: The worker's attempts, by job ID.
+        revision: A counter that rises when the attempts or their steps change.
     """
 
     def __init__(
@@ -199,21 +196,21 @@ class WorkerConnection:
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs whose attempt is with the worker, in order of arrival."""
+        """The jobs that run on the worker, in the order in which they were sent."""
         return [attempt.job for attempt in self.attempts.values()]
 
     def add(self, attempt: DispatchedAttempt) -> None:
-        """Add an attempt that the worker gets."""
+        """Add an attempt that is sent to the worker."""
         self.attempts[attempt.job.job_id] = attempt
         self.revision += 1
 
     def remove(self, attempt: DispatchedAttempt) -> None:
-        """Remove an attempt that is over."""
+        """Remove an attempt that has ended."""
         del self.attempts[attempt.job.job_id]
         self.revision += 1
 
     def watch_checkpoints(self) -> None:
-        """Restart the stream of checkpoints, which sends the newest checkpoint of every attempt again."""
+        """Restart the stream of checkpoints. The worker then sends the newest checkpoint of every attempt again."""
         self._checkpoints.cancel()
         self._checkpoints = self._calls.start(self._watch_checkpoints())
 
@@ -247,9 +244,9 @@ class WorkerConnection:
                 async for news in self.client.checkpoints():
                     self._on_checkpoint(self.member, news)
             except BottegaError as error:
-                _log.debug("checkpoints cannot be watched", extra={"member": name, "text": error.message})
+                _log.debug("checkpoints cannot be watched now; retrying", extra={"member": name, "text": error.message})
             except Exception:  # noqa: BLE001 - the boundary of the task: without it a dead worker's jobs start from zero
-                _log.exception("checkpoints could not be taken", extra={"member": name})
+                _log.exception("the stream of checkpoints failed; it is opened again", extra={"member": name})
             await asyncio.sleep(_WATCH_PAUSE_S)
 
     async def _stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
@@ -257,7 +254,10 @@ class WorkerConnection:
             await self.client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
         except BottegaError as error:
             # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+            _log.info(
+                "the worker could not be told to stop an attempt",
+                extra={"job_id": attempt.job_id, "text": error.message},
+            )
 
     async def _stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
         try:
@@ -271,5 +271,6 @@ class WorkerConnection:
         except BottegaError as error:
             # The attempt goes on without previews. If it is lost, the next attempt has them.
             _log.warning(
-                "previews could not be requested", extra={**log_lines.job_fields(attempt.job), "text": error.message}
+                "previews could not be requested; the attempt goes on without them",
+                extra={**log_lines.job_fields(attempt.job), "text": error.message},
             )

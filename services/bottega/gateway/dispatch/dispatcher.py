@@ -1,6 +1,6 @@
-"""The dispatcher, which runs attempts on workers: sends jobs, follows their events, gathers images and checkpoints.
+"""The dispatcher, which runs attempts on workers: it sends jobs, follows events, and collects images and checkpoints.
 
-The scheduler decides which worker gets a job. The observer of the attempts decides what happens after a loss.
+The scheduler decides which worker gets a job. The AttemptObserver decides what happens after a worker is lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
-# Attempts that have just completed and that reports on their way may still name.
+# Number of completed attempts that are remembered, because reports that are on their way may still list them.
 _JUST_COMPLETED = 256
 # Upper bound on a checkpoint; that of a picture is below 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
-# Upper bound on a request to a worker: the message limit, less what a deadline and the like add.
+# Upper bound on a request to a worker: the message limit, less the size of the deadline and other small fields.
 _MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
 # Upper bound on decisions, which are stored with the job; each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
@@ -42,48 +42,48 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptObserver(Protocol):
-    """An observer of the progress and the end of attempts. It is called in the event loop and must not block."""
+    """Receives the progress and the end of each attempt. Its methods run in the event loop and must not block."""
 
     def attempt_sent(self, job: Job) -> None:
-        """Note that the worker is called now."""
+        """Note that the attempt is being sent to a worker now."""
 
     def attempt_advanced(self, job: Job) -> None:
-        """Note that denoising made progress."""
+        """Note that the attempt has finished denoising steps."""
 
     def attempt_decided(self, job: Job) -> None:
         """Note that the attempt has made a decision that later attempts at the job must follow."""
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker or the connection to it is lost; the job may have caused that."""
+        """Note that the worker died or disconnected. The job may have caused that."""
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """Note that the worker refused the attempt, or is stopping and returned it. The job is not the cause."""
+        """Note that the worker refused the attempt, or returned it because it is stopping. The job is not the cause."""
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """Note that the worker reported that the job cannot be drawn."""
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Note that an attempt ended, in whatever way.
+        """Note that an attempt ended, with or without success.
 
         Args:
             job: The job.
-            device_s: Seconds of the worker's device that the attempt used; None if unknown.
+            device_s: Seconds for which the attempt used the worker's device; None if unknown.
         """
 
     def attempt_completed(
         self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
     ) -> None:
-        """Note that all images of an attempt are on the disk."""
+        """Note that all images of an attempt are stored."""
 
 
 class Dispatcher:
-    """The dispatcher of a gateway, with all attempts that run.
+    """Runs attempts on workers and holds all attempts that are running.
 
     Args:
-        connect: Makes the client of a worker.
-        observer: Observes how attempts go and end.
-        traces: Get the times of each attempt.
-        max_result_bytes: Upper bound on the images of a job together.
+        connect: Creates the client of a worker.
+        observer: Receives the progress and the end of each attempt.
+        traces: Collects the times of each attempt.
+        max_result_bytes: Upper bound on the bytes of all images of a job.
         weigh: Returns the weight of a tenant.
     """
 
@@ -109,54 +109,54 @@ class Dispatcher:
         self._attempts: dict[str, DispatchedAttempt] = {}
         self._by_tenant: dict[str, Counter[str]] = {}
         self._running = BackgroundTasks("attempts")
-        self._calls = BackgroundTasks("calls of workers")
+        self._calls = BackgroundTasks("calls to workers")
         self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
 
     @property
     def attempts(self) -> int:
-        """Number of attempts that run. Any thread may read it."""
+        """Number of running attempts. Any thread may read it."""
         return len(self._attempts)
 
     def running(self, model: str) -> Mapping[str, int]:
-        """Return the number of attempts at jobs of a model, by tenant."""
+        """Return the number of running attempts of a model's jobs, by tenant."""
         return self._by_tenant.get(model, {})
 
     def running_of(self, tenant: str) -> int:
-        """Return the number of attempts at jobs of a tenant."""
+        """Return the number of running attempts of a tenant's jobs."""
         return sum(by_tenant[tenant] for by_tenant in self._by_tenant.values())
 
     def add_worker(self, member: Member) -> None:
-        """Prepare to call a worker. Harmless if that was done already."""
+        """Open a connection to a worker, unless there is one."""
         if member not in self._connections:
             client = self._connect(member.target)
             self._connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
 
     def remove_worker(self, member: Member) -> None:
-        """Remove a worker that is lost, and all its attempts with it."""
+        """Close the connection to a worker that is lost, and report each of its attempts as lost."""
         connection = self._connections.pop(member, None)
         if connection is None:
             return
         for attempt in list(connection.attempts.values()):
             self._abandon(attempt, used_s=attempt.used_s)
-            self._report_loss(attempt, WorkerLost("the worker was cut off"))
+            self._report_loss(attempt, WorkerLost("the worker did not reconnect within its lease"))
         connection.close()
 
     @property
     def connections(self) -> Mapping[Member, WorkerConnection]:
-        """Connections to workers, from when they join until they are lost."""
+        """The connections by worker. A worker has one from when it joins until it is lost."""
         return self._connections
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Return whether all images of an attempt have just arrived. Its worker may still list it as running."""
+        """Return whether an attempt has just completed. The worker's next report may still list it as running."""
         return (attempt.job_id, attempt.number) in self._completed
 
     def start_attempt(self, job: Job, member: Member, *, free_at: float, exclusive: bool = False) -> None:
-        """Start an attempt at a queued job; the worker is called before this returns.
+        """Start an attempt of a queued job. The worker is called before this returns.
 
         Args:
             job: The job.
             member: The worker.
-            free_at: When the worker could take it, on the monotonic clock.
+            free_at: Time from which the worker could have run the job, on the monotonic clock.
             exclusive: Whether the worker runs no other job.
         """
         connection = self._connections[member]
@@ -169,7 +169,7 @@ class Dispatcher:
     def adopt_attempt(self, job: Job, connection: WorkerConnection) -> None:
         """Continue to read the events of a job's current attempt, which a worker ran before the gateway restarted."""
         self._call(job, connection)
-        # Its newest checkpoint came before the attempt was known here; a new watch brings it again.
+        # Its newest checkpoint came before the attempt was known here. A new stream sends it again.
         connection.watch_checkpoints()
 
     def enable_previews(self, job: Job) -> None:
@@ -180,7 +180,7 @@ class Dispatcher:
             self._request_previews(attempt)
 
     def cancel_attempt(self, job: Job) -> None:
-        """Stop the running attempt of a job that has ended for another reason, also at the worker."""
+        """Stop the running attempt of a job that no longer needs it, here and on the worker."""
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
             self._abandon(attempt, used_s=attempt.used_until_now_s)
@@ -188,7 +188,7 @@ class Dispatcher:
             attempt.connection.stop_attempt(attempt.id)
 
     def detach(self) -> None:
-        """Stop reading events, but let the attempts run on: the gateway continues them after its restart."""
+        """Stop reading events, but let the workers go on: after its restart the gateway reads the events again."""
         for attempt in list(self._attempts.values()):
             self._abandon(attempt, used_s=attempt.used_s)
         self._running.cancel_soon()
@@ -224,15 +224,15 @@ class Dispatcher:
     async def _run_with_kept(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """Yield the events of a job that may use the kept data of its image. Without it, run a plain job.
+        """Yield the events of an edit that may use the kept data of its image. Without that data, edit without it.
 
-        A checkpoint of an attempt that used it is useless without it. Then the picture is drawn from the beginning.
+        A checkpoint that was made with the data is useless without it. Then the edit starts from the first step.
         """
         kept = await self._storage.read_kept(job.request.kept_digest)
         checkpoint, request.checkpoint = request.checkpoint, b""
         room_bytes = _MAX_REQUEST_BYTES - request.ByteSize() - len(kept)
-        if room_bytes < 0:  # earlier attempts did without it, too
-            _log.warning("the request has no room for what is kept of its image", extra=log_lines.job_fields(job))
+        if room_bytes < 0:  # earlier attempts were too large for it as well, so the checkpoint fits
+            _log.warning("the request is too large to add the kept data of its image", extra=log_lines.job_fields(job))
             request.checkpoint = checkpoint
         else:
             request.kept = kept
@@ -274,7 +274,7 @@ class Dispatcher:
             else:
                 self._observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
-            _log.exception("attempt failed unexpectedly", extra=log_lines.job_fields(attempt.job))
+            _log.exception("an attempt failed with an unexpected error", extra=log_lines.job_fields(attempt.job))
             self._remove_if_current(attempt)
             self._note_trace(attempt)
             self._observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
@@ -329,7 +329,7 @@ class Dispatcher:
         assert provenance is not None
         encoded = attempt.encoded_images()
         kept = attempt.kept_data(max_bytes=self._max_result_bytes - attempt.size_bytes)
-        # The worker has done its part: whatever happens to it does not matter from here on.
+        # The worker has sent everything. From here on its death does not matter.
         self._remove_if_current(attempt)
         images = await self._storage.store_images(encoded, kept, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
@@ -348,13 +348,13 @@ class Dispatcher:
             attempt.job.set_checkpoint(news.attempt.number, checkpoint)
 
     def _request_previews(self, attempt: DispatchedAttempt) -> None:
-        """Request previews from the worker once, if they are wanted and the attempt has started."""
+        """Request previews from the worker once, if the job wants them and the attempt has started."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
             attempt.connection.enable_previews(attempt)
 
     def _note_trace(self, attempt: DispatchedAttempt) -> None:
-        """Record the trace of an attempt that is over, once."""
+        """Store the trace of an ended attempt, at most once."""
         if attempt.traced:
             return
         attempt.traced = True
@@ -376,12 +376,12 @@ class Dispatcher:
             self._observer.attempt_returned(attempt.job, attempt.number, error)
 
     def _remove_if_current(self, attempt: DispatchedAttempt) -> None:
-        """Remove an attempt that its own task found to be over, unless another attempt has replaced it."""
+        """Remove an attempt whose task has ended, unless another attempt of the job has replaced it."""
         if self._attempts.get(attempt.job.job_id) is attempt:
             self._remove(attempt, used_s=attempt.used_s)
 
     def _abandon(self, attempt: DispatchedAttempt, *, used_s: float | None) -> None:
-        """Remove an attempt, charge `used_s` device seconds for it, None if unknown, and end its task."""
+        """Remove an attempt and cancel its task. Charge `used_s` device seconds to its tenant; None if unknown."""
         self._remove(attempt, used_s=used_s)
         if attempt.task is not None:
             attempt.task.cancel()
@@ -403,10 +403,10 @@ class Dispatcher:
 
 
 def _bounded(provenance: Provenance) -> Provenance:
-    """Return a worker's provenance, which is stored with the job, without fields that this gateway does not know.
+    """Return the provenance that a worker sent, without fields that this gateway does not know.
 
     Raises:
-        InternalError: It is larger than the provenance of any request can be.
+        InternalError: If it is larger than the provenance of any request can be.
     """
     provenance.DiscardUnknownFields()
     if provenance.ByteSize() > _MAX_PROVENANCE_BYTES:

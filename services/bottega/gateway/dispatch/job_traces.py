@@ -1,4 +1,4 @@
-"""The traces of the jobs that ran last: the gateway's own spans and those of workers, on one clock."""
+"""The traces of recent jobs. A trace has the gateway's own spans and those of workers, on one clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_ATTEMPT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTimes:
-    """The times of one attempt, on the gateway's monotonic clock."""
+    """The times of one attempt, in seconds on the gateway's monotonic clock."""
 
     number: int
     worker: str
@@ -27,14 +27,15 @@ class AttemptTimes:
     sent_at: float
     ended_at: float
     trace: Trace
-    """The worker's trace, counted from when the attempt was sent."""
+    """The worker's trace. Its times count from `sent_at`."""
 
 
 class JobTraces:
-    """The traces of jobs, in memory: a restarted gateway has none.
+    """The traces of recent jobs, in memory only: a restarted gateway has none.
 
     Args:
-        budget_bytes: Upper bound; beyond it the traces that were added to longest ago are forgotten.
+        budget_bytes: Upper bound on the bytes of all traces. The traces that were extended longest ago are dropped
+            first.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -43,17 +44,17 @@ class JobTraces:
         self._traces: OrderedDict[str, Trace] = OrderedDict()
 
     def find(self, job_id: str) -> Trace | None:
-        """Return the trace of a job, its spans by their beginnings; None if there is none."""
+        """Return the trace of a job with its spans sorted by begin, or None if there is none."""
         return self._traces.get(job_id)
 
     def remove(self, job_id: str) -> None:
-        """Forget the trace of a job, if there is one."""
+        """Delete the trace of a job, if there is one."""
         trace = self._traces.pop(job_id, None)
         if trace is not None:
             self.size_bytes -= trace.ByteSize()
 
     def add_attempt(self, job: Job, attempt: AttemptTimes) -> None:
-        """Add an attempt at a job that is over."""
+        """Add an attempt that has ended to the trace of its job."""
         name = f"attempt {attempt.number}"
         made = Trace()
         _add(made, job, name="queue", track="jobs", begin_at=attempt.queued_at, end_at=attempt.sent_at)
@@ -98,7 +99,7 @@ def _add(
     end_at: float,
     facts: dict[str, str] | None = None,
 ) -> None:
-    """Add one of the gateway's own spans."""
+    """Add a span of the gateway to a trace."""
     trace.spans.add(
         name=name,
         track=track,
@@ -109,7 +110,7 @@ def _add(
 
 
 def _take(trace: Trace, attempt: AttemptTimes, *, since_ns: int) -> None:
-    """Add the spans of a worker that got the attempt at `since_ns`. They cannot pose as the gateway's spans."""
+    """Add the spans of a worker to a trace, shifted by `since_ns`. Marks them as the worker's, not the gateway's."""
     reported = attempt.trace
     if reported.ByteSize() > _MAX_ATTEMPT_BYTES:
         trace.dropped += len(reported.spans)

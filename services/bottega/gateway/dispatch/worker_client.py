@@ -23,7 +23,7 @@ from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
-# Failures of a call that say nothing about the job, as failures that gRPC made do: another worker may draw it.
+# Errors that are not the fault of the job, like those that gRPC itself raises: another worker may draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt)
 
 # After these events the worker ends the call by itself, at once. If the call were cancelled first, the worker would
@@ -37,7 +37,7 @@ _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2
 
 
 class GrpcWorkerClient:
-    """The WorkerClient of the dispatcher. It connects and reconnects by itself."""
+    """The WorkerClient that calls a worker over gRPC. It connects and reconnects by itself."""
 
     def __init__(self, target: Target, channels: Channels) -> None:
         self._channel = channels.open(target)
@@ -58,17 +58,17 @@ class GrpcWorkerClient:
             call.cancel()
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stop an attempt and forget it."""
+        """Stop an attempt and delete the worker's data about it."""
         with _typed_failures():
             await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
-        """List the attempts that run, and those that are finished and not forgotten yet."""
+        """List the attempts that the worker runs, and finished ones that it still keeps."""
         with _typed_failures():
             return (await self._worker.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=deadline_s)).attempts
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Ask for previews of an attempt from now on."""
+        """Ask the worker to send previews of an attempt from now on."""
         with _typed_failures():
             await self._worker.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=attempt), timeout=deadline_s)
 
@@ -89,15 +89,15 @@ class GrpcWorkerClient:
                 raise Unavailable("the worker cannot be reached") from None
             lost = _typed(error, answered=answered)
             if is_death(lost) and await self._still_has(attempt):
-                lost = WorkerLost("the connection to the worker was lost, but the worker still runs")
+                lost = WorkerLost("the connection to the worker was lost, but the worker still runs the attempt")
             raise lost from None
         finally:
             call.cancel()
 
     async def _still_has(self, attempt: worker_pb2.AttemptId) -> bool:
-        """Return whether the worker still runs an attempt whose call failed, so that only the connection was lost.
+        """Return whether the worker still runs an attempt whose call failed: then only the connection was lost.
 
-        A worker that was started again meanwhile does not know the attempt.
+        A worker that was restarted meanwhile does not know the attempt.
         """
         try:
             held = await self.list_attempts(deadline_s=_ALIVE_S)
@@ -121,7 +121,7 @@ def _typed_failures() -> Iterator[None]:
 
 
 def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:
-    """Return the error of a failed call; `answered` says whether the worker had begun to answer."""
+    """Convert the error of a failed call. `answered` says whether the worker had already sent an event."""
     error = from_rpc_error(failure)
     if type(error) is Unavailable:
         # The death of a process shows as a broken connection. Before its first answer it may have been dead already.

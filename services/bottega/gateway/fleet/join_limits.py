@@ -1,7 +1,7 @@
 """Limits on how often services may join and on members per host, so that unknown services cannot crowd out others.
 
-An instance that was a member is known for a while. It may join as often as it likes, even if the fleet is full, and
-beyond the limit of one host while a part of the fleet is free.
+A running instance of a service that was a member recently is known. It may join as often as it likes, even if the fleet
+is full. It may also exceed the limit of its host while a part of the fleet is free.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from bottega.clocks import Clock
 from bottega.errors import FleetFull, QueueFull
 
 MAX_NAMELESS = 48
-"""Upper bound on joins that have not sent their registration yet."""
+"""Upper bound on join streams that have not sent their registration yet."""
 
-# The time over which the allowed rate may come at once, as when services start together.
+# Seconds of joins at the allowed rate that may come in one burst, as when services start together.
 _BURST_S = 8.0
-# Hosts, connections and names whose joins are counted; the ones that joined longest ago are forgotten first.
+# Upper bound on the keys of token buckets. The keys that joined longest ago are removed first.
 _MAX_COUNTED = 4096
-# Share of the fleet that services of one host may have in all, including those that were members before.
+# Largest share of max_members that services of one host may have, including known instances.
 _PART_OF_ONE_HOST = 0.75
-# How long an instance that was a member is known, as long as there is room.
+# Seconds for which an instance that was a member is known, unless the record is full.
 _KNOWN_S = 3600.0
-# When to retry if members have to leave first, which may happen at any time.
+# Seconds after which to retry if a member has to leave first, which may happen at any time.
 _FULL_RETRY_S = 5.0
 
 MemberKey = tuple[str, str]
@@ -36,7 +36,7 @@ MemberKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinBounds:
-    """The bounds of FleetConfig and GatewayConfig on joins."""
+    """The limits on joins that FleetConfig and GatewayConfig set."""
 
     max_members: int
     max_members_per_peer: int
@@ -45,7 +45,7 @@ class JoinBounds:
 
 
 class JoinLimits:
-    """The limits on joins. Call `check_rate` for every newcomer that is not `known`, and then `check_room`."""
+    """The limits on joins. For each service that is not `known`, call `check_rate` and then `check_room`."""
 
     def __init__(self, bounds: JoinBounds, clock: Clock) -> None:
         self._bounds = bounds
@@ -58,13 +58,13 @@ class JoinLimits:
     def check_rate(self, *, peer: str, host: str, name: str) -> None:
         """Raise QueueFull, with the time to retry, if services that are no members join too often.
 
-        Joins over one connection do not count against other connections of its host, nor joins of a host against the
-        same name at another host.
+        Joins over one connection do not count against other connections of its host. Joins from one host do not count
+        against the same name at another host.
 
         Args:
-            peer: Connection of the service.
-            host: Its host.
-            name: Its name.
+            peer: Address of the service's connection.
+            host: Host of the service.
+            name: Name of the service.
         """
         buckets = (
             (self._connections, peer, "over one connection"),
@@ -76,7 +76,7 @@ class JoinLimits:
             if wait_s:
                 limit = "joins_per_s" if rates is self._hosts else "joins_per_s_by_name"
                 raise QueueFull(
-                    f"services join too often {what}; retry in {wait_s:.1f} s",
+                    f"services join the fleet too often {what}; retry in {wait_s:.1f} s",
                     metadata={"limit": f"fleet.{limit}"},
                     retry_after_s=wait_s,
                 )
@@ -84,41 +84,41 @@ class JoinLimits:
             rates.consume(key)
 
     def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
-        """Raise FleetFull, with the time to retry, if there is no room for another member.
+        """Raise FleetFull, with the time to retry, if the fleet or the host has as many members as are allowed.
 
         Args:
-            host: Host of the newcomer.
-            hosts: The host of each member.
-            known: Whether the newcomer was a member before.
+            host: Host of the service that joins.
+            hosts: The host of each present member.
+            known: Whether the service was a member recently.
         """
         members, most = Counter(hosts), self._bounds.max_members
         if not known and members.total() >= most:
             raise _full("max_members", most, "the fleet")
-        # Unknown services of a host do not keep known ones out, and both together do not fill the fleet.
+        # Known instances may exceed the limit of their host, but not fill the fleet.
         over = members[host] >= self._bounds.max_members_per_peer
         if over and not (known and members.total() < _PART_OF_ONE_HOST * most):
-            raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
+            raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"the fleet's part on {host}")
 
     def known(self, key: MemberKey, instance: str) -> bool:
-        """Return whether this instance of the service was recently a member."""
+        """Return whether this instance of a service was a member recently."""
         return self._known.has(key, instance)
 
     def remember(self, key: MemberKey, instance: str, *, stayed_s: float) -> None:
-        """Remember the instance of a lost member, which stayed for `stayed_s` seconds."""
+        """Remember an instance that is no longer a member. It was one for `stayed_s` seconds."""
         self._known.add(key, instance, stayed_s)
 
 
 class PendingJoins:
-    """The joins that have not sent their registration yet. Their number is bounded."""
+    """Bounds the number of join streams that have not sent their registration yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     @contextlib.contextmanager
     def slot(self, host: str) -> Iterator[asyncio.Future[None]]:
-        """Count a join while the block runs. Its future is done when the join must end to make room for another.
+        """Count a join stream while the block runs. The future is done when it must end in favour of a newer one.
 
-        The oldest join of the host with the most joins has to end first.
+        The oldest stream of the host with the most streams ends first.
         """
         if len(self._waiting) >= MAX_NAMELESS:
             self._evict_one()
@@ -138,21 +138,22 @@ class PendingJoins:
 
 
 class _TokenBuckets:
-    """Token buckets by key: each gets `rate` tokens a second and holds up to `burst`."""
+    """Token buckets by key. Each bucket gets `rate` tokens a second and holds up to `burst`."""
 
     def __init__(self, rate: float, burst: float, clock: Clock) -> None:
         self._rate = rate
         self._burst = max(1.0, burst)
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
+        # by key: tokens, and the time at which they were counted
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, key: str) -> float:
-        """Return the seconds until there is a token; 0 if there is one."""
+        """Return the seconds until the bucket has a token; 0 if it has one now."""
         left = self._now(key)
         return 0.0 if left >= 1 else (1 - left) / self._rate
 
     def consume(self, key: str) -> None:
-        """Remove a token."""
+        """Remove a token from the bucket."""
         left = self._now(key) - 1
         self._left.pop(key, None)  # so that it is the newest
         self._left[key] = (left, self._clock.monotonic())
@@ -175,7 +176,7 @@ class _PastInstance:
 class _PastInstances:
     """A bounded record of instances that were members recently.
 
-    If there is no room, the instance that was a member for the shortest time is forgotten first.
+    If it is full, the instance that was a member for the shortest time is removed first.
     """
 
     def __init__(self, most: int, clock: Clock) -> None:
@@ -203,7 +204,7 @@ class _PastInstances:
 
 def _full(key: str, most: int, whose: str) -> FleetFull:
     return FleetFull(
-        f"{whose} has {most} members, and {key} of the gateway allows no more",
+        f"{whose} has {most} members; {key} of the gateway's configuration allows no more",
         metadata={key: str(most)},
         retry_after_s=_FULL_RETRY_S,
     )

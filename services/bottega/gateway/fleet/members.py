@@ -1,4 +1,4 @@
-"""The models that workers have served lately, and the interface of observers of the fleet."""
+"""The models that workers have served recently, and the interface of observers of the fleet."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from bottega.gateway.fleet.validation import MAX_MODELS
 from bottega.v1 import image_pb2
 
 MAX_START_GRACE_S = 600.0
-"""Upper bound on the grace of services that are slow to start; a larger model_grace_s holds for all."""
+"""Upper bound in seconds on the grace of slow starters, unless model_grace_s is larger."""
 
-# Multiple of the longest start. The next one may be from a cold disk, the service itself starts before its engine, and
+# Multiple of the longest start. The next start may be from a cold disk, the service starts before its engine, and
 # it waits for the lease of its name.
 _STARTS = 2.0
-# Starts of a model's workers that are remembered, the newest ones.
+# Number of start times that are kept for each model, the newest ones.
 _MAX_STARTS = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class _SeenModel:
-    """The last registration of a model, and how long its workers took to start."""
+    """A model as it was last registered, and the start times of its workers."""
 
     model: image_pb2.Model
     at: float
-    """When a worker of it last joined or left."""
+    """Time at which one of its workers last joined or left, on the monotonic clock."""
     starts: dict[str, float] = field(default_factory=dict)
-    """Seconds that its workers took to start, by instance."""
+    """Seconds that each worker took to start, by instance."""
 
 
 class SeenModels:
-    """The models that were seen, at most as many as one service may have; the ones seen longest ago are forgotten.
+    """The models that workers have served recently. Beyond MAX_MODELS, the ones seen longest ago are removed.
 
-    A worker that restarts is away while its model loads: seconds for a small model, minutes for a large one on a cold
-    disk. So jobs wait for a missing model for twice the longest start of its recent workers. This class does not know
-    which workers are present.
+    While a worker restarts, it is away until its model is loaded: seconds for a small model, minutes for a large one on
+    a cold disk. So jobs wait for a missing model for twice the longest start of its recent workers. This class does not
+    know which workers are present.
 
     Args:
-        grace_s: Least time, in seconds, for which jobs wait for a model without workers.
+        grace_s: Shortest time, in seconds, for which jobs wait for a model without workers.
         clock: Clock of the gateway.
     """
 
@@ -58,7 +58,7 @@ class SeenModels:
         return seen.model if seen else None
 
     def note_presence(self, member: Member, now: float) -> None:
-        """Note that a member joins or leaves. Only workers have models."""
+        """Note that a member joins or leaves. Does nothing if the member serves no model."""
         for model in member.models:
             before = self._models.get(model.name)
             self._models[model.name] = _SeenModel(model=model, at=now, starts=before.starts if before else {})
@@ -66,7 +66,7 @@ class SeenModels:
             del self._models[min(self._models, key=lambda name: self._models[name].at)]
 
     def note_start(self, member: Member) -> None:
-        """Note how long a member took to start; an instance counts once."""
+        """Record how long a member took to start, once for each instance."""
         for seen in self._of(member):
             starts = seen.starts
             starts.pop(member.instance, None)
@@ -75,14 +75,14 @@ class SeenModels:
                 del starts[next(iter(starts))]
 
     def is_recent(self, name: str) -> bool:
-        """Return whether a worker of the model joined or left within the grace of the model."""
+        """Return whether a worker of the model joined or left within the model's grace period."""
         seen = self._models.get(name)
         return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
 
     def grace_s(self, member: Member) -> float:
-        """Return how long to wait for items that a member hosted: as long as for its models, or as its start takes."""
+        """Return for how many seconds jobs wait for a member that has left, or for items that it no longer hosts."""
         if member.connected:
-            return self._grace_s  # it is not starting, and has dropped something
+            return self._grace_s  # the member is present and only dropped an item
         starts = (start for seen in self._of(member) for start in seen.starts.values())
         return self._grace_of([member.load.start_s, *starts])
 
@@ -94,13 +94,13 @@ class SeenModels:
 
 
 class FleetObserver(Protocol):
-    """An observer of members that join, change and leave. It is called in the event loop and must not block."""
+    """Receives joins, changes and losses of members. Its methods run in the event loop and must not block."""
 
     def member_joined(self, member: Member) -> None:
         """Note that a member has joined, or has reconnected within its lease."""
 
     def member_changed(self, member: Member) -> None:
-        """Note that a member has reported its load, or has disconnected but may still reconnect."""
+        """Note that a member has reported its load, or has disconnected and may still reconnect."""
 
     def member_lost(self, member: Member) -> None:
-        """Note that a member's lease has ended, so that its attempts are lost."""
+        """Note that a member's lease has ended. Its attempts are lost."""

@@ -1,4 +1,4 @@
-"""The registry of the services that have joined, with their load and their models.
+"""The registry of fleet members: the services that have joined, with their load and their models.
 
 A member whose stream ends gets no new work. It is lost if it has not reconnected within its lease.
 """
@@ -22,11 +22,11 @@ from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.address import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
-# A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
+# A worker of the miniature model was measured to restart in about 7 s on busy cores; half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
-# Pause after a service has not taken a job or session: the time between two reports of its load.
+# Pause after a service has refused a job or session: the time between two reports of its load.
 _BACK_OFF_S = 0.5
-# Time after the end of a lease at which a service that waits for its name should join again.
+# Seconds after the end of a lease at which a service that waits for the name should join again.
 _AFTER_LEASE_S = 0.05
 
 # Longest time between two reports of a member while there are jobs, and the number of reports that fit into a lease.
@@ -37,7 +37,7 @@ _AT_REST = 10.0
 # Time without jobs after which the fleet rests.
 _REST_AFTER_S = 10.0
 
-# How long, and how many, workers that cannot serve their model are listed, so that operators can see why.
+# Seconds for which, and number of, workers that are listed because they cannot serve their model: operators see why.
 _REFUSED_KEPT_S = 600.0
 _MAX_REFUSED = 64
 
@@ -45,12 +45,13 @@ _log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """The registry of a gateway's fleet.
+    """The registry of the members of a gateway's fleet.
 
     Args:
-        lease_s: Seconds of silence after which a member is lost. At rest they are more; see `rest`.
-        model_grace_s: How long a model, and everything else that jobs need, is expected back at least. What is slow to
-            start is expected for longer (`SeenModels`).
+        lease_s: Seconds without a report after which a member is lost. While there are no jobs, the lease is longer;
+            see `rest`.
+        model_grace_s: Shortest time in seconds for which jobs wait for a model or other item that no member serves.
+            They wait longer for services that are slow to start (`SeenModels`).
         bounds: Bounds on joins.
         clock: Clock of the gateway.
 
@@ -72,25 +73,25 @@ class Fleet:
         self._observers: list[FleetObserver] = []
 
     def subscribe(self, observer: FleetObserver) -> None:
-        """Notify an observer of every change from now on."""
+        """Call an observer at every change from now on."""
         self._observers.append(observer)
 
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
-        """Add a new member, or replace the stream of a member whose process has reconnected, which loses no attempt.
+        """Add a member, or give a member that reconnects its new stream. Reconnecting loses no attempt.
 
-        A worker that joined while its engine was starting joins once more with its model.
+        A worker that joined while its engine was starting joins again once it has loaded its model.
 
         Args:
             registration: The service's description of itself.
-            peer: Its connection, as gRPC names it.
+            peer: Address of the service's connection, as gRPC formats it.
 
         Raises:
             InvalidRequest: If the registration is invalid or the name is in use.
-            Unavailable: If the last member of that name may still come back.
-            FleetFull: With the time to retry.
+            Unavailable: If the last member of that name may still reconnect.
+            FleetFull: If there are too many members; with the time to retry.
             QueueFull: If services join too often; with the time to retry.
             ModelMismatch: If another worker serves the model with other weights or in another precision.
-            Draining: If the gateway stops.
+            Draining: If the gateway is stopping.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
@@ -128,7 +129,7 @@ class Fleet:
         return member
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
-        """Update a member by its report of its load. Raises InvalidRequest."""
+        """Update a member with the load that it reports. Raises InvalidRequest."""
         repeated = member.has_reported and not load.running and load == member.load
         if not repeated:
             rules.refuse(list(check_load(load)))
@@ -136,14 +137,14 @@ class Fleet:
         self.report_unchanged(member)
 
     def report_unchanged(self, member: Member) -> None:
-        """Note that a member is alive, and that its load has not changed if it has reported one."""
+        """Renew a member's lease. Its load is the same as in its last report."""
         member.heard_at = self._clock.monotonic()
         member.lease_until = member.heard_at + self._lease_now_s
         for observer in self._observers:
             observer.member_changed(member)
 
     def leave(self, member: Member, stream: int) -> None:
-        """Note that a member's stream has ended; a stream that was replaced changes nothing."""
+        """Note that a member's stream has ended. Does nothing if a newer stream has replaced that stream."""
         if not member.connected or member.stream != stream:
             return
         now = self._clock.monotonic()
@@ -155,14 +156,14 @@ class Fleet:
             observer.member_changed(member)
 
     def expire(self) -> None:
-        """Remove every member whose lease is over."""
+        """Remove every member whose lease has ended."""
         now = self._clock.monotonic()
         for member in [member for member in self._members.values() if member.lease_until <= now]:
             _log.warning("member lost", extra={"member": member.name})
             self._remove(member)
 
     def shortest_lease_s(self) -> float:
-        """Return the seconds until the first lease ends if no member reports; inf without members."""
+        """Return the seconds until the first lease ends if no member reports; inf if there are no members."""
         until = min((member.lease_until for member in self._members.values()), default=math.inf)
         return until - self._clock.monotonic()
 
@@ -174,14 +175,14 @@ class Fleet:
 
     @property
     def report_every_s(self) -> float:
-        """The longest time between two reports that members are asked for, in seconds."""
+        """The longest time between two reports that members are asked to keep, in seconds."""
         every_s = min(_REPORT_S, self.lease_s / _REPORTS_PER_LEASE)
         return _AT_REST * every_s if self._at_rest else every_s
 
     def rest(self) -> None:
-        """Ask members for fewer reports and grant them longer leases, if there have been no jobs for a while.
+        """If there have been no jobs for a while, ask members for fewer reports and grant them longer leases.
 
-        A process that freezes meanwhile is noticed later, but not later than `lease_s` after the next job came.
+        A process that freezes meanwhile is noticed later, but within `lease_s` of the next job.
         """
         now = self._clock.monotonic()
         if not self._at_rest and now - self._woken_at >= _REST_AFTER_S:
@@ -192,9 +193,9 @@ class Fleet:
                     member.wake.set()
 
     def wake_up(self) -> bool:
-        """End the rest, and return whether there was one.
+        """Return to frequent reports and short leases. Return whether members reported rarely until now.
 
-        Members are asked to report at once, and one that does not is lost after `lease_s`.
+        All members are asked to report at once. One that does not is lost after `lease_s`.
         """
         self._woken_at = self._clock.monotonic()
         if not self._at_rest:
@@ -211,33 +212,33 @@ class Fleet:
         return _AT_REST * self.lease_s if self._at_rest else self.lease_s
 
     def close(self) -> None:
-        """End every member's stream, and refuse joins from now on."""
+        """End every member's stream, and refuse all joins from now on."""
         self.closed.set()
         for member in list(self._members.values()):
             self._remove(member)
 
     def members(self) -> list[Member]:
-        """Return the present members, by kind and name. Any thread may call it."""
+        """Return the connected members, sorted by kind and name. Any thread may call this."""
         connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
 
     def refused(self) -> list[Member]:
-        """Return the workers that ended lately because they cannot serve their model, by name."""
+        """Return the workers that ended recently because they cannot serve their model, sorted by name."""
         oldest = self._clock.monotonic() - _REFUSED_KEPT_S
         self._refused = {key: member for key, member in self._refused.items() if member.heard_at > oldest}
         return [self._refused[key] for key in sorted(self._refused)]
 
     def services(self, kind: str) -> list[Member]:
-        """Return the services of a kind that are here, by name. Members that use the kind are woken at changes."""
+        """Return the connected services of a kind, sorted by name."""
         here = (member for member in self._members.values() if member.connected and member.kind == kind)
         return sorted(here, key=lambda member: member.name)
 
     def serving(self, model: str) -> list[Member]:
-        """Return the present workers of a model."""
+        """Return the connected workers of a model."""
         return [member for member in self._members.values() if member.connected and member.serves(model)]
 
     def workers(self, model: str) -> list[Member]:
-        """Return the workers that take new jobs of a model."""
+        """Return the connected workers of a model that accept new jobs."""
         now = self._clock.monotonic()
         return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
@@ -248,27 +249,27 @@ class Fleet:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
 
     def models(self, access: Access = ANYTHING) -> list[image_pb2.Model]:
-        """Return the models that are served now and that a caller may name, by name, with the number of workers."""
+        """Return the served models that a caller may name, sorted by name. Each has the number of its workers."""
         names = {model.name for member in self.members() for model in member.models}
         return [self._merged_model(name) for name in sorted(names) if access.has_model(name)]
 
     def resolve(self, name: str | None, access: Access = ANYTHING) -> image_pb2.Model:
-        """Return the model of that name, or without a name the only one served. Do not change it.
+        """Return the model of that name. Do not change the returned message.
 
         Args:
-            name: Name of the model.
-            access: What the caller may name; other models do not exist for it.
+            name: Name of the model; None stands for the only model that is served.
+            access: The models that the caller may name. Other models count as not served.
 
         Raises:
             ModelNotFound: If there is no such model.
-            NoWorker: If no worker serves it now or did so within the grace.
-            InvalidRequest: If several models are served and none is named.
+            NoWorker: If a worker served the model within its grace period, but none does now.
+            InvalidRequest: If `name` is None and several models are served.
         """
         seen = [model for model in self._seen if access.has_model(model)]
         served = sorted(model for model in seen if self.expected(model))
         if name is None:
             if len(served) > 1:
-                rule = f"say which one: {', '.join(served)}"
+                rule = f"several models are served; name one of them: {', '.join(served)}"
                 raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
             name = served[0] if served else None
         if name in served:
@@ -276,27 +277,27 @@ class Fleet:
         if name is None or name in seen or not seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
-        raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})
+        raise ModelNotFound(f"no such model; served models: {listed}", metadata={"served": ",".join(served)})
 
     def mask_tokens(self, model: str) -> fleet_pb2.MaskTokens | None:
-        """Return how masks become tokens in a model's network, as its workers report; None if none does."""
+        """Return how masks become tokens in a model's network, as its workers report it; None if none reports it."""
         reported = (member.load.mask_tokens for member in self.serving(model))
         return next((tokens for tokens in reported if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
-        """Return whether a worker serves the model, or did within the model's grace."""
+        """Return whether a worker serves the model, or did so within the model's grace period."""
         return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
 
     def grace_s(self, member: Member) -> float:
-        """Return how many seconds to wait for items that a member hosted, after it has left or dropped them."""
+        """Return for how many seconds jobs wait for items that a member hosted, after it has left or dropped them."""
         return self._seen.grace_s(member)
 
     def last_seen(self, model: str) -> image_pb2.Model:
-        """Return the model as it was last registered, or an empty one if it never was. Do not change it."""
+        """Return the model as it was last registered, or an empty message if it never was. Do not change it."""
         return self._seen.get(model) or image_pb2.Model()
 
     def _apply(self, member: Member, load: fleet_pb2.Load) -> None:
-        """Update a member by a new report, and notify observers."""
+        """Update a member with a new report, and call the observers."""
         has_started = load.start_s != member.load.start_s  # once for each instance
         member.load, member.has_reported = load, True
         if has_started:
@@ -331,7 +332,7 @@ class Fleet:
 
     def _reconnect(self, member: Member, registration: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != registration:
-            rule = "an instance that has joined must say the same when it connects again"
+            rule = "a member that reconnects must send the same registration as before"
             raise InvalidRequest(
                 f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
             )
@@ -344,10 +345,10 @@ class Fleet:
     def _check_name(self, member: Member, now: float) -> None:
         """Raise an error if a service joins under the name of another process that may still be alive.
 
-        Without this check, two services with one name would replace each other again and again, and any service could
-        end a member's attempts.
+        Without this check, two services with the same name would replace each other forever, and any service could end
+        another member's attempts.
         """
-        self.wake_up()  # so that a frozen process gives its name up as soon as while there are jobs
+        self.wake_up()  # use the short lease, so that a frozen process loses its name soon
         left_s = member.lease_until - now
         if left_s <= 0:
             return
@@ -365,7 +366,7 @@ class Fleet:
         )
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
-        """Raise ModelMismatch if workers of a model have different weights or precision: jobs may move between them."""
+        """Raise ModelMismatch if workers of a model differ in weights or precision, because jobs move between them."""
         if registration.kind != kinds.WORKER:
             return
         served = {model.name: (model, other) for other in others for model in other.models}
@@ -381,7 +382,7 @@ class Fleet:
                 )
 
     def _merged_model(self, name: str) -> image_pb2.Model:
-        """Return the model with the features of all its workers, or as it was when the last worker left."""
+        """Return the model with the features of all its workers, or as it was when its last worker left."""
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
@@ -401,7 +402,7 @@ class Fleet:
             observer.member_lost(member)
 
     def _note_refusal(self, member: Member) -> None:
-        """Remember a worker that has left and had reported why it serves no model."""
+        """Remember a worker that has left, if it had reported why it serves no model."""
         if not member.is_worker or member.models or not member.load.left_out:
             return
         self._refused[member.kind, member.name] = member
@@ -409,7 +410,7 @@ class Fleet:
             del self._refused[key]
 
     def _note_presence(self, member: Member, now: float) -> None:
-        """Note that a member joins or leaves."""
+        """Update the known models and wake the members that use this kind of service when a member joins or leaves."""
         self._merged_models.clear()
         self._seen.note_presence(member, now)
         for user in self._members.values():

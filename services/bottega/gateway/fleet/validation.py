@@ -1,4 +1,4 @@
-"""The bounds on registrations and reports of services. All violations are found at once."""
+"""The bounds on registrations and load reports of services. All violations of a message are found at once."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from bottega.v1.generation_pb2 import Sampler
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted, HostedState, LeftOut
 
 MAX_MODELS = 256
-"""Upper bound on the models of one service, and on models that are remembered after their last worker has left."""
+"""Upper bound on the models of one service, and on models that are remembered after their last worker left."""
 
 MAX_USED_KINDS = 16
-"""Upper bound on the kinds of services whose addresses a service requests."""
+"""Upper bound on the kinds of services whose addresses a service asks for."""
 
 MAX_HOSTED = 1024
-"""Upper bound on the items of a kind, such as ControlNets, that one service hosts."""
+"""Upper bound on the items of one kind, such as ControlNets, that one service hosts."""
 
-# Upper bound on what one service hosts of all kinds: a report is checked in one go.
+# Upper bound on the hosted items of all kinds of one service, because the event loop checks a report without a pause.
 _MAX_HOSTED_IN_ALL = 4 * MAX_HOSTED
 
 _MAX_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 256
 # Least and most characters of a secret that cannot be guessed.
 _INSTANCE_CHARACTERS = (16, 64)
-# A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
+# A worker runs a few dozen attempts at once, and measures a few picture sizes with a few batch sizes.
 _MAX_ENTRIES = 4096
-# Upper bound on the sizes of latents, and on the widths of groups, for which a worker reports times of masked rows.
+# Upper bound on the latent sizes, and on the batch sizes, for which a worker reports times of masked rows.
 _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
 # Upper bound on the entries of a worker's self-check.
@@ -49,10 +49,10 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     """Yield the violations in a registration."""
     if not is_kind(registration.kind):
-        yield _violation("kind", "must be 1 to 32 characters of [a-z0-9-], the first a letter")
+        yield _violation("kind", "must be 1 to 32 characters of [a-z0-9-] and begin with a letter")
     uses = registration.uses
     if len(uses) > MAX_USED_KINDS or len(set(uses)) < len(uses) or not all(map(is_kind, uses)):
-        yield _violation("uses", f"must be kinds of services, at most {MAX_USED_KINDS}, each once")
+        yield _violation("uses", f"must be at most {MAX_USED_KINDS} kinds of services without duplicates")
     if not 0 < len(registration.name) <= _MAX_CHARACTERS:
         yield _violation("name", f"must be 1 to {_MAX_CHARACTERS} characters")
     if not _is_address(registration.address):
@@ -69,23 +69,23 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
 
 
 def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
-    """Yield the violations in a report. Numbers that are useless for planning are ignored, not refused."""
+    """Yield the violations in a load report. Values that planning cannot use are ignored, not refused."""
     for name in ("running", "step_times"):
         if len(getattr(load, name)) > _MAX_ENTRIES:
-            yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
+            yield Violation(field=f"load.{name}", description=f"must have at most {_MAX_ENTRIES} entries")
     if any(len(running.attempt.job_id) > _MAX_CHARACTERS for running in load.running):
-        yield Violation(field="load.running", description=f"ids of jobs are at most {_MAX_CHARACTERS} characters")
+        yield Violation(field="load.running", description=f"job IDs must have at most {_MAX_CHARACTERS} characters")
     if not 0 <= load.fixed_s < math.inf:
-        yield Violation(field="load.fixed_s", description="must be a number of seconds")
+        yield Violation(field="load.fixed_s", description="must be a finite number of seconds, not negative")
     if not 0 <= load.start_s <= rules.MAX_START_S:
-        yield Violation(field="load.start_s", description=f"must be seconds, at most {rules.MAX_START_S:.0f}")
+        yield Violation(field="load.start_s", description=f"must be from 0 to {rules.MAX_START_S:.0f} s")
     times = {time.kind: time.seconds for time in load.switch_times}
     if (
         len(times) < len(load.switch_times)
         or len(times) > MAX_USED_KINDS
         or not all(map(_can_be_switched, times.items()))
     ):
-        rule = f"must be numbers of seconds, of at most {MAX_USED_KINDS} kinds, each once"
+        rule = f"must be finite numbers of seconds, of at most {MAX_USED_KINDS} kinds without duplicates"
         yield Violation(field="load.switch_times", description=rule)
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
@@ -96,30 +96,34 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     if load.HasField("starting") and not (
         0 < len(starting.stage) <= _MAX_STAGE and starting.done_bytes >= 0 and starting.total_bytes >= 0
     ):
-        rule = f"its stage has 1 to {_MAX_STAGE} characters, and its bytes must not be negative"
+        rule = f"the stage must have 1 to {_MAX_STAGE} characters, and byte counts must not be negative"
         yield Violation(field="load.starting", description=rule)
     yield from _masked(load)
     yield from _accelerations(load)
     yield from _hosted(load)
     if len(load.left_out) > rules.MAX_LEFT_OUT or not all(map(_can_be_left_out, load.left_out)):
         rule = (
-            f"at most {rules.MAX_LEFT_OUT}, each with a kind, a name, and a reason of {_MAX_REASON} characters at most"
+            f"must have at most {rules.MAX_LEFT_OUT} entries, each with a kind, a name, "
+            f"and a reason of at most {_MAX_REASON} characters"
         )
         yield Violation(field="load.left_out", description=rule)
 
 
 def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:
     if max(len(load.masked_times), *(len(time.planned) for time in load.masked_times), 0) > _MAX_MASKED_TIMES:
-        yield Violation(field="load.masked_times", description=f"at most {_MAX_MASKED_TIMES}, each with as many")
+        yield Violation(
+            field="load.masked_times",
+            description=f"must have at most {_MAX_MASKED_TIMES} entries and planned times each",
+        )
     tokens = load.mask_tokens
     if not all(0 <= number <= _MAX_MASK_TOKENS for number in (tokens.token_elements, tokens.margin_tokens)):
-        yield Violation(field="load.mask_tokens", description=f"must be 0 to {_MAX_MASK_TOKENS}")
+        yield Violation(field="load.mask_tokens", description=f"must be from 0 to {_MAX_MASK_TOKENS}")
 
 
 def _accelerations(load: fleet_pb2.Load) -> Iterator[Violation]:
     names = [acceleration.name for acceleration in load.accelerations]
     if len(names) > _MAX_ACCELERATIONS or len(set(names)) < len(names) or not all(map(_ACCELERATION.fullmatch, names)):
-        rule = f"at most {_MAX_ACCELERATIONS}, each name once, of 1 to 64 characters of [a-z0-9_.-]"
+        rule = f"must be at most {_MAX_ACCELERATIONS} with unique names of 1 to 64 characters of [a-z0-9_.-]"
         yield Violation(field="load.accelerations", description=rule)
     numbers = [
         number
@@ -129,25 +133,25 @@ def _accelerations(load: fleet_pb2.Load) -> Iterator[Violation]:
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         yield Violation(field="load.accelerations", description="numbers must be finite and not negative")
     if any(len(acceleration.reason) > _MAX_REASON for acceleration in load.accelerations):
-        yield Violation(field="load.accelerations", description=f"a reason has at most {_MAX_REASON} characters")
+        yield Violation(field="load.accelerations", description=f"a reason must have at most {_MAX_REASON} characters")
 
 
 def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:
     if len(load.hosted) > _MAX_HOSTED_IN_ALL or len({item.kind for item in load.hosted}) > MAX_USED_KINDS:
-        rule = f"at most {_MAX_HOSTED_IN_ALL}, of at most {MAX_USED_KINDS} kinds"
+        rule = f"must be at most {_MAX_HOSTED_IN_ALL} items of at most {MAX_USED_KINDS} kinds"
         yield Violation(field="load.hosted", description=rule)
         return
     counts = Counter(item.kind for item in load.hosted)
     applied = Counter(item.kind for item in load.hosted if item.state == HOSTED_STATE_APPLIED)
     loadable = [(item.kind, item.name or item.digest) for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
     if len(set(loadable)) < len(loadable) or max(counts.values(), default=0) > MAX_HOSTED:
-        yield Violation(field="load.hosted", description=f"at most {MAX_HOSTED} of a kind, each once")
+        yield Violation(field="load.hosted", description=f"must be at most {MAX_HOSTED} of a kind without duplicates")
     elif max(applied.values(), default=0) > rules.MAX_ADAPTERS or not all(map(_can_be_hosted, load.hosted)):
-        rule = f"kinds, and names such as a request may have, else digests; at most {rules.MAX_ADAPTERS} applied"
-        limits = f"hashes and bases of {_MAX_CHARACTERS} characters at most, numbers not negative, states known"
+        rule = f"items need a kind and a valid name or digest; at most {rules.MAX_ADAPTERS} may be applied"
+        limits = f"hashes and bases of at most {_MAX_CHARACTERS} characters, no negative numbers, known states"
         yield Violation(field="load.hosted", description=f"{rule}; {limits}")
     elif not all(map(_is_profiled_well, load.hosted)):
-        rule = f"profiles must be such as SetProfile takes, and at most {rules.MAX_PROFILES} of a ControlNet"
+        rule = f"profiles must be valid in SetProfile, at most {rules.MAX_PROFILES} for a ControlNet"
         yield Violation(field="load.hosted", description=rule)
 
 
@@ -186,12 +190,12 @@ def _is_profiled_well(item: Hosted) -> bool:
 def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     names = {model.name for model in registration.models} - {""}
     if not len(names) == len(registration.models) <= MAX_MODELS:
-        yield _violation("models", f"at most {MAX_MODELS}, each with a name of its own")
+        yield _violation("models", f"must be at most {MAX_MODELS} with unique names")
     elif not all(_is_bounded(model) for model in registration.models):
-        rule = f"names are at most {rules.MAX_MODEL_CHARACTERS} characters, hashes, dtypes and bases {_MAX_CHARACTERS}"
+        rule = f"names have at most {rules.MAX_MODEL_CHARACTERS} characters, hashes, dtypes and bases {_MAX_CHARACTERS}"
         yield _violation("models", rule)
     elif not all(_can_be_drawn_with(model) for model in registration.models):
-        yield _violation("models", "their defaults and limits must be such as a request may have, or absent")
+        yield _violation("models", "their defaults and limits must be absent or valid in a request")
 
 
 def _is_bounded(model: image_pb2.Model) -> bool:
@@ -200,7 +204,7 @@ def _is_bounded(model: image_pb2.Model) -> bool:
 
 
 def _can_be_drawn_with(model: image_pb2.Model) -> bool:
-    """Return whether requests may have a model's defaults, which fill in requests and are not checked again."""
+    """Return whether a model's defaults are valid. They fill in requests and are not checked again then."""
     sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor)
     return (
         all(0 <= side <= rules.MAX_SIDE for side in sides)
@@ -215,7 +219,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
 
 
 def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
-    """Return whether samplers are named once each, with a default and reasons of a bounded length."""
+    """Return whether samplers are valid: no duplicates, one default, and reasons of bounded length."""
     named = {(choice.sampler, choice.use_karras_sigmas) for choice in choices}
     defaults = [choice.sampler for choice in choices if choice.is_default]
     return (
@@ -228,12 +232,12 @@ def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
 
 
 def _are_refused_steps(reasons: Mapping[int, str]) -> bool:
-    """Return whether steps are numbers that requests may have, each with a reason of a bounded length."""
+    """Return whether every step count is one that a request may have, with a reason of bounded length."""
     return all(1 <= steps <= rules.MAX_STEPS and 0 < len(reason) <= _MAX_REASON for steps, reason in reasons.items())
 
 
 def _is_address(address: str) -> bool:
-    # The gateway or Prometheus will connect to it, so it must mean the same to every resolver.
+    # The gateway or Prometheus connects to it, so every resolver must read it alike.
     try:
         host, port = split(address)
     except ConfigError:

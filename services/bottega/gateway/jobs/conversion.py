@@ -1,6 +1,6 @@
-"""Conversion between jobs and the records of the store, and the provenances of jobs.
+"""Conversion between jobs and the records of the job store, and the provenances of jobs.
 
-A record's spec has no input images. They are stored beside it, in a copy of the complete spec, which is deleted when
+A record's spec has no input images. They are stored separately, in a copy of the complete spec, which is deleted when
 the job ends.
 """
 
@@ -26,18 +26,18 @@ from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_S
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 _OF_RECORD = frozenset(field.name for field in dataclasses.fields(JobRecord))
-# What a record has of a request, under the same names.
+# Fields of JobRequest that a record has under the same names.
 _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest) if field.name in _OF_RECORD)
 
 
 @functools.cache
 def version() -> str:
-    """Return the version of the suite that runs here."""
+    """Return the installed version of the suite."""
     return importlib.metadata.version("bottega-services")
 
 
 def completed_provenance(job: Job, reported: Provenance) -> Provenance:
-    """Add the facts that only the gateway knows to a worker's provenance: parameters, attempts, and its own times."""
+    """Add the facts that only the gateway knows to a worker's provenance: parameters, attempts and times."""
     full = Provenance()
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
@@ -61,10 +61,10 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
 
 
 def answered_provenance(job: Job, source: Job) -> Provenance:
-    """Return the provenance of a job that was answered with the stored pictures of an identical job, `source`.
+    """Return the provenance of a job that was answered with the stored images of the identical job `source`.
 
-    It says how those pictures were made, even if `source` was answered with stored pictures itself. Attempts and times
-    are the job's own.
+    It says how those images were drawn, even if `source` was answered with stored images itself. Attempts and times are
+    those of `job`.
     """
     assert source.provenance is not None
     full = Provenance()
@@ -94,7 +94,7 @@ def live_record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 def answered_record_of(job: Job, *, steady: float) -> JobRecord:
-    """Return the record of a new job that completes with an identical job's result at the time `steady`."""
+    """Return the record of a new job that completes at the time `steady` with the result of an identical job."""
     outcome = job.outcome
     assert outcome is not None
     assert outcome.provenance is not None
@@ -107,18 +107,18 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
 
 
 async def inputs_of(job: Job) -> bytes:
-    """Return the serialized complete spec of a live job with input images; empty for all other jobs."""
+    """Return the serialized complete spec of a live job with input images; b"" for all other jobs."""
     if not job.open or not specs.has_images(job.spec):
         return b""
     return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
 def progress_of(job: Job, *, steady: float) -> JobProgress:
-    """Return the fields of a live job's record that change until the job ends.
+    """Return the fields of a live job's record that may change until the job ends.
 
     Args:
         job: The job.
-        steady: The time now on the steady clock.
+        steady: The current time of the steady clock.
     """
     return JobProgress(
         state=job.state,
@@ -131,14 +131,14 @@ def progress_of(job: Job, *, steady: float) -> JobProgress:
 
 
 def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant: str, end: EndTime) -> Change:
-    """Return the change of a record that ends a job.
+    """Return the change that writes the end of a job to its record.
 
     Args:
-        outcome: How it ends.
+        outcome: How the job ends.
         number: Number of its newest attempt.
         bare: Its spec without input images.
         tenant: Its tenant.
-        end: When it ends.
+        end: The time of the end.
     """
     error = _error_of(outcome.error)
     if outcome.state == JOB_STATE_COMPLETED:
@@ -154,7 +154,7 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
 
 
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
-    """Return the job of a record. Previews, checkpoint and times are not stored and start empty."""
+    """Return the job of a record. Previews, checkpoint and times are not in a record and start empty."""
     bare = GenerationSpec.FromString(record.spec)
     left_s = None if record.deadline_steady is None else record.deadline_steady - steady
     job = Job(
@@ -179,7 +179,7 @@ def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, s
 
 
 def outcome_of(record: JobRecord) -> JobOutcome:
-    """Return how a job ended."""
+    """Return the outcome that is stored in the record of an ended job."""
     assert not record.live
     return JobOutcome(
         state=record.state,
@@ -192,7 +192,7 @@ def outcome_of(record: JobRecord) -> JobOutcome:
 
 
 def _deadline_steady(job: Job, steady: float) -> float | None:
-    """Return a job's deadline on the steady clock, whose current time is `steady`; None means no deadline."""
+    """Convert a job's deadline to the steady clock, whose current time is `steady`; None means no deadline."""
     return None if job.deadline is None else steady + job.deadline - job.clock.monotonic()
 
 

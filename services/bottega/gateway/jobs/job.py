@@ -52,59 +52,59 @@ from bottega.v1.image_pb2 import (
 )
 from bottega.v1.worker_pb2 import AttemptDecisions
 
-# The low bits of an attempt's number count the job's attempts, the high bits the lives of the gateway. So a later life
-# outranks every earlier one, even if that one's last attempts were not written. An int32 has room for 500,000 lives.
+# The low bits of an attempt's number count the job's attempts, the high bits the gateway's starts. So attempts after a
+# restart outrank earlier ones, even if the last of those were not written. An int32 allows 500,000 starts.
 _COUNT_BITS = 12
 MAX_ATTEMPTS = (1 << _COUNT_BITS) - 1
-# A caller that attaches again gives the same deadline, a little later because of the time on the wire.
+# Deadlines that differ by less are the same: a repeated call gives its deadline a little later.
 _SAME_DEADLINE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job in the gateway, from its acceptance until it has ended. The SDK's handle of a job has the same name.
+    """One job of the gateway, from its acceptance until it has ended. The SDK has a class of the same name.
 
-    Only its methods change it, and each returns whether it changed anything. It has many fields, because everything
-    that the gateway knows of a job is here. They are in four groups, by how long they live.
+    Only its methods change it, and each returns whether it changed anything. It has many fields, because it holds
+    everything that the gateway knows about a job. They are in four groups, by how long they live.
     """
 
-    # Stored when the job is accepted. They stay the same, but for what goes when the job ends.
+    # Stored when the job is accepted. Later they only lose data, when the job ends.
 
     request: JobRequest
     spec: GenerationSpec
-    """The complete spec. When the job ends, its input images are dropped; if it is cancelled, long texts are cut."""
+    """The complete spec. At the end its input images are removed, and if it is cancelled, long texts are shortened."""
     bare: GenerationSpec
     """The spec without input images."""
     job_id: str = ""
     sequence: int = 0
-    """Its place among all jobs; 0 until it is stored."""
+    """Number of the job in the order of arrival of all jobs; 0 until it is stored."""
     created_wall: float = 0.0
 
-    # Stored again whenever they change, and when the job ends; `losses.deaths` too.
+    # Stored again at every change and when the job ends, as `losses.deaths` is.
 
     state: JobState.ValueType = JOB_STATE_QUEUED
     number: int = 0
-    """Number of the newest attempt."""
+    """Number of the newest attempt; 0 before the first one."""
     deadline: float | None = None
     """Time after which no caller wants the result, on the monotonic clock; None means no deadline."""
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
-    """The decisions of the attempts so far, which later attempts must keep."""
+    """Decisions that attempts made so far and that later attempts must repeat, so that the images stay the same."""
     started_wall: float | None = None
     ended_wall: float | None = None
     images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
 
-    # Known only to this process.
+    # In memory only.
 
     clock: Clock
     life: int = 0
-    """Number of times that the gateway was started before."""
+    """Number of times that the gateway was started before this process."""
     preview: bool = False
-    """Whether previews are wanted."""
+    """Whether a caller wants previews."""
     worker: str = ""
     exclusive: bool = False
-    """Whether the worker has run only this job since the current attempt started."""
+    """Whether the worker has run no other job since the current attempt started."""
     queue_position: QueuePosition | None = None
     steps: JobSteps = field(default_factory=JobSteps)
     losses: JobLosses = field(default_factory=JobLosses)
@@ -114,25 +114,25 @@ class Job:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the ControlNets that the newest attempt uses, by name."""
     servers: tuple[str, ...] = ()
-    """Servers that the newest attempt was given for its ControlNets."""
+    """Names of the ControlNet servers that the newest attempt uses."""
     outcome: JobOutcome | None = None
-    """The outcome of the job, once it is decided. It is published when it is durable."""
+    """How the job ends, None while that is undecided. It is published once it is stored durably."""
     detached: BottegaError | None = None
-    """The error for callers that watch the job, after this gateway has stopped following it; None before that."""
+    """The error for callers that watch the job if the gateway no longer follows it, else None."""
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    # Read from the spec once, because the scheduler needs them for every job at every pass.
+    # Read from the spec once, because the scheduler reads them for every job each time it runs.
 
     num_images: int = field(init=False)
     rows: int = field(init=False)
-    """Number of rows that it puts into each turn."""
+    """Number of batch rows that the job adds to a forward pass: one or two for each image."""
     controlnets: tuple[str, ...] = field(init=False)
-    """Names of its ControlNets, one for each in the spec."""
+    """Names of the job's ControlNets, in the order of the spec."""
     loras: tuple[str, ...] = field(init=False)
-    """Digests of its LoRAs, one for each in the spec."""
+    """Digests of the job's LoRAs, in the order of the spec."""
     lora_set: tuple[tuple[str, float], ...] = field(init=False)
-    """Sorted pairs of digest and scale of its LoRAs."""
+    """Sorted pairs of digest and scale of the job's LoRAs."""
 
     def __post_init__(self) -> None:
         now, now_wall = self.clock.monotonic(), self.clock.wall()
@@ -145,11 +145,11 @@ class Job:
         self.lora_set = tuple(sorted((lora.digest, lora.scale) for lora in self.bare.loras))
         self.steps.total = specs.steps_to_run(self.spec) * self.num_images
         if self.losses.deaths:
-            self.losses.quarantined_until = self.steps.total  # how far it was is not stored
+            self.losses.quarantined_until = self.steps.total  # its steps before the restart are not stored
 
     @property
     def log_id(self) -> str:
-        """The request_id in the job's log lines, of the gateway and of workers; never empty."""
+        """The request ID in the log lines about the job, in the gateway and in workers; never empty."""
         return self.request.request_id or self.request.log_id or self.job_id
 
     @property
@@ -169,30 +169,30 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """Number of attempts so far, in all lives of the gateway."""
+        """Number of attempts so far, including those before restarts of the gateway."""
         return self.number & MAX_ATTEMPTS
 
     @property
     def quarantined(self) -> bool:
-        """Whether the job may only run alone: a worker died while it ran the job, which has made no new steps since."""
+        """Whether the job must run alone, because a worker died while running it and it has made no new steps since."""
         return self.losses.quarantined_until is not None and self.steps.done <= self.losses.quarantined_until
 
     def is_current(self, number: int) -> bool:
-        """Return whether attempt `number` is the newest one of a running job; events of others are ignored."""
+        """Return whether `number` is the newest attempt of a running job. Events of other attempts are ignored."""
         return self.open and self.state == JOB_STATE_RUNNING and number == self.number
 
     def mark_durable(self) -> None:
-        """Note that the job is stored: from now on it waits for a worker."""
+        """Note that the job is stored durably. From now on it waits for a worker."""
         now = self.clock.monotonic()
         self.times.acknowledge_s, self.times.queued_at = now - self.times.queued_at, now
 
     def start_attempt(self, worker: str, *, free_at: float | None = None, exclusive: bool = False) -> int:
-        """Give the job to a worker, and return the attempt's number.
+        """Assign the job to a worker, and return the number of the new attempt.
 
         Args:
             worker: Name of the worker.
-            free_at: When the worker could take the job, on the monotonic clock; None means now. Until then the job was
-                queued, and from then on it is routed.
+            free_at: Time from which the worker could run the job, on the monotonic clock; None means now. The time
+                before it counts as queueing, the time after it as routing.
             exclusive: Whether the worker runs no other job.
         """
         assert self.open
@@ -204,7 +204,7 @@ class Job:
         return self.number
 
     def adopt_attempt(self, worker: str, number: int) -> bool:
-        """Continue an attempt that a worker still runs after a restart of the gateway, unless a later one is known."""
+        """Follow an attempt that a worker still runs after a restart of the gateway, unless a later one is known."""
         if not self.open or number < self.number:
             return False
         self.times.routed_at = self.clock.monotonic()
@@ -221,7 +221,7 @@ class Job:
         return route_s
 
     def start_denoising(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
-        """Note that the attempt has begun to denoise, after `steps_resumed` steps that it skips by a checkpoint."""
+        """Note that the attempt starts denoising. Its checkpoint spares it the first `steps_resumed` steps."""
         if not self.is_current(number):
             return False
         self.steps.repeated += max(0, self.steps.done - steps_resumed)
@@ -230,7 +230,7 @@ class Job:
         return True
 
     def set_steps_done(self, number: int, steps_done: int) -> bool:
-        """Set the number of denoising steps of the attempt so far, over all images."""
+        """Set the number of denoising steps that the attempt has completed, over all images."""
         if not self.is_current(number):
             return False
         self.steps.done = steps_done
@@ -238,7 +238,7 @@ class Job:
         return True
 
     def set_preview(self, number: int, index: int, jpeg: bytes) -> bool:
-        """Set the newest preview of image `index`."""
+        """Set the newest preview of the image with this index."""
         if not self.is_current(number) or not 0 <= index < self.num_images:
             return False
         newest = max((preview.version for preview in self.previews.values()), default=0)
@@ -248,14 +248,14 @@ class Job:
 
     @property
     def keeps_data(self) -> bool:
-        """Whether workers keep data of its images for later jobs that begin with them."""
+        """Whether workers keep data of the job's images, such as latents, for later edits of them."""
         return specs.keeps_data(self.bare)
 
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
-        """Set the newest checkpoint.
+        """Store the newest checkpoint of the attempt.
 
         Jobs that keep data have no checkpoints: they must keep the latents of all steps, and a checkpoint lacks those
-        of earlier steps. A later attempt draws the same pictures from the beginning.
+        of earlier steps. A later attempt draws the same images from the first step.
         """
         if not self.is_current(number) or self.keeps_data:
             return False
@@ -263,28 +263,28 @@ class Job:
         return True
 
     def set_decisions(self, number: int, decisions: AttemptDecisions) -> bool:
-        """Set all decisions of the attempt so far, including those of earlier attempts."""
+        """Set all decisions that attempts have made so far, including earlier attempts."""
         if not self.is_current(number) or decisions == self.decisions:
             return False
         self.decisions = decisions
         return True
 
     def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
-        """Set the ControlNet versions and servers of a new attempt. Drop a checkpoint that was made with others."""
+        """Set a new attempt's ControlNet versions and servers. Drop a checkpoint made with other versions."""
         if any(digest != versions.get(name, digest) for name, digest in self.versions.items()):
             self.checkpoint = None
         self.versions, self.servers = versions, servers
 
     def mark_shared(self) -> None:
-        """Note that the worker gets another job too: if it dies now, this job is not necessarily the cause."""
+        """Note that the worker gets another job too. If it dies now, either job may be the cause."""
         self.exclusive = False
 
     def requeue_lost(self, number: int, *, died: bool = False, exclusive: bool = True) -> bool:
-        """Queue the job again, because the attempt's worker is lost.
+        """Queue the job again, because the attempt's worker died or disconnected.
 
         Args:
             number: Number of the attempt.
-            died: Whether the worker process died, perhaps because of the job, and was not just unreachable.
+            died: Whether the worker process died, perhaps because of the job. False if it was only unreachable.
             exclusive: Whether the worker reported that it ran no other job.
         """
         if not self.is_current(number):
@@ -300,7 +300,7 @@ class Job:
         return True
 
     def requeue_returned(self, number: int) -> bool:
-        """Queue the job again, because the worker refused or returned the attempt. No loss is counted."""
+        """Queue the job again, because the worker refused or returned the attempt. This does not count as a loss."""
         if not self.is_current(number):
             return False
         self.losses.returns += 1
@@ -308,7 +308,7 @@ class Job:
         return True
 
     def extend_deadline(self, deadline: float | None) -> bool:
-        """Extend the deadline, on the monotonic clock; None means no bound. Never shorten it."""
+        """Set a later deadline, on the monotonic clock; None removes it. An earlier deadline is ignored."""
         if not self.open or self.deadline is None:
             return False
         if deadline is not None and deadline < self.deadline + _SAME_DEADLINE_S:
@@ -318,31 +318,31 @@ class Job:
 
     @property
     def due_s(self) -> float:
-        """Seconds until it is due, negative afterwards; infinite if it has no due time. See JobTimes."""
+        """Seconds until the job is due, negative if it is late; inf if it has no due time. See JobTimes."""
         return self.times.due_at - self.clock.monotonic()
 
     def set_queue_position(self, place: int, estimate_s: float | None = None) -> None:
-        """Set the job's place in the queue, and the seconds until it is expected to complete."""
+        """Set the job's position in the queue, and the estimated seconds until it completes; None if unknown."""
         position = QueuePosition(place=place, estimate_s=estimate_s)
         if self.open and self.state == JOB_STATE_QUEUED and position != self.queue_position:
             self.queue_position = position
             self._notify()
 
     def complete(self, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """Decide that the job completes. The attempt has sent all images, and they are durable."""
+        """Decide that the job completes with these images, which the attempt has sent and which are stored durably."""
         return self.is_current(number) and self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def answer(self, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
-        """Decide that a new job completes with the stored result of an identical job. It must not be stored yet."""
+        """Decide that a new job, which is not stored yet, completes with the stored result of an identical job."""
         assert self.sequence == 0
         return self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
-        """Decide that the job fails. If the number of an attempt is given, do so only while that attempt is current."""
+        """Decide that the job fails. With the number of an attempt, do so only if that attempt is the current one."""
         return (number is None or self.is_current(number)) and self._decide(JOB_STATE_FAILED, error=error)
 
     def fail_if_exhausted(self) -> bool:
-        """Decide that the job fails if its attempts have used up all numbers."""
+        """Decide that the job fails if no attempt numbers are left for it."""
         why = WorkerLost(f"{self.attempts} attempts at this job failed", retry_after_s=1.0)
         return self.attempts >= MAX_ATTEMPTS and self.fail(why)
 
@@ -351,7 +351,7 @@ class Job:
         return self._decide(JOB_STATE_CANCELLED, error=JobCancelled(why))
 
     def finish(self, outcome: JobOutcome) -> None:
-        """Publish the outcome of the job, which is the decided one or the one that was found in the store."""
+        """Publish how the job ended: the decided outcome, or another one if the store already had one."""
         if not self.live:
             return
         self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
@@ -363,7 +363,7 @@ class Job:
         self._notify()
 
     def detach(self, why: BottegaError) -> None:
-        """End all watches of the job with an error. The job itself continues, now or after a restart."""
+        """End all watches of the job with an error. The job itself goes on, now or after a restart."""
         self.detached = why
         self._notify()
 
@@ -409,7 +409,7 @@ class Job:
 def _new_job_id(wall: float) -> str:
     """Return 24 hex digits: the current Unix second, then 64 random bits.
 
-    IDs of jobs that arrive one after the other are neighbours in the store's index, so that their rows share pages.
-    With wholly random IDs, nearly every new job would write a page of its own.
+    IDs of consecutive jobs are neighbours in the store's index, so that their rows share pages. With random IDs, nearly
+    every new job would write a page of its own.
     """
     return f"{int(wall) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"

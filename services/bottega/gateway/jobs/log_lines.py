@@ -1,7 +1,7 @@
-"""The lines of the gateway's log about jobs: one for each change of a job's state.
+"""The gateway's log lines about jobs: one for each change of a job's state.
 
-Every line names the job by job_id and by the request_id that the worker's lines have, too. It does not rely on the
-fields of the current call, because a job often changes in the course of another caller's call.
+Every line has the job_id, and the request_id that the worker's lines have, too. It does not rely on the fields of the
+current call, because a job often changes during a call of another caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def accepted(job: Job) -> None:
 
 
 def restored(jobs: int, held: int, seconds: float) -> None:
-    """Log that the jobs from before a restart were restored."""
+    """Log that the jobs from before a restart were read."""
     _log.info("jobs restored", extra={"jobs": jobs, "held": held, "seconds": round(seconds, 3)})
 
 
@@ -55,6 +55,6 @@ def _progress(job: Job) -> dict[str, object]:
 
 
 def _source(job: Job) -> dict[str, object]:
-    """Return the id of the job whose stored result this one was answered with; empty if it was drawn."""
+    """Return the ID of the identical job whose result answered this one; an empty dict if it was drawn."""
     identical = job.provenance.identical_job if job.provenance else ""
     return {"identical_job": identical} if identical else {}

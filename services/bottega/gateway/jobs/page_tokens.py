@@ -1,6 +1,6 @@
-"""Page tokens of job lists. A token is encrypted for one tenant and names the last job of the page before.
+"""Page tokens of job lists. A token is encrypted for one tenant and names the last job of the previous page.
 
-The job's sequence counts the jobs of all tenants, so a token does not show it.
+It is encrypted because the job's sequence number would show how many jobs all tenants have.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TOKEN_CHARACTERS = 48
 
 
 class PageTokens:
-    """A maker and reader of page tokens. Tokens stay valid after a restart as long as the key file exists.
+    """Creates and reads page tokens. Tokens stay valid after a restart as long as the key file exists.
 
     Args:
-        key_file: File of the key; it is written at the first use.
+        key_file: File of the encryption key. It is written when the first token is created.
     """
 
     def __init__(self, key_file: Path) -> None:
@@ -34,13 +34,13 @@ class PageTokens:
         self._cipher: AESGCM | None = None
 
     def token_of(self, sequence: int, *, tenant: str) -> str:
-        """Return the tenant's token for the page that follows the job with that sequence."""
+        """Return a tenant's token for the page that starts after the job with this sequence number."""
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._opened().encrypt(nonce, sequence.to_bytes(8, "big"), tenant.encode())
         return base64.urlsafe_b64encode(nonce + sealed).decode()
 
     def sequence_of(self, token: str, *, tenant: str) -> int:
-        """Return the sequence in a token. Raise InvalidRequest for a token that the tenant was not given."""
+        """Return the sequence number in a token. Raise InvalidRequest if the token was not made for the tenant."""
         if len(token) == _TOKEN_CHARACTERS:
             with contextlib.suppress(binascii.Error, ValueError, InvalidTag):
                 raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
@@ -56,7 +56,7 @@ class PageTokens:
 
 
 def _key_in(path: Path) -> bytes:
-    """Return the key in a file, or a new one. If a new one cannot be written, it is lost with this process."""
+    """Return the key in a file, or a new key. A new key that cannot be written is lost when this process ends."""
     with contextlib.suppress(OSError):
         key = path.read_bytes()
         if len(key) == _KEY_BYTES:

@@ -1,4 +1,4 @@
-"""The jobs of this gateway: those that have not ended are in memory, and all of them in the store.
+"""The jobs of this gateway. Jobs that have not ended are in memory; all jobs are in the store.
 
 A job's acceptance and its end are durable before any caller learns of them. The progress of a running job is only in
 memory.
@@ -41,29 +41,29 @@ from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED
 
-# A gateway that starts has read its jobs within this time; a caller that comes earlier waits for it.
+# Seconds that a caller waits for a starting gateway to read its jobs.
 _READY_S = 5.0
 
-# Time for an end that was decided to be written; a healthy disk takes milliseconds.
+# Seconds to wait until a decided end is written; a healthy disk takes milliseconds.
 _WRITTEN_S = 2.0
 
 # Upper bound on a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
 _MAX_SPEC_BYTES = 256 << 10
 
-# Jobs with the same result that are looked at: older ones were drawn again because their images had gone.
+# Number of jobs with the same result key that are checked. Older ones have usually lost their images.
 _SAME_RESULT = 4
 
 _log = logging.getLogger(__name__)
 
 
 class JobRepository:
-    """The jobs of a gateway. `restore` them when the storage is open.
+    """Finds and writes the jobs of a gateway. Call `restore` once the storage is open.
 
     Every method that reads may raise StorageUnavailable and DataLoss.
 
     Attributes:
-        storage: The disk that the jobs are on.
-        restored: Whether the jobs from before a restart were read. From then on, live jobs are all in memory.
+        storage: The disk with the job store.
+        restored: Whether the jobs from before a restart were read. From then on, all live jobs are in memory.
     """
 
     def __init__(self, *, storage: Storage, clock: Clock) -> None:
@@ -82,14 +82,14 @@ class JobRepository:
 
     @property
     def life(self) -> int:
-        """Number of times that the gateway was started before."""
+        """Number of times that the gateway was started before this process."""
         return max(0, self._store.generation - 1)
 
     async def restore(self) -> list[Job]:
-        """Return the unfinished jobs from before a restart, in their order. Queue them before anything else happens.
+        """Return the unfinished jobs from before a restart, oldest first. Queue them before anything else happens.
 
-        A job that can no longer be drawn, for example because its input images are damaged, has an outcome already; the
-        caller has to `finish` it.
+        If a job can no longer be drawn, for example because its input images are damaged, its outcome is decided
+        already, and the caller has to `finish` it.
         """
         jobs = [await self._restored_job(record) for record in await self._store.live()]
         for job in jobs:
@@ -99,25 +99,25 @@ class JobRepository:
         return jobs
 
     async def next_found(self) -> Job:
-        """Wait for a live job that was found in the store but was not in memory. The caller has to queue it."""
+        """Wait for a live job that was in the store but not in memory, and return it. The caller has to queue it."""
         return await self._found.get()
 
     def allow_reads(self) -> None:
-        """Allow reads although the store could not be opened. They may fail."""
+        """Allow reads even though the store could not be opened for writing. They may fail."""
         self._readable.set()
 
     async def close(self) -> None:
-        """Finish pending writes, unless the disk fails."""
+        """Finish pending writes. Give up if the disk fails."""
         await self._writes.close()
 
     async def add(self, job: Job, *, replaces: str = "") -> Job:
-        """Make a new job durable and return it, or return the job that has its request_id already.
+        """Store a new job durably and return it, or return the existing job with the same request_id.
 
-        A job whose outcome is decided has ended when this returns.
+        A new job whose outcome is already decided has ended when this returns.
 
         Args:
             job: The new job.
-            replaces: job_id of the ended job from which this one takes the request_id.
+            replaces: ID of the ended job from which this one takes over the request_id; "" if there is none.
         """
         await self._wait_readable()
         steady = self.storage.steady()
@@ -129,7 +129,7 @@ class JobRepository:
         try:
             record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
-            if error.metadata.get("cause") != os_errors.BUSY:  # a busy disk was not asked to write it
+            if error.metadata.get("cause") != os_errors.BUSY:  # if the cause is BUSY, the write was not tried
                 self._doubtful.add(job.job_id)
             self.storage.report_failure(error)
             raise
@@ -146,7 +146,7 @@ class JobRepository:
         return job
 
     def save(self, job: Job) -> None:
-        """Write the status of a live job in the background: its attempt, deadline and decisions."""
+        """Write the changeable fields of a live job in the background: attempt, deadline and decisions."""
         job_id, progress = job.job_id, progress_of(job, steady=self.storage.steady())
         self._writes.enqueue(job_id, lambda: self._store.update(job_id, lambda record: record.progressed(progress)))
 
@@ -157,8 +157,8 @@ class JobRepository:
         try:
             outcome = await self._writes.enqueue_and_wait(job.job_id, lambda: self._write(job, decided))
         except Exception as error:  # noqa: BLE001 - whatever it is, no caller may wait for ever
-            # What is not durable has not happened, and this end will never be durable.
-            _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
+            # This end will never be durable, so the job has to fail.
+            _log.exception("the end of a job could not be stored", extra={"job_id": job.job_id})
             why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
             outcome = JobOutcome(
                 state=JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why, steps_done=decided.steps_done
@@ -170,13 +170,13 @@ class JobRepository:
         job.finish(outcome)
 
     async def delete(self, job_id: str, *, tenant: str = "") -> None:
-        """Delete a tenant's job that has ended, and its pictures, durably. A repeated call is harmless.
+        """Delete an ended job of a tenant and its images durably. A repeated call is harmless.
 
         Raises:
-            JobNotFinished: If it has not ended.
-            JobNotFound: If the tenant has no such job and has deleted none.
-            StorageUnavailable: If the disk cannot be written now. The job or pictures of it may be there still; a
-                repeated call removes them.
+            JobNotFinished: If the job has not ended.
+            JobNotFound: If the tenant has no such job and has deleted none with this ID.
+            StorageUnavailable: If the disk cannot be written now. The job or some images may still exist; a repeated
+                call deletes them.
         """
         try:
             if (await self.get(job_id, tenant=tenant)).live:
@@ -185,7 +185,7 @@ class JobRepository:
             with self._explained():
                 if not await self._store.was_deleted(job_id, tenant=tenant):
                     raise
-        # A picture that another job is about to have stays: one that is pinned now or decided, or that is put or
+        # An image that another job is about to use stays: one that is pinned now or decided, or that is put or
         # renewed from now on. A job that was stored before is found in the store.
         began = self.storage.images.steady()
         needed = self.storage.images.pins | self._decided_contents()
@@ -198,22 +198,24 @@ class JobRepository:
             raise
 
     def check_changeable(self, job: Job) -> None:
-        """Raise StorageUnavailable for a live job that was read from a store that cannot be written."""
+        """Raise StorageUnavailable if the job is read-only, because it was read from a store that cannot be written."""
         if job.live and self._live.get(job.job_id) is not job:
-            raise job.detached or StorageUnavailable("the job cannot be changed now", retry_after_s=1.0)
+            raise job.detached or StorageUnavailable(
+                "the job cannot be changed now, because the disk cannot be written", retry_after_s=1.0
+            )
 
     async def wait_finished(self, job: Job) -> None:
-        """Return when a job whose end was decided has ended. Raises StorageUnavailable if that takes too long."""
+        """Wait until the decided end of a job is published. Raises StorageUnavailable if that takes too long."""
         try:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
             self.storage.check_writable()
             raise StorageUnavailable(
-                "the disk did not write the job's end in time", retry_after_s=os_errors.RETRY_AFTER_S
+                "the job's end could not be written in time", retry_after_s=os_errors.RETRY_AFTER_S
             ) from None
 
     async def live_records(self) -> AsyncIterator[tuple[JobRecord, bytes]]:
-        """Yield the records and inputs of the jobs that have not ended, to rebuild a store that has lost its file."""
+        """Yield the records and inputs of all live jobs, to rebuild a store that has lost its file."""
         for job in list(self._live.values()):
             if self._live.get(job.job_id) is job:
                 yield live_record_of(job, steady=self.storage.steady()), await inputs_of(job)
@@ -223,13 +225,13 @@ class JobRepository:
         return iter(self._live.values())
 
     def find_live(self, job_id: str) -> Job | None:
-        """Return the job if it has not ended."""
+        """Return the job with this ID if it has not ended, else None."""
         return self._live.get(job_id)
 
     async def get(self, job_id: str, *, tenant: str = "") -> Job:
         """Return a tenant's job.
 
-        Raises JobNotFound, with the same text and after the same time whether the job belongs to another tenant or does
+        Raises JobNotFound with the same text and after the same time, whether the job belongs to another tenant or does
         not exist.
         """
         await self._wait_readable()
@@ -243,7 +245,7 @@ class JobRepository:
         return job
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> Job | None:
-        """Return the newest job of a tenant's idempotency key, or None."""
+        """Return the newest job of a tenant with this request_id, or None."""
         await self._wait_readable()
         job = self._by_request_id.get((tenant, request_id))
         if job is None:
@@ -253,36 +255,36 @@ class JobRepository:
         return job
 
     async def usage(self, tenant: str) -> TenantUsage:
-        """Return the numbers of a tenant that quotas bound."""
+        """Return the counts of jobs and bytes of a tenant that quotas limit."""
         await self._wait_readable()
         with self._explained():
             return await self._store.usage(tenant, now_wall=self._clock.wall())
 
     async def with_result(self, result_key: str) -> list[Job]:
-        """Return the newest jobs that completed with that key, read-only and newest first."""
+        """Return the newest jobs that completed with this result key, read-only, newest first."""
         await self._wait_readable()
         with self._explained():
             records = await self._store.with_result(result_key, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "") -> list[Job]:
-        """Return the newest jobs of a tenant that keep latents of a picture, read-only and newest first."""
+        """Return the newest jobs of a tenant that keep latents of this image, read-only, newest first."""
         await self._wait_readable()
         with self._explained():
             records = await self._store.with_kept_picture(digest, tenant=tenant, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
     async def page(self, wanted: JobFilter, *, size: int, max_bytes: int, token: str) -> tuple[list[Job], str]:
-        """Return jobs, newest first, and the token of the next page ("" on the last).
+        """Return a page of jobs, newest first, and the token of the next page ("" on the last).
 
         Args:
-            wanted: Which jobs the list holds.
-            size: Upper bound on the jobs of the page.
-            max_bytes: Upper bound on the size of their records; the first one is on the page however large it is.
+            wanted: The filter of the list.
+            size: Upper bound on the number of jobs of the page.
+            max_bytes: Upper bound on the total bytes of their records. The page has at least one job, however large.
             token: The token of this page, or "" for the first one.
 
         Raises:
-            InvalidRequest: If the token was not given out.
+            InvalidRequest: If the token is not valid for the tenant.
         """
         newest = self._tokens.sequence_of(token, tenant=wanted.tenant) if token else None
         await self._wait_readable()
@@ -290,16 +292,16 @@ class JobRepository:
             records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
         page = list(_first(records[:size], max_bytes))
         jobs = [self._live.get(record.job_id) or self._read_only(record) for record in page]
-        # The store may be some milliseconds behind.
+        # The store may be some milliseconds behind the jobs in memory.
         matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
         more = len(records) > len(page)
         return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
 
     async def resolve_doubtful(self) -> None:
-        """Find jobs that were written although `add` failed. Resume those with a request_id, and cancel the others.
+        """Find jobs that were stored although `add` failed. Resume those with a request_id, and cancel the others.
 
-        The callers of `add` got an error. With a request_id, they retry and find the job. If the disk fails, the next
-        call continues; damaged jobs are skipped.
+        The callers of `add` got an error. Callers with a request_id retry and find the job. If the disk fails, the next
+        call of this method continues. Damaged jobs are skipped.
         """
         for job_id in list(self._doubtful):
             with contextlib.suppress(DataLoss):
@@ -316,7 +318,7 @@ class JobRepository:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Replace the error of a read in the block by the reason why the store is not open yet, if it is not."""
+        """If a read in the block fails because the store is not open, raise the reason why it could not be opened."""
         try:
             yield
         except StorageUnavailable as error:
@@ -331,7 +333,7 @@ class JobRepository:
         if record.request_id:
             await self._known(record)
             return
-        why = JobCancelled("its caller was told that it could not be stored")
+        why = JobCancelled("the caller got an error and gave no request_id, so the job is cancelled")
         cancelled = JobOutcome(state=JOB_STATE_CANCELLED, ended_wall=self._clock.wall(), error=why)
         await self._store.update(
             job_id, self._ending(cancelled, bare=GenerationSpec.FromString(record.spec), tenant=record.tenant)
@@ -350,7 +352,7 @@ class JobRepository:
         return job
 
     async def _known(self, record: JobRecord) -> Job:
-        """Return the job of a record that was read: the one in memory if it is live."""
+        """Return the job of a record: the one in memory if the job is live, else a read-only one."""
         if not record.live or not self.restored:
             return self._read_only(record)
         inputs = b""
@@ -370,20 +372,20 @@ class JobRepository:
         return job
 
     def _read_only(self, record: JobRecord) -> Job:
-        """Return the job as it was written, read-only."""
+        """Return a read-only job from a record."""
         job = job_of(record, life=self.life, clock=self._clock, steady=self.storage.steady())
         if job.live:
-            job.detach(self.storage.trouble or StorageUnavailable("the job cannot be followed now"))
+            job.detach(self.storage.trouble or StorageUnavailable("the job cannot be watched now"))
         return job
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
-        """Write an outcome. Return the one that is stored, which may be that of an earlier try."""
+        """Write an outcome, and return the stored one, which may be from an earlier try."""
         ending = self._ending(outcome, bare=job.bare, tenant=job.request.tenant, number=job.number)
         if await self._store.update(job.job_id, ending):
             return outcome
         record = await self._store.get(job.job_id)
         if record is None or record.live:
-            raise InternalError("the store has no such attempt")
+            raise InternalError("the job store has no attempt with this number")
         return outcome_of(record)
 
     def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, tenant: str, number: int = 0) -> Change:
@@ -391,7 +393,7 @@ class JobRepository:
         return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
 
     def _decided_contents(self) -> set[str]:
-        """Return the digests of the contents of jobs whose completion is decided but not written yet."""
+        """Return the digests of the images and latents of jobs whose completion is decided but not stored yet."""
         outcomes = [job.outcome for job in self._live.values() if job.outcome is not None]
         return {digest for outcome in outcomes for image in outcome.images for digest in image.contents}
 
@@ -402,7 +404,7 @@ class JobRepository:
 
 
 def _first(records: Sequence[JobRecord], max_bytes: int) -> Iterator[JobRecord]:
-    """Yield the first records that together have at most `max_bytes`, and at least one."""
+    """Yield the first records whose sizes add up to at most `max_bytes`, but at least one."""
     room = max_bytes
     for place, record in enumerate(records):
         room -= record.answer_bytes
@@ -416,5 +418,5 @@ def _not_found() -> JobNotFound:
 
 
 def _request_key(job: Job) -> tuple[str, str]:
-    """Return the key by which a request_id finds a job: two tenants may use the same one."""
+    """Return the key by which a job is found: tenant and request_id. Two tenants may use the same request_id."""
     return job.request.tenant, job.request.request_id

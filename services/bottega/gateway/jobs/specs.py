@@ -1,9 +1,9 @@
-"""Reads a GenerationSpec: its input images, its size in rows and steps, its latent, and the key of its result.
+"""Reads a GenerationSpec: its input images, its number of batch rows and steps, its latent, and the key of its result.
 
-Result keys say which requests ask for the same picture: they are digests of all that a picture is made of. Names take
-no part: models, LoRAs, weights of ControlNets and input images count by their hashes. Everything else in a complete
-spec counts, even if it changes no pixel: at worst a picture is drawn again. A request that measures something has no
-key, because it asks for the measurement.
+A result key says which requests ask for the same image: it is a digest of everything that determines an image. Names
+are not part of it: models, LoRAs, ControlNet weights and input images count by their hashes. Everything else in a
+complete spec counts, even if it changes no pixel: at worst an image is drawn again. A request that measures something
+has no key, because its caller wants the measurement.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bottega.planning import steps_to_run as steps_with
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 
-# Version of the rules; keys of other versions do not match. 3: what an earlier version called exact may not be.
+# Version of these rules; keys of other versions never match. 3: images that earlier versions called exact may not be.
 _KEY_VERSION = 3
-# Name of the element type in which shared turns change last bits only.
+# Data type in which shared forward passes change only the last bits.
 _FLOAT32 = "float32"
 # Fields that hold encoded images, in a spec and in the messages in it.
 _IMAGES = frozenset({"image", "mask_image"})
-# Characters that are kept of each text of a cancelled job: a line or two in a list. With full texts, up to 64 KiB a
+# Characters kept of each text of a cancelled job: a line or two in a list. With full texts, up to 64 KiB a
 # job, only a few thousand cancelled jobs could be remembered.
 KEPT_CHARACTERS = 200
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
@@ -38,18 +38,18 @@ def steps_to_run(spec: GenerationSpec) -> int:
 
 
 def rows(spec: GenerationSpec) -> int:
-    """Return the number of rows that a request puts into each turn."""
+    """Return the number of batch rows that a request adds to a forward pass. A guided image has two."""
     return spec.num_images * rows_per_image(spec.guidance_scale)
 
 
 def latent_shape(spec: GenerationSpec, model: image_pb2.Model) -> Shape:
-    """Return the height and width of the latent."""
+    """Return the height and width of the latent, in latent elements."""
     factor = latent_scale(model)
     return spec.height // factor, spec.width // factor
 
 
 def latent_scale(model: image_pb2.Model) -> int:
-    """Return how many pixels an element of the latent has on each side."""
+    """Return how many pixels one element of the latent covers in each direction."""
     return max(1, model.vae_scale_factor or model.size_multiple)
 
 
@@ -63,19 +63,19 @@ def input_images(spec: GenerationSpec) -> Iterator[tuple[str, bytes]]:
 
 
 def has_images(spec: GenerationSpec) -> bool:
-    """Return whether a spec has input images, which are most of its bytes."""
+    """Return whether a spec has input images."""
     return spec.HasField("image") or spec.HasField("mask_image") or bool(spec.controlnets)
 
 
 def keeps_data(spec: GenerationSpec) -> bool:
-    """Return whether workers keep data of the pictures for later jobs that begin with them."""
+    """Return whether workers keep data of the images, such as latents, for later edits of them."""
     return spec.keep_for_editing
 
 
 def without_images(spec: GenerationSpec) -> GenerationSpec:
     """Return a copy of `spec` without its input images, for responses and for the provenance.
 
-    It is copied field by field: an image that is copied and then cleared stays in the copy's memory.
+    The fields are copied one by one, because an image that is copied and then cleared stays in the memory of the copy.
     """
     bare = GenerationSpec()
     _copy_fields(spec, bare)
@@ -83,7 +83,7 @@ def without_images(spec: GenerationSpec) -> GenerationSpec:
 
 
 def with_short_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return the spec that is kept after a job was cancelled: `spec`, or a copy whose long texts are cut."""
+    """Return the spec to keep for a cancelled job: `spec` itself, or a copy in which long texts are shortened."""
     long = [name for name in _TEXTS if _shortened(getattr(spec, name)) != getattr(spec, name)]
     prompts = [_shortened(prompt) for prompt in spec.prompts]
     if not long and prompts == spec.prompts:
@@ -118,13 +118,13 @@ def _copy_fields(source: Message, target: Message) -> None:
 
 
 def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str) -> str:
-    """Return the key of a request, 64 hex digits; empty if the hash of anything that its picture depends on is unknown.
+    """Return the result key of a request, 64 hex digits; "" if a hash that the image depends on is unknown.
 
     Args:
-        outline: Complete spec with the SHA-256 of each input image, in hex, in the image's place.
+        outline: Complete spec in which the SHA-256 of each input image, in hex, replaces the image.
         model_hash: Hash of the model.
         dtype: Data type of the model.
-        versions: Hashes of the weights of its ControlNets, in their order.
+        versions: Hashes of the weights of its ControlNets, in the order of the spec.
         tenant: The tenant that sent the request.
     """
     digests = [*versions, *(lora.digest for lora in outline.loras), *(net.image for net in outline.controlnets)]
@@ -144,10 +144,10 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
 
 
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
-    """Return the `result_key` of the requests that a completed job's pictures may answer; empty if there are none.
+    """Return the `result_key` of the requests that a completed job's images may answer; "" if there are none.
 
-    An EXACT request is answered only by exact pictures or, if it may share turns itself, by ones that did so in half
-    precision.
+    An EXACT request is answered only by exact images. If it allows shared forward passes itself, images that are
+    inexact only because of them in half precision answer it too.
 
     Args:
         bare: The job's complete spec without input images. If it has keep_unmasked, there was a mask.
@@ -181,13 +181,13 @@ def _measures(spec: GenerationSpec) -> bool:
 
 
 def _rounded_as_allowed(bare: GenerationSpec, provenance: Provenance) -> bool:
-    """Return whether shared turns in half precision made the pictures inexact, and the request allowed them."""
+    """Return whether the images are inexact only because of shared forward passes in half precision, and may be."""
     shares = not bare.techniques.HasField("shared_turns") or bare.techniques.shared_turns
     return provenance.shared_in_half_precision and shares
 
 
 def _forget_switches(spec: GenerationSpec, dtype: str) -> None:
-    """Clear the switches that do not change the picture: for stored results, and in float32 for shared turns."""
+    """Clear the switches that do not change the image: those for stored results, and in float32 for shared passes."""
     if spec.HasField("techniques"):
         spec.techniques.ClearField("identical_results")
         if dtype == _FLOAT32:

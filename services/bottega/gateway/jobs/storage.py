@@ -1,10 +1,10 @@
-"""The gateway's disk: the job store and the finished images, whether they can be written now, and the pending writes.
+"""The gateway's disk: the job store, the finished images, whether they can be written now, and the pending writes.
 
-Opening both stores is retried until it succeeds. A failing disk is probed until it works again. Old jobs, and those
-beyond the budget, are deleted in small slices. Writes that must not be lost are retried until they succeed; those of
+Opening both stores is retried until it succeeds. A failing disk is tested until it works again. Old jobs, and jobs
+beyond the budget, are deleted in small batches. Writes that must not be lost are retried until they succeed; those of
 one job keep their order. While the disk cannot be written, no job is accepted or dispatched, and finished images wait
-in memory, up to a bound. A job may start on a worker before its start is written, but the end of the job is always
-written after its start.
+in memory, up to a bound. A job may start on a worker before its start is written, but its end is always written after
+its start.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 
-# Time for the writes that wait when the gateway stops; they take longer only if the disk is gone.
+# Seconds for pending writes when the gateway stops. They take longer only if the disk fails.
 _CLOSE_S = 2.0
 ResultT = TypeVar("ResultT")
 
-# Time between two tries: short enough for callers that wait, long enough to spare a disk that is full.
+# Seconds between two tries: short enough for callers that wait, long enough for a full disk.
 _RETRY_S = 0.5
-# Time between two tries of a damaged store, which only a person repairs, and whose check takes a second of a core.
+# Seconds between two tries of a damaged store, which only a person repairs. A check takes a second of one core.
 _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
 # File of the steady clock, and how often it is written: after a restart of the machine the clock goes on from there.
 _CLOCK, _CLOCK_S = "clock.json", 60.0
-# Jobs that are forgotten in one transaction, which takes some milliseconds.
+# Number of jobs that are deleted in one transaction, which takes some milliseconds.
 _SWEEP_JOBS = 100
-# Causes for which waiting for a folder does not help: something else has its name, or this user may not use it.
+# Errors of a folder for which waiting does not help: it is no folder, or this user may not use it.
 _UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
 
 LiveJobs = Callable[[], AsyncIterator[tuple[JobRecord, bytes]]]
-"""Yields jobs that have not ended, each with its input images."""
+"""Yields the records of live jobs, each with its serialized inputs (b"" without input images)."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,16 +64,16 @@ class Storage:
         folder: Folder of both stores.
         jobs: The job store.
         images: The store of images.
-        max_jobs: Upper bound on the jobs that are remembered.
-        jobs_bytes: Upper bound on their records.
-        jobs_ttl_s: How long an ended job is remembered.
-        waiting_bytes: Upper bound on the images that wait in memory for a disk that cannot take them.
+        max_jobs: Upper bound on the number of ended jobs that are kept.
+        jobs_bytes: Upper bound on the total bytes of their records.
+        jobs_ttl_s: Seconds for which an ended job is kept.
+        waiting_bytes: Upper bound on the total bytes of images that wait in memory for a failing disk.
 
     Attributes:
-        trouble: Why nothing can be written now, in words for callers; None while the disk works.
-        changed: Set whenever trouble begins or ends; its only reader clears it.
-        steady: Clock by which jobs and images expire. It ignores changes of the machine's clock, and continues
-            from that of an earlier life.
+        trouble: The error for callers while nothing can be written; None while the disk works.
+        changed: Set whenever `trouble` begins or ends; its only reader clears it.
+        steady: Clock by which jobs and images expire. It ignores changes of the machine's clock, and continues where it
+            was before a restart.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Storage:
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
-        # All that is being stored at once fits into the budget: no job's first image is evicted for another's last.
+        # Everything that is being stored at once fits into the budget, so no job evicts the images of another.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self.steady = images.steady
         self._steady_continued = False
@@ -109,7 +109,7 @@ class Storage:
         restore: Callable[[], Awaitable[None]] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Open both stores, and wait until that and `restore` have succeeded.
+        """Open both stores. Retry until both are open and `restore` has succeeded.
 
         Args:
             restore: Reads the data that the gateway needs before it serves calls.
@@ -134,10 +134,10 @@ class Storage:
                 return
 
     def start(self, live: LiveJobs) -> None:
-        """Start the upkeep: delete old jobs and those beyond the budget, and probe a disk that fails.
+        """Start the upkeep task: it deletes old jobs and jobs beyond the budget, and tests a failing disk.
 
         Args:
-            live: Yields the jobs that have not ended, with their inputs, to restore a job store whose file gets lost.
+            live: Yields the live jobs with their inputs, to restore a job store whose file was deleted.
         """
         self._tasks.start(self._keep_up(live))
 
@@ -151,22 +151,22 @@ class Storage:
                 _log.warning("a store did not close in time", extra={"text": error.message})
 
     def check_writable(self) -> None:
-        """Raise the error of the disk if no job can be accepted now."""
+        """Raise the error of the disk if it cannot be written now."""
         if self.trouble is not None:
             raise self.trouble.with_traceback(None)
 
     def report_failure(self, error: BottegaError) -> None:
-        """Note that something could not be written."""
+        """Note that a write failed. From now on no job is accepted until the disk works again."""
         if error.metadata.get("cause") == os_errors.BUSY:
-            return  # that was more than the disk can take at once, which is no fault of the disk
+            return  # too many writes at once: the disk itself works
         if self.trouble is None:
             facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "the disk cannot be used"
-            _log.error("%s; no job is taken", what, extra=facts)
+            _log.error("%s; no job is accepted until this ends", what, extra=facts)
         # Details of damage are for the log alone.
         public = (
-            DataLoss("the store is damaged; its operator has to look after it")
+            DataLoss("the gateway's store is damaged; its operator has to repair it")
             if isinstance(error, DataLoss)
             else error
         )
@@ -175,7 +175,7 @@ class Storage:
             self.changed.set()
 
     async def retry_until_written(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Call `write` again until the disk works, and return its result. Raises errors that are not the disk's."""
+        """Call `write` until the disk works, and return its result. Raises errors that are not caused by the disk."""
         waits = False
         try:
             while True:
@@ -195,21 +195,21 @@ class Storage:
     async def store_images(
         self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = ""
     ) -> tuple[StoredImage, ...]:
-        """Store finished images, and wait until they are on the disk, without a bound on the time.
+        """Store finished images, and wait until they are on the disk, however long that takes.
 
         Args:
             encoded: The images.
-            latents: The latents kept for edits, for each image, empty if none are; or an empty sequence.
-            tenant: The tenant that owns them.
+            latents: For each image the latents to keep for edits, or b""; may be an empty sequence.
+            tenant: The tenant that owns the images.
 
         Raises:
-            StorageUnavailable: If too much waits for the disk already.
+            StorageUnavailable: If too many bytes already wait for the disk.
             TooLarge: If an image is larger than the whole budget.
         """
         latents = latents or [b""] * len(encoded)
         size_bytes = sum(map(len, (*encoded, *latents)))
         if size_bytes > self._room_bytes:
-            raise os_errors.unavailable("more images wait for the disk than memory has room for", cause=os_errors.BUSY)
+            raise os_errors.unavailable("too many images wait in memory for the disk", cause=os_errors.BUSY)
         self._room_bytes -= size_bytes
         try:
             kept = [await digest(data) if data else "" for data in latents]
@@ -234,26 +234,29 @@ class Storage:
             self._room_bytes += size_bytes
 
     async def read_kept(self, name: str) -> bytes:
-        """Return what is kept of an image, by its own digest; empty if it is gone or cannot be read."""
+        """Return the latents that were kept for edits, by their digest; b"" if they are deleted or cannot be read."""
         try:
             return await self.images.get(name) or b""
         except (StorageUnavailable, DataLoss) as error:
-            _log.warning("what is kept of an image cannot be read", extra={"digest": name, "text": error.message})
+            _log.warning(
+                "the kept latents of an image cannot be read; they are not used",
+                extra={"digest": name, "text": error.message},
+            )
             return b""
 
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Restart the time until images and their kept data expire. Return False if one is missing or damaged."""
+        """Restart the lifetime of images and their kept latents. Return False if one of them is missing or damaged."""
         contents = [digest for image in images for digest in image.contents]
         if not all(map(self.images.holds, contents)):
             return False
         return all([await self.images.renew(digest) for digest in contents])
 
     def pinned(self, images: Sequence[StoredImage]) -> contextlib.AbstractContextManager[None]:
-        """Protect images and what is kept of them from deletion in the block, even if another job is deleted."""
+        """Protect images and their kept latents from deletion in the block, even if another job is deleted."""
         return self.images.pinned([digest for image in images for digest in image.contents])
 
     async def _open(self) -> None:
-        """Open both stores, images first: only the process that has their folder may start a new life of the jobs."""
+        """Open the image store, then the job store. Only the owner of the first may change the second."""
         mark = None if self._steady_continued else ClockMark.read(self.folder / _CLOCK)
         if mark is not None:
             self.steady.resume(mark)
@@ -274,12 +277,12 @@ class Storage:
         self._note_clock()
 
     def _check_folder(self, error: BottegaError) -> None:
-        """Raise ConfigError if only a person can repair the failure, so that waiting does not help."""
+        """Raise ConfigError if only a person can repair the failure, so that retrying does not help."""
         cause = error.metadata.get("cause", "")
         if cause in _UNUSABLE:
             why = os.strerror(getattr(errno, cause)).lower()
             raise ConfigError(
-                f"state: the folder {self.folder} cannot be used: {why}; let the gateway have it, or configure another"
+                f"state: the folder {self.folder} cannot be used: {why}; change its permissions or configure another"
             ) from error
 
     async def _keep_up(self, live: LiveJobs) -> None:
@@ -293,14 +296,14 @@ class Storage:
             except (StorageUnavailable, DataLoss) as error:
                 self.report_failure(error)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
-                _log.exception("the upkeep of the disk failed")
+                _log.exception("the upkeep of the disk failed; it is tried again")
 
     async def _probe(self, live: LiveJobs) -> None:
         await self.images.probe()
         if self.jobs.lost:
             await self.jobs.remake(live())
         await self.jobs.probe()
-        if not self._unwritten:  # writes that wait retry by themselves, and are better probes because they are larger
+        if not self._unwritten:  # waiting writes retry by themselves and test more, because they are larger
             self._recovered()
 
     def _note_clock(self) -> None:
@@ -324,7 +327,7 @@ class Storage:
         before, self.trouble = self.trouble, None
         if before is not None:
             full = isinstance(before, TooManyOpenFiles)
-            _log.info("files can be opened again" if full else "the disk can be used again")
+            _log.info("files and sockets can be opened again" if full else "the disk can be used again")
             self.changed.set()
 
 
@@ -336,7 +339,7 @@ class _PendingWrite:
 
 
 class WriteQueue:
-    """A queue of writes for each job. Each queue has at most two writes that no caller waits for."""
+    """A queue of writes for each job. In each queue, at most two writes have no caller that waits for them."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -344,7 +347,7 @@ class WriteQueue:
         self._tasks = BackgroundTasks("writing of jobs")
 
     def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
-        """Queue a write that no caller waits for. It replaces the last such write that has not begun.
+        """Queue a write that no caller waits for. It replaces the last such write unless that has begun.
 
         So each of these writes has to contain the whole status of a job.
         """
@@ -354,9 +357,9 @@ class WriteQueue:
         self._append(job_id, _PendingWrite(write=write))
 
     async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Return what `write` returns, after all earlier writes of the job.
+        """Return the result of `write`, which runs after all earlier writes of the job.
 
-        Raises CancelledError if `close` has given up on it.
+        Raises CancelledError if `close` gives up on it.
         """
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._append(job_id, _PendingWrite(write=write, result=result))
@@ -394,7 +397,7 @@ class WriteQueue:
             if pending.result is not None and not pending.result.done():
                 pending.result.set_exception(error)
             elif not isinstance(error, BottegaError):
-                _log.exception("a write of a job failed unexpectedly")
+                _log.exception("a write of a job failed with an unexpected error")
             return
         if pending.result is not None and not pending.result.done():
             pending.result.set_result(result)

@@ -1,4 +1,4 @@
-"""Parts of a job: its queue position, its previews, checkpoints and images, its times, and its outcome."""
+"""Values that a job consists of: its queue position, previews, checkpoints, images, times, and outcome."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bottega.v1.image_pb2 import JobState
 
 @dataclass(slots=True, kw_only=True)
 class JobTimes:
-    """Moments on the monotonic clock, and the seconds that a job spent in each stage so far, over all its attempts."""
+    """Times of a job on the monotonic clock, and the seconds that it spent in each stage, over all attempts."""
 
     created_at: float = 0.0
     due_at: float = math.inf
-    """When it is due, see `bottega.gateway.scheduling.line`; infinite if unknown or if jobs are served as they come."""
+    """Time at which the job is due (see `bottega.gateway.scheduling.line`); inf if it has no due time."""
     queued_at: float = 0.0
     routed_at: float = 0.0
     ended_at: float | None = None
@@ -28,26 +28,26 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePosition:
-    """The place of a job in the queue."""
+    """The position of a job in the queue of its model."""
 
     place: int
-    """Number of jobs of its model before it."""
+    """Number of jobs before it."""
     estimate_s: float | None
-    """Expected seconds until it completes; None if unknown."""
+    """Estimated seconds until the job completes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPreview:
-    """The newest preview of one image."""
+    """The newest preview of one image of a job."""
 
     jpeg: bytes
     version: int
-    """Number of previews of the job so far."""
+    """A counter over all previews of the job; a larger one is newer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheckpoint:
-    """A state of the denoising loop from which another attempt can go on."""
+    """A saved state of the denoising loop from which another attempt can continue."""
 
     steps_done: int
     data: bytes
@@ -58,28 +58,28 @@ class StoredImage:
     """A finished image, whose bytes are in the content store."""
 
     digest: str
-    """SHA-256 of its bytes, which is their key in the content store."""
+    """SHA-256 of its bytes in hex, which is its key in the content store."""
     size_bytes: int
     latents: str = ""
-    """SHA-256 of its kept data (AttemptKept), the key in the content store; empty if none is kept."""
+    """SHA-256 in hex of its serialized AttemptKept, the key in the content store; "" if no latents are kept."""
     latents_bytes: int = 0
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Keys in the content store of the image and of its kept latents, if any."""
+        """Keys in the content store of the image and of its kept latents, if it has any."""
         return (self.digest, self.latents) if self.latents else (self.digest,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """The outcome of a job: its final state, its images or its error, and when it ended."""
+    """How a job ended: its final state, its images or its error, and the time."""
 
     state: JobState.ValueType
     """JOB_STATE_COMPLETED, JOB_STATE_FAILED or JOB_STATE_CANCELLED."""
     ended_wall: float
-    """When it ended, in Unix seconds."""
+    """Time of the end, in Unix seconds."""
     images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
     steps_done: int = 0
-    """Number of denoising steps of the newest attempt of a job that did not complete."""
+    """Number of steps that the newest attempt had completed; 0 if the job completed."""

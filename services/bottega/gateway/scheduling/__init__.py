@@ -1,5 +1,5 @@
 """Scheduling: which worker gets which job, and when.
 
-The controller reacts to events, the scheduler goes through the queue, and the policy chooses the worker. `outcomes`
-decides whether a job is retried or ends after a failed attempt.
+The controller reacts to events, the scheduler goes through the queue, and the policy chooses the worker. After a failed
+attempt, `outcomes` decides whether the job is retried or ends.
 """

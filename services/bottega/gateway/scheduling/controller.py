@@ -1,7 +1,7 @@
 """The job controller, which moves jobs through their states, from acceptance to outcome.
 
-Callers submit, extend and cancel jobs, the dispatcher reports how attempts go, and deadlines pass. The controller
-changes the job accordingly, writes the change, and makes the scheduler assign jobs to workers.
+Callers submit, extend and cancel jobs, the dispatcher reports the progress of attempts, and deadlines pass. The
+controller changes the job accordingly, writes the change, and makes the scheduler assign jobs to workers.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _log = logging.getLogger(__name__)
 
 
 class JobController:
-    """The controller of a gateway's jobs. `start` it before the first job, and `stop` it after the last.
+    """Moves the jobs of a gateway through their states. `start` it before the first job, and `stop` it after the last.
 
     Args:
-        connect: Makes the client of a worker.
+        connect: Creates the client of a worker.
         terms: Weights and quotas of tenants.
 
     Attributes:
-        queue: The jobs that wait.
-        scheduler: Hands the jobs of the queue to workers.
-        estimates: Estimates of when jobs complete.
-        draining: Whether no new jobs are accepted.
+        queue: The jobs that wait for a worker.
+        scheduler: Assigns the jobs of the queue to workers.
+        estimates: Estimates when jobs complete.
+        draining: Whether new jobs are refused.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class JobController:
     # The gateway starts and stops.
 
     def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
-        """Resume the jobs of an earlier life of the gateway.
+        """Resume the jobs from before a restart of the gateway.
 
-        Jobs that waited do so in the order in which they came, and what was running goes on when its worker is back.
-        Jobs that end with their caller are cancelled, because the calls ended with that life.
+        Waiting jobs are queued in their order of arrival. Running jobs continue when their worker reconnects. Jobs that
+        end with their caller are cancelled, because the restart ended their calls.
 
         Args:
-            jobs: Jobs that had not ended, in their order.
+            jobs: Jobs that had not ended, in order of arrival.
             seconds: Seconds that it took to read them, for the log.
         """
         orphans = [job for job in jobs if job.open and job.request.ends_with_caller]
@@ -147,7 +147,7 @@ class JobController:
             if member.is_worker:
                 self._recovery.add_worker(member)
         for job in orphans:
-            self.abandon(job, "its only caller went with the gateway that had the call")
+            self.abandon(job, "its only caller was disconnected when the gateway restarted")
 
     def start(self) -> None:
         """Start the background tasks."""
@@ -156,10 +156,10 @@ class JobController:
             addon.start(self._jobs.live)
 
     async def drain(self) -> None:
-        """Admit no new jobs, and wait until the running ones have ended. Waiting jobs stay for the next start.
+        """Accept no new jobs, and wait until the running ones have ended. Waiting jobs stay stored for the next start.
 
-        Watchers of the others get Draining, and may watch them after the restart. When this is cancelled, watchers of
-        jobs that still run get it too; their workers go on.
+        Watchers of waiting jobs get Draining, and may watch them again after the restart. If this is cancelled,
+        watchers of jobs that still run get it too; the workers go on.
         """
         self.draining = self.scheduler.draining = True
         try:
@@ -171,7 +171,7 @@ class JobController:
             self._fleet.close()
 
     async def stop(self) -> None:
-        """End every attempt."""
+        """Stop reading the events of all attempts, and end all calls to workers."""
         await self._finding.cancel()
         self._deadlines.close()
         self.scheduler.close()
@@ -190,7 +190,7 @@ class JobController:
     # What callers want.
 
     def submit(self, job: Job) -> None:
-        """Queue a durable job, unless it has ended already. The caller has checked the queue's bounds."""
+        """Queue a stored job, unless it has ended already. The caller has checked the bounds of the queue."""
         log_lines.accepted(job)
         if not job.live:
             self._finisher.count(job)
@@ -211,23 +211,24 @@ class JobController:
                     addon.prefetch([job])
 
     def enable_previews(self, job: Job) -> None:
-        """Have a job's attempts send previews from now on."""
+        """Request previews from the current and later attempts of a job."""
         if job.live:
             self._dispatcher.enable_previews(job)
 
     def extend(self, job: Job, deadline: float | None) -> None:
-        """Extend a job's deadline for another caller; never shorten it.
+        """Set a later deadline of a job for another caller; never an earlier one.
 
         Args:
             job: The job.
-            deadline: When that caller no longer wants it, on the monotonic clock; None means no bound.
+            deadline: Time after which that caller no longer wants the result, on the monotonic clock; None means no
+                bound.
         """
         if self._jobs.find_live(job.job_id) is job and job.extend_deadline(deadline):
             self._deadlines.watch(job, self._pass_deadline)
             self._jobs.save(job)
 
     def cancel(self, job: Job, why: str = "the job was cancelled") -> None:
-        """Cancel a job; one that has ended stays as it is."""
+        """Cancel a job. Does nothing if the job has ended."""
         if job.cancel(why):
             self._dispatcher.cancel_attempt(job)
             self._finish(job)
@@ -235,14 +236,14 @@ class JobController:
     async def cancel_durably(self, job: Job) -> None:
         """Cancel a job, and wait until that is durable. Raises StorageUnavailable if the disk cannot be written now.
 
-        If the job can only be read here, nothing is decided: a caller that was refused must not be obeyed later.
+        If the job is read-only, nothing is decided, because a cancellation that was refused must not happen later.
         """
         self._jobs.check_changeable(job)
         self.cancel(job)
         await self._jobs.wait_finished(job)
 
-    def abandon(self, job: Job, why: str = "its only caller has gone") -> None:
-        """Cancel a job whose only caller has gone, or fail it if that happened at its deadline."""
+    def abandon(self, job: Job, why: str = "its only caller disconnected") -> None:
+        """Cancel a job whose only caller disconnected, or fail it if that happened at its deadline."""
         if self._deadlines.has_passed(job):
             self._pass_deadline(job)
         else:
@@ -251,20 +252,20 @@ class JobController:
     # What the dispatcher reports (AttemptObserver).
 
     def attempt_sent(self, job: Job) -> None:
-        """Measure the routing of an attempt, and save the job."""
+        """Measure how long the routing of an attempt took, and save the job."""
         self._metrics.routed(queue_s=job.times.routed_at - job.times.queued_at, route_s=job.mark_dispatched())
         self._jobs.save(job)
 
     def attempt_advanced(self, job: Job) -> None:
-        """Schedule soon, because the attempt's worker may have slack now."""
+        """Schedule a round soon, because the attempt's worker may be able to accept a job now."""
         self.scheduler.schedule_soon(job.spec.model)
 
     def attempt_decided(self, job: Job) -> None:
-        """Save a decision of an attempt, which later attempts at the job must follow."""
+        """Save a decision of an attempt that later attempts at the job must repeat."""
         self._jobs.save(job)
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """Retry or fail a job whose worker is lost, perhaps because of the job."""
+        """Retry or fail a job whose worker died or disconnected."""
         if not job.is_current(number):
             return
         self._metrics.attempts_lost.inc()
@@ -273,7 +274,7 @@ class JobController:
         self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """Retry or fail a job that its worker refused or returned, and back off the service that caused that."""
+        """Retry or fail a job that its worker refused or returned, and give the service that caused it a pause."""
         if not job.is_current(number):
             return
         self._metrics.attempts_returned.inc()
@@ -286,18 +287,19 @@ class JobController:
         self._retry(job, failure_after_return(job, error, workers=workers, by_addon=by_addon))
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """Fail a job after its worker reported that it cannot be drawn."""
+        """Fail a job because its worker reported that it cannot be drawn."""
         if isinstance(error, DeadlinePassed) and not self._deadlines.has_passed(job):
-            self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
+            # the worker knew only the first deadline, which was extended since
+            self.attempt_returned(job, number, error)
         elif job.fail(error, number):
             self._finish(job)
 
     def attempt_over(self, job: Job, device_s: float | None) -> None:
-        """Correct the charge to a job's tenant, after an attempt has ended, to the device seconds that it used."""
+        """Replace the estimated charge to a job's tenant with the device seconds that the ended attempt used."""
         self.queue.settle(job, device_s)
 
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
-        """Complete a job, whose images are all on the disk."""
+        """Complete a job, all of whose images are stored."""
         if not job.is_current(number):
             return
         self._snapshot.note_device_s(job, provenance)
@@ -310,13 +312,13 @@ class JobController:
     # What the fleet reports (FleetObserver).
 
     def member_joined(self, member: Member) -> None:
-        """Ask a worker that has joined which attempts it still runs, and then give it jobs."""
+        """Ask a worker that has joined which attempts it still runs, and then assign jobs to it."""
         if member.is_worker:
             self._dispatcher.add_worker(member)
             self._recovery.add_worker(member)
 
     def member_changed(self, member: Member) -> None:
-        """Schedule the queues that may profit from a member's report: it has room, or hosts an add-on they wait for."""
+        """Schedule the queues that a member's report may help: it accepts jobs, or hosts an add-on they wait for."""
         for addon in self._addons:
             addon.member_changed(member)
         self._recovery.stop_stale_attempts(member)
@@ -339,7 +341,7 @@ class JobController:
             self._finish(job)
 
     def _retry(self, job: Job, failure: BottegaError | None) -> None:
-        """Queue a job again, before the others, unless it has failed for good."""
+        """Queue a job again, before the others, or fail it with `failure` if that is not None."""
         if failure is not None:
             self.fail(job, failure)
         else:
@@ -350,7 +352,7 @@ class JobController:
         self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _finish(self, job: Job) -> None:
-        """Finish a job whose outcome is decided, and schedule the next one."""
+        """Remove a job from scheduling once its outcome is decided, write the outcome, and schedule the next job."""
         self._finisher.finish(job)
         self.scheduler.schedule(job.bare.model)
 
@@ -361,6 +363,4 @@ class JobController:
                 if job.open:
                     self.submit(job)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no other job is found
-                _log.exception(
-                    "a live job that was read from the store could not be queued", extra=log_lines.job_fields(job)
-                )
+                _log.exception("a live job from the store could not be queued", extra=log_lines.job_fields(job))

@@ -1,7 +1,7 @@
 """The end of jobs: deadlines, estimates of the completion time, the writing of outcomes, and the retry policy.
 
 Estimates say where each pending job is in its queue, when it completes, and whether it can meet its deadline. A queue
-and a fleet may be large, so the estimates of all jobs are made once a second, in a thread.
+and a fleet may be large, so the estimates of all jobs are computed once a second, in a thread.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.gateway.scheduling.worker_plan import ResourceRequest, WorkerPlan, WorkerState
 from bottega.v1.image_pb2 import JOB_STATE_RUNNING, JobState, Priority
 
-# A job is not refused by an older forecast, because jobs that have ended since are in it. A new one costs milliseconds.
+# Seconds. An older forecast may contain jobs that have ended, so it refuses no job. A new one takes milliseconds.
 _FRESH_S = 0.05
-# A job that would be late by less than this share is admitted: step times are not known better than that.
+# A job that would be late by less than this share is admitted, because step times are not known more exactly.
 _TOLERANCE = 0.1
-# Forecasts that are kept for a tenant and model, one for each kind of jobs.
+# Number of forecasts that are cached for a tenant and model, one for each set of needs and priority.
 _KINDS = 16
 # A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
 # deadlines allow, every job would end at the last moment, and one that takes longer than expected would make all late.
 _SPARE = 0.3
-# How often each worker of a model may refuse or return a job. It is backed off each time, so this is half a minute.
+# How often each worker may refuse or return a job. Each time it gets no job for a while: half a minute in all.
 _MAX_RETURNS = 60
-# Two workers that died of a job, each running it exclusively, make it a poison pill: README, What is promised.
+# Number of workers that may die while running a job alone. Then the job fails as POISONED (README of the gateway).
 _POISON_DEATHS = 2
-# A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
+# Tolerance in seconds for the transfer time of a deadline and for gRPC's rounding.
 _AT_DEADLINE_S = 0.1
 
 
 class QueueForecast:
-    """A forecast of when each pending job completes if no more jobs come: the least loaded worker takes the next one.
+    """Predicts when each pending job completes if no more jobs come and the least loaded worker takes the next one.
 
-    It is for queue positions and deadlines, and assigns nothing.
+    It is only used for queue positions and deadlines. The policy assigns jobs on its own.
     """
 
     def __init__(self, workers: Sequence[WorkerState]) -> None:
@@ -67,20 +67,20 @@ class QueueForecast:
         self._size += 1
 
     def next_completion_s(self, request: ResourceRequest) -> float | None:
-        """Return the expected seconds until a job that came now would complete; None while nothing was measured."""
+        """Return the expected seconds until a new job would complete; None while no step has been measured."""
         if not self._plans:
             return None
         plan = self._plans[self._least_loaded()]
         return plan.completions_s(request)[-1] + plan.state.fixed_s
 
     def least_s(self, request: ResourceRequest) -> float | None:
-        """Return the seconds of a job alone on the fastest worker; None while that is not measured."""
+        """Return the seconds that a job takes alone on the fastest worker; None while no step has been measured."""
         if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
             return None
         return min(plan.state.alone_s(request) + plan.state.fixed_s for plan in self._plans)
 
     def completions_s(self) -> list[float | None]:
-        """Return the expected seconds until each added job completes; None while nothing was measured."""
+        """Return the expected seconds until each added job completes; None while no step has been measured."""
         ends: list[float | None] = [None] * self._size
         for plan, line in zip(self._plans, self._lines, strict=True):
             if not line:
@@ -94,7 +94,7 @@ class QueueForecast:
 
 
 def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
-    """Return the expected seconds until each pending job completes; None while nothing was measured."""
+    """Return the expected seconds until each pending job completes; None while no step has been measured."""
     queue = QueueForecast(workers)
     for request in requests:
         queue.add(request)
@@ -106,14 +106,14 @@ _Kind = tuple[ResourceRequest, "Priority.ValueType"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedForecast:
-    """A forecast of the jobs that are served before the next one of a kind."""
+    """A cached forecast of the jobs that are served before the next job with the same needs and priority."""
 
     forecast: QueueForecast
     made_at: float
 
 
 class QueueEstimates:
-    """The estimates of a queue. Call `publish_all` about once a second, and `publish` for each job that was queued."""
+    """Estimates completion times of queued jobs. Call `publish_all` each second, and `publish` for each new job."""
 
     def __init__(self, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
         self._queue = queue
@@ -124,7 +124,7 @@ class QueueEstimates:
         self._forecasts: dict[tuple[str, str], dict[_Kind, _TimedForecast]] = {}
 
     def publish(self, job: Job) -> None:
-        """Set the position of a job that was just queued, by a forecast that is at most a second old."""
+        """Set the queue position and estimate of a new job, using a forecast that is at most a second old."""
         request = self._snapshot.resource_request(job)
         timed = self._known_forecast(job, request) or self._forecast(job, request)
         estimate_s = timed.forecast.next_completion_s(request)
@@ -135,7 +135,7 @@ class QueueEstimates:
             other.forecast.add(request)
 
     async def publish_all(self) -> None:
-        """Set the position of every job in the queue."""
+        """Set the queue position and estimate of every job in the queue."""
         self._forecasts.clear()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
@@ -149,7 +149,7 @@ class QueueEstimates:
     def check_deadline(self, job: Job) -> None:
         """Raise DeadlineUnmeetable for a job that would end after its deadline if it were queued now.
 
-        While nothing was measured, every job is admitted.
+        While no step has been measured, every job is admitted.
         """
         if job.deadline is None:
             return
@@ -168,7 +168,7 @@ class QueueEstimates:
         raise unmeetable(estimate_s, left_s, retry_after_s=None if hopeless else self._queue.retry_after_s())
 
     def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
-        """Yield the waiting jobs that would miss their deadline even if they ran now and alone, each with its error."""
+        """Yield the waiting jobs that would miss their deadline even if they ran alone now, each with its error."""
         jobs = [job for job in self._queue.line(model) if job.deadline is not None]
         if not jobs:
             return
@@ -184,7 +184,7 @@ class QueueEstimates:
         return self._forecasts.get(_whose(job), {}).get((request, job.request.priority))
 
     def _forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast:
-        """Make the forecast of the jobs that are served before this one, or before the next one of its kind."""
+        """Compute the forecast of the jobs served before this one, or before the next one with the same needs."""
         forecast = QueueForecast(self._snapshot.workers_of(job.bare.model))
         for other in self._queue.before(job):
             forecast.add(self._snapshot.resource_request(other))
@@ -213,14 +213,14 @@ def _too_long(seconds: float | None, left_s: float) -> bool:
 
 
 class Deadlines:
-    """The timers of the jobs that have a deadline."""
+    """Timers for the deadlines of jobs."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, job: Job, on_passed: Callable[[Job], None]) -> None:
-        """Call `on_passed` with the job when its current deadline, if it has one, has passed."""
+        """Call `on_passed` with the job when its current deadline has passed. Does nothing for a job without one."""
         self.unwatch(job)
         if job.deadline is not None:
             left_s = max(0.0, job.deadline - self._clock.monotonic())
@@ -233,7 +233,7 @@ class Deadlines:
             timer.cancel()
 
     def has_passed(self, job: Job) -> bool:
-        """Return whether a job's deadline has passed, with a tolerance for the difference between two clocks."""
+        """Return whether a job's deadline has passed, with a tolerance for clock differences and gRPC's rounding."""
         return job.deadline is not None and self._clock.monotonic() > job.deadline - _AT_DEADLINE_S
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class Deadlines:
 
 
 class JobFinisher:
-    """The finisher of jobs, which writes how they end and publishes that once it is durable."""
+    """Writes the decided outcomes of jobs, and publishes each one when it is durable."""
 
     def __init__(self, queue: JobQueue, deadlines: Deadlines, jobs: JobRepository, metrics: GatewayMetrics) -> None:
         self._queue = queue
@@ -254,13 +254,13 @@ class JobFinisher:
         self._writing = BackgroundTasks("writing of how jobs ended")
 
     def finish(self, job: Job) -> None:
-        """Finish a job whose outcome is decided and of which no attempt runs."""
+        """Write and publish the outcome of a job. The outcome must be decided and no attempt may be running."""
         self._queue.remove(job)
         self._deadlines.unwatch(job)
         self._writing.start(self._write(job))
 
     async def join(self) -> None:
-        """Wait until all outcomes are written, or the repository is closed."""
+        """Wait until all outcomes are written, or until the repository is closed."""
         await self._writing.join()
 
     async def _write(self, job: Job) -> None:
@@ -268,7 +268,7 @@ class JobFinisher:
         self.count(job)
 
     def count(self, job: Job) -> None:
-        """Log and count a job that has ended, which is durable."""
+        """Log and count a job whose end is durable."""
         log_lines.ended(job)
         outcome = JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
         reason = job.error.reason_name.lower() if job.error else ""
@@ -276,11 +276,11 @@ class JobFinisher:
 
 
 async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool]) -> None:
-    """Detach each job as soon as no worker runs it, and return when all are detached.
+    """Detach each job from its watchers once no worker runs it, and return when all are detached.
 
     Args:
         jobs: Jobs that have not ended.
-        is_held: Returns whether a job waits for the worker that had it before a restart. That worker may not come.
+        is_held: Returns whether a job waits for the worker that ran it before a restart. That worker may not come.
     """
 
     async def detach(job: Job) -> None:
@@ -298,7 +298,7 @@ def draining() -> Draining:
 
 
 async def _without_worker(job: Job) -> None:
-    """Return when no worker has the job and nothing of it has to be written."""
+    """Wait until no worker runs the job and none of its data has to be written."""
     changed = asyncio.Event()
     job.listeners.add(changed.set)
     try:
@@ -310,16 +310,18 @@ async def _without_worker(job: Job) -> None:
 
 
 def failure_after_loss(job: Job, *, max_attempts: int) -> BottegaError | None:
-    """Return why a job whose worker was lost fails; None if it is retried."""
+    """Return the error with which a job fails after its worker was lost; None if it is retried."""
     if job.losses.deaths >= _POISON_DEATHS:
-        return Poisoned(f"{job.losses.deaths} workers died of this job: each ran it alone")
+        return Poisoned(f"{job.losses.deaths} workers died while they ran this job alone")
     if job.losses.beside_others >= max_attempts:
-        return WorkerLost(f"{job.losses.beside_others} workers were lost with this job", retry_after_s=1.0)
+        return WorkerLost(
+            f"{job.losses.beside_others} workers were lost while they ran this job beside others", retry_after_s=1.0
+        )
     return None
 
 
 def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addon: bool) -> BottegaError | None:
-    """Return why a job that a worker refused or returned fails; None if it is retried.
+    """Return the error with which a job fails after a worker refused or returned it; None if it is retried.
 
     Args:
         job: The job.
@@ -329,19 +331,19 @@ def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addo
     """
     if job.losses.returns < _MAX_RETURNS * max(1, workers):
         return None
-    return error if by_addon else NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0)
+    return error if by_addon else NoWorker(f"no worker accepted the job: {error.message}", retry_after_s=1.0)
 
 
 def unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None = None) -> DeadlineUnmeetable:
-    """Return the error of a job that would end after its deadline.
+    """Return the error for a job that would end after its deadline.
 
     Args:
-        estimate_s: Seconds until it would end.
+        estimate_s: Estimated seconds until it would end.
         left_s: Seconds until its deadline.
-        retry_after_s: Seconds after which a retry may help; None if no retry does.
+        retry_after_s: Seconds after which a retry may succeed; None if no retry would.
     """
     return DeadlineUnmeetable(
-        f"it would be done in about {estimate_s:.1f} s, and the deadline is in {left_s:.1f} s",
+        f"the job would take about {estimate_s:.1f} s, but its deadline is in {left_s:.1f} s",
         metadata={"estimate_s": f"{estimate_s:.3f}"},
         retry_after_s=retry_after_s,
     )

@@ -1,8 +1,8 @@
 """Periodic checks of the fleet's leases and, once a second, of the queue.
 
-They end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members report,
-nothing is due before a lease could end, so a gateway at rest sleeps. When the lease of a member is about to end, leases
-are checked every tenth of a second.
+They end the leases of silent members, and fail jobs that no worker or add-on can serve. While all members report, no
+check is due before a lease could end, so an idle gateway sleeps. When the lease of a member is about to end, leases are
+checked every tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.controller import JobController
 
-# A check that is later than this means that this process, not its members, was silent.
+# If a check is late by more seconds than this, this process was stalled, not its members.
 _LATE_S = 0.5
-# Between two checks while the lease of a member is about to end, or after a check has failed.
+# Seconds between two checks while the lease of a member is about to end, or after a check has failed.
 _TICK_S = 0.1
-# The rest of a lease in which ticks begin: after this process was stopped for a moment, what members sent meanwhile is
-# read before one of them is given up.
+# Rest of a lease from which on ticks are frequent: after a stall of this process, reports that came meanwhile are
+# read before a member is removed.
 _ABOUT_TO_END_S = 0.5
 _QUEUE_S = 1.0
 # Part of that after which the queue is due, because timers fire a moment earlier or later.
 _ABOUT = 0.9
-# Number of checks that failed within so many seconds, after which the gateway says that it does not serve.
+# Number of checks that fail within so many seconds before the gateway reports NOT_SERVING.
 _MAX_FAULTS = 3
 _FAULTS_S = 10.0
 
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicChecks:
-    """The checks of a gateway's fleet and queue. `start` them after the controller, and `stop` them before it.
+    """Runs the checks of a gateway's fleet and queue. `start` them after the controller, and `stop` them before it.
 
     Args:
-        worker_grace_s: How long the jobs of an earlier life wait for a worker of their model to join. How long such a
-            worker takes to start is not known yet in this life of the gateway.
+        worker_grace_s: Seconds for which jobs from before a restart wait for a worker of their model to join. The
+            restarted gateway does not know yet how long such a worker takes to start.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class PeriodicChecks:
         self._grace_until = 0.0
         self._clock = clock
         self._queue_due_at = -math.inf
-        """When the queue is checked next, on the clock of the event loop."""
+        """Time of the next check of the queue, on the clock of the event loop."""
         self._checking = BackgroundTasks("checks of the fleet and the queue")
         self._publishing = BackgroundTasks("publishing of estimates")
         self._faults: deque[float] = deque(maxlen=_MAX_FAULTS)
 
     @property
     def healthy(self) -> bool:
-        """Whether fleet and queue are checked: a single fault may pass, several within seconds stay."""
+        """Whether the checks run. A single failure does not count, several within seconds do."""
         faults = self._faults
         return len(faults) < _MAX_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def start_grace(self) -> None:
-        """Start the time for which queued jobs from before a restart wait for a worker."""
+        """Start the time during which jobs from before a restart wait for a worker."""
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
 
     def start(self) -> None:
@@ -84,7 +84,7 @@ class PeriodicChecks:
         self._checking.start(self._keep_checking())
 
     async def stop(self) -> None:
-        """Stop the background checks. Harmless if they were not started."""
+        """Stop the background checks. Does nothing if they were not started."""
         await self._checking.cancel()
         await self._publishing.cancel()
 
@@ -98,23 +98,23 @@ class PeriodicChecks:
             try:
                 self._check(late_s=max(0.0, checked_at - before - pause_s))
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and no job starts
-                _log.exception("the fleet and the queue could not be checked")
+                _log.exception("the check of the fleet and the queue failed; it is tried again")
                 self._faults.append(self._clock.monotonic())
                 await asyncio.sleep(_QUEUE_S)  # what fails every time is not logged every time
                 checked_at = self._clock.monotonic()
 
     def _pause_s(self) -> float:
-        """Return the seconds until a lease is about to end, or the queue is due."""
+        """Return the seconds until a lease is about to end or the queue has to be checked."""
         lease_s = self._fleet.lease_s
         quiet_s = self._fleet.shortest_lease_s() - min(_ABOUT_TO_END_S, lease_s / 2)
         return min(max(quiet_s, _TICK_S), seconds_until_tick(_QUEUE_S))
 
     def _check(self, *, late_s: float) -> None:
         if late_s > _LATE_S:
-            _log.warning("the event loop was late; leases are renewed", extra={"late_s": round(late_s, 3)})
+            _log.warning("the event loop was stalled; all leases are renewed", extra={"late_s": round(late_s, 3)})
             self._fleet.renew_leases()
             self._grace_until += late_s
-            return  # what members sent meanwhile is read before any is given up, or a job for lack of one
+            return  # read the pending reports before any member or job is given up
         self._fleet.expire()
         now = asyncio.get_running_loop().time()
         if now >= self._queue_due_at:
@@ -134,7 +134,9 @@ class PeriodicChecks:
                 self._check_addons(model, in_grace=in_grace)
             else:
                 retry_after_s = self._queue.retry_after_s()
-                error = NoWorker(f"no worker came back for model {model}", retry_after_s=retry_after_s)
+                error = NoWorker(
+                    f"no worker of model {model} joined within the grace period", retry_after_s=retry_after_s
+                )
                 self._fail_all((job, error) for job in self._queue.line(model))
         if not self._publishing:
             self._publishing.start(self._publish_estimates())
@@ -147,13 +149,13 @@ class PeriodicChecks:
                 self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)
 
     def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
-        for job, error in list(failures):  # they are read from the queue, and leave it
+        for job, error in list(failures):  # a copy, because failing a job removes it from the queue
             self._controller.fail(job, error)
 
     async def _publish_estimates(self) -> None:
-        """Publish estimates in a task of their own: for a long queue that takes a while."""
+        """Compute and publish estimates in a task of their own, because a long queue takes a while."""
         try:
             await self._controller.estimates.publish_all()
         except Exception:  # noqa: BLE001 - the boundary of the task
-            _log.exception("the estimates of the queue could not be published")
+            _log.exception("computing the estimates of the queue failed; it is tried again")
             self._faults.append(self._clock.monotonic())

@@ -1,23 +1,23 @@
-"""The scheduling policy: which worker gets which pending job, and when. Pure functions of their arguments.
+"""The scheduling policy: which worker gets which pending job, and when. Its functions depend only on their arguments.
 
-Three rules, in the order of `assign`:
+`assign` applies three rules in this order:
 
 1. The order of the queue (`bottega.gateway.scheduling.line`). A job never takes the place that an earlier job waits
    for: when no worker has slack for a job, the round is over. The exception is a job that only few workers may run: it
-   waits without holding up the others.
+       waits without delaying the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
-   after the jobs that run there, the jobs planned for it in this round, and the loading that the job needs there.
+after the jobs that run there, the jobs planned for it in this round, and the loading that the job needs there.
    An edit counts by the share of tokens that the worker would compute: a worker that can read recorded activations of
    the image computes little more than the mask.
-3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the
-   worker's group has a free place, or will have one within the lead time, which is long enough to encode the prompt.
-   Until then the job stays in the queue, and the worker's plan counts it. If running the job in the group saves hardly
-   any time, it also stays in the queue while it would make a job of the group late, unless many jobs wait.
-   A tenant that has less than its share of the running jobs may exceed a full group: its job is bound if the group is
-   only a few jobs over its width, or if none of the tenant's jobs runs. The worker shares its turns among tenants by
-   seconds.
+3. Slack. A job is assigned to its worker as late as possible, so that it may still go to another one: only when the
+worker's batch has a free place, or will have one within the lead time, which is long enough to encode the prompt. Until
+then the job stays in the queue, and the worker's plan counts it. If running the job in the batch saves hardly any time,
+it also stays in the queue while it would make a job of the batch late, unless many jobs wait.
+   A tenant that has less than its share of the running jobs may exceed a full batch: its job is assigned if the batch
+   is only a few jobs over its best size, or if none of the tenant's jobs runs. The worker shares its device among
+   tenants by seconds.
 
-The engine of a worker forms its groups by the same cost model (bottega.planning).
+The engine of a worker forms its batches by the same cost model (bottega.planning).
 """
 
 from __future__ import annotations
@@ -31,38 +31,37 @@ from operator import attrgetter
 
 from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, ResourceRequest, WorkerPlan, WorkerState, as_typical
 
-# Pending jobs that are considered in one round; those behind them cannot change who is next.
+# Number of pending jobs that are considered in one round. Jobs behind them cannot change which one is next.
 _HORIZON = 32
-# Of these, jobs that are planned at a worker without a place, because they would be done sooner there.
+# Number of these jobs that may be planned at a worker without a free place, because they would complete sooner there.
 _MAX_UNBOUND = 2
-# Of many workers, those with least to do are compared. Of these, the ones that would have a job done soonest if no
-# turns were shared are looked at closely, and the idlest ones, where a place is likely.
+# Of many workers, the least loaded are compared. Of these, the ones that would complete a job soonest if no
+# forward pass were shared are examined, and the least loaded, where a place is likely.
 _LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A job in the queue."""
+    """A job in the queue, as the policy sees it."""
 
     job_id: str
     request: ResourceRequest
     avoid: str = ""
-    """The worker that must not get the job, because it was just lost while it ran the job."""
+    """Name of the worker that must not get the job, because it was lost while it ran the job; "" if there is none."""
     exclusive: bool = False
-    """Whether the job may only run alone, because a worker may have died of it."""
+    """Whether the job may only run alone, because it may have made a worker die."""
     within_share: bool = False
-    """Whether the tenant would stay within its share of the running jobs with this one, while other tenants have jobs.
-    """
+    """Whether its tenant would stay within its share of the running jobs if it started, while other tenants wait."""
     none_runs: bool = False
     """Whether none of its tenant's jobs runs, while other tenants have jobs."""
     eligible: frozenset[str] | None = None
-    """The only workers that may get the job; None means all."""
+    """Names of the only workers that may get the job; None means all."""
     load_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of loading before the first step, by worker; 0 for workers that are not listed."""
+    """Seconds that loading takes before the first step, by worker; 0 for workers that are not listed."""
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
-    """Resources at the workers where the job needs less than `request`; see request_at."""
+    """Resources that the job needs at the workers where it needs less than `request`; see request_at."""
     due_s: float = inf
-    """Seconds until it is due, see `bottega.gateway.scheduling.line`; infinite for one that is not."""
+    """Seconds until the job is due (see `bottega.gateway.scheduling.line`); inf if it has no due time."""
 
     def request_at(self, worker: str) -> ResourceRequest:
         """Return the resources that the job needs at a worker."""
@@ -75,23 +74,23 @@ class PendingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A job and the worker that should get it now."""
+    """The decision that a worker gets a job now."""
 
     job_id: str
     worker: str
     estimate_s: float | None
-    """Seconds until it completes, loads included; None while nothing was measured."""
+    """Seconds until the job completes, including loading; None while no step has been measured."""
     exclusive: bool = False
     """Whether the worker runs no other job."""
 
 
 class RunningShares:
-    """The tenants' shares of the running jobs of a model, in one round of scheduling.
+    """The tenants' shares of a model's running jobs, in one round of scheduling.
 
-    A job of a tenant that has less than its share need not wait for a place that another tenant has.
+    A job of a tenant that has less than its share need not wait for a place that another tenant uses.
 
     Args:
-        running: Number of attempts by tenant.
+        running: Number of running attempts by tenant.
         waiting: Tenants whose jobs wait. Tenants with no running or waiting job get no share.
         weigh: Returns the weight of a tenant.
         may_begin: Returns how many more jobs of a tenant may run; None means no bound.
@@ -116,7 +115,7 @@ class RunningShares:
         self._running = Counter(running) if self.contended else Counter[str]()
 
     def begin(self, tenant: str) -> bool:
-        """Return whether a job of a tenant may run now, and count it if so."""
+        """Return whether another job of a tenant may run now. If so, count it."""
         if tenant not in self._left:
             self._left[tenant] = self._may_begin(tenant)
         left = self._left[tenant]
@@ -126,11 +125,11 @@ class RunningShares:
         return left > 0
 
     def has_none(self, tenant: str) -> bool:
-        """Return whether no job of a tenant runs while others have jobs."""
+        """Return whether no job of a tenant runs while other tenants have jobs."""
         return self.contended and not self._running[tenant]
 
     def claim(self, tenant: str) -> bool:
-        """Return whether a tenant has at most its share with one job more, and count that job if so."""
+        """Return whether one more job keeps a tenant within its share. If so, count the job."""
         if not self.contended:
             return False
         jobs, all_jobs = self._running[tenant] + 1, self._running.total() + 1
@@ -145,16 +144,16 @@ def assign(
 ) -> list[Assignment]:
     """Return the pending jobs that start now, each with its worker.
 
-    An exclusive job takes an idle worker; without one, a worker is drained for it: never more than one at a time, so
+    An exclusive job takes an idle worker. Without one, a worker is drained for it: never more than one at a time, so
     that the other jobs go on.
 
     Args:
-        pending: Jobs in their order; no more of them are read than needed. Jobs that no worker may have now can be
-            left out.
+        pending: Jobs in the order of the queue. It is read only as far as needed. It may omit jobs that no worker may
+            run now.
         workers: States of the workers.
-        waiting: How many jobs wait in all.
-        contended: Whether several tenants have jobs. Then a job that no worker has a place for may have one behind it
-            that is within its tenant's share.
+        waiting: Total number of jobs that wait.
+        contended: Whether several tenants have jobs. Then, after a job for which no worker has a place, later jobs that
+            are within their tenant's share may still start.
     """
     if not workers:
         return []
@@ -220,7 +219,7 @@ def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) 
 
 
 class _Option:
-    """A choice of a worker for a job: the resources needed there, and whether there is a place now."""
+    """The choice of one worker for a job: the resources needed there, and whether there is a place now."""
 
     __slots__ = ("_behind", "_load_s", "has_slack", "job", "plan", "request")
 
@@ -233,7 +232,7 @@ class _Option:
 
     @property
     def completes_s(self) -> float:
-        """Seconds until it would complete."""
+        """Estimated seconds until the job would complete there."""
         return self.plan.completes_s(self.request, self._behind) + self._load_s
 
     def assignment(self) -> Assignment:

@@ -1,4 +1,4 @@
-"""The jobs that wait for a worker: a line for each model that tenants share fairly, and bounds over all models."""
+"""The jobs that wait for a worker: a queue for each model that tenants share fairly, and bounds over all models."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bottega.gateway.tenants import TenantTerms
 _RATE_JOBS, _MIN_RATE_JOBS = 32, 4
 _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
-# A caller that returns after this share of the queue was served finds room beside the others that wait.
+# A caller that retries after this share of the queue was served finds a place even if other callers retry too.
 _RETRY_SHARE = 0.1
-# Longest suggested time until a retry, over the shortest.
+# Ratio of the longest to the shortest suggested time until a retry.
 _SPREAD = 1.5
-# Share of the queue that a tenant may have while no other tenant has anything in it.
+# Share of the queue that a tenant may use while no other tenant has jobs in it.
 _TENANT_SHARE = 0.75
 
 
@@ -30,12 +30,12 @@ class JobQueue:
     """The jobs that wait for a worker, by model.
 
     Args:
-        max_jobs: Upper bound on the jobs of all models.
-        budget_bytes: Upper bound on the bytes of their requests.
+        max_jobs: Upper bound on the number of jobs of all models.
+        budget_bytes: Upper bound on the total bytes of their requests.
         clock: Clock of the gateway.
-        terms: Weights and quotas of tenants; None counts all tenants as equal.
-        due: When jobs are due, see Line.
-        sizes: How long jobs are; None counts all of them as equally long.
+        terms: Weights and quotas of tenants; None gives all tenants the same weight.
+        due: The rule that says when jobs are due, see Line.
+        sizes: Estimates how long jobs take; None counts all jobs as equally long.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class JobQueue:
         return len(self._bytes)
 
     def held(self, tenant: str) -> int:
-        """Return the number of a tenant's jobs that wait or have room reserved."""
+        """Return the number of a tenant's jobs that wait or have a reserved place."""
         return self._held[tenant]
 
     def held_by_tenant(self) -> Mapping[str, int]:
-        """Return `held` for all tenants that have any. Any thread may call it."""
+        """Return `held` for all tenants that hold places. Any thread may call it."""
         return dict(self._held)
 
     def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
-        """Raise QueueFull, with the time after which to retry, if no job of that size fits.
+        """Raise QueueFull, with the time to retry, if the queue has no place or bytes for another job of that size.
 
-        A named tenant gets only a part of the free places and bytes, which leaves room for others; see `fair_room`.
+        A named tenant gets only a part of the free places and bytes, so that some are left for others; see `fair_room`.
         """
         free, free_bytes = self._max_jobs - len(self) - len(self._reserved), self._budget_bytes - self._size_bytes
         if free < 1 or size_bytes > free_bytes:
-            raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
+            raise QueueFull(f"the queue is full: {len(self)} jobs wait already", retry_after_s=self.retry_after_s())
         if not tenant:
             return
         held = self._held[tenant]
@@ -93,13 +93,13 @@ class JobQueue:
             )
 
     def reserve(self, job: Job) -> None:
-        """Reserve room for a job until it is added or removed. Raises QueueFull."""
+        """Reserve a place and the request bytes of a job until it is added or removed. Raises QueueFull."""
         self.check_room(job.request.size_bytes, tenant=job.request.tenant)
         self._reserved[job.job_id] = job.request.size_bytes
         self._hold(job)
 
     def add(self, job: Job, *, first: bool = False) -> None:
-        """Add a job. With `first`, it goes before all others, because it had already begun and its attempt was lost."""
+        """Add a job. With `first`, it goes before all others, because its attempt was lost while it ran."""
         self._release(job)
         if not self._bytes:
             self._skip_idleness()
@@ -112,7 +112,7 @@ class JobQueue:
         self._hold(job)
 
     def remove(self, job: Job) -> None:
-        """Remove a job, if it is in the queue, and release the room that was reserved for it."""
+        """Remove a job if it is in the queue, and release what was reserved for it."""
         self._release(job)
         size = self._bytes.pop(job.job_id, None)
         if size is None:
@@ -122,17 +122,17 @@ class JobQueue:
         self._drop_if_idle(job.bare.model)
 
     def begin(self, job: Job) -> None:
-        """Remove a job that begins now. Charge its tenant the expected seconds, until `settle` corrects them."""
+        """Remove a job that starts now. Charge its tenant the expected seconds, until `settle` corrects them."""
         self._lines[job.bare.model].begin(job)
         self.remove(job)
 
     def settle(self, job: Job, device_s: float | None) -> None:
-        """Charge a job's tenant the seconds of the device that an attempt took; None if unknown."""
+        """Charge a job's tenant the device seconds that an attempt took; None if unknown."""
         self._line_of(job.bare.model).settle(job, device_s)
         self._drop_if_idle(job.bare.model)
 
     def models(self) -> list[str]:
-        """Return the models that jobs wait for."""
+        """Return the models for which jobs wait."""
         return [model for model, line in self._lines.items() if line]
 
     def waiting(self, model: str) -> int:
@@ -141,9 +141,9 @@ class JobQueue:
         return 0 if line is None else len(line)
 
     def line(self, model: str) -> Iterator[Job]:
-        """Iterate over the jobs that wait for a model, in the order in which they should be served.
+        """Iterate over the jobs that wait for a model, in the order in which they are served.
 
-        Jobs may come and go meanwhile; the iteration does not see that.
+        The iteration does not see jobs that are added or removed meanwhile.
         """
         return iter(self._lines.get(model, ()))
 
@@ -153,7 +153,7 @@ class JobQueue:
         return () if line is None else line.tenants
 
     def place(self, job: Job) -> int:
-        """Return how many jobs of its model are before a waiting job."""
+        """Return how many jobs of its model are served before a waiting job."""
         return self._lines[job.bare.model].place(job)
 
     def before(self, job: Job) -> Sequence[Job]:
@@ -162,7 +162,7 @@ class JobQueue:
         return () if line is None else line.before(job)
 
     def longest_wait_s(self) -> float:
-        """Return the seconds that the longest-waiting job has waited; 0 if none waits. Any thread may call it.
+        """Return the longest time in seconds that a waiting job has waited; 0 if none waits. Any thread may call it.
 
         A job whose attempt was lost waits since then.
         """
@@ -175,9 +175,9 @@ class JobQueue:
         self._completed_at.append(self._clock.monotonic())
 
     def retry_after_s(self) -> float:
-        """Return the seconds until about a tenth of the queue will have been served, by the measured rate.
+        """Return the seconds until about a tenth of the queue has been served, at the measured rate.
 
-        The time varies at random, so that callers that were refused together do not return together.
+        The time varies at random, so that callers that were refused together do not retry together.
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
@@ -192,7 +192,7 @@ class JobQueue:
             del self._lines[model]
 
     def _release(self, job: Job) -> None:
-        """Release the room that was reserved for a job, if any was."""
+        """Release the place and bytes that were reserved for a job, if any were."""
         size = self._reserved.pop(job.job_id, None)
         if size is not None:
             self._unhold(job.request.tenant, size)
@@ -223,7 +223,7 @@ class JobQueue:
         return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _rate(self) -> float:
-        """Return the completed jobs per second. The time since the last one counts, so the rate falls in a stall."""
+        """Return completed jobs per second. The time since the last one counts, so the rate falls in a stall."""
         now = self._clock.monotonic()
         recent = sum(at > now - _RATE_WINDOW_S for at in self._completed_at)
         ends = list(self._completed_at)[-max(recent, _MIN_RATE_JOBS) :]

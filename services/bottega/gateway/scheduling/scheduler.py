@@ -34,21 +34,21 @@ from bottega.planning import MAX_BACKLOG
 from bottega.v1 import worker_pb2
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
-# A timer that is later than this expired while this process was stopped itself, when no worker could come.
+# Seconds. A timer that is later expired while this process was stalled, so that no worker could reconnect.
 _LATE_S = 0.5
 
 _log = logging.getLogger(__name__)
-# Time between two looks because of progress: a fraction of a turn, within which nothing changes. Every worker reports
-# progress up to ten times a second, and the cost of a look grows with the number of workers.
+# Seconds between two rounds because of progress: a fraction of a forward pass, in which nothing changes. Workers report
+# progress up to ten times a second, and the cost of a round grows with the number of workers.
 _PAUSE_S = 0.015
-# Jobs that join a group later lengthen those in it by about this factor.
+# Jobs that join a batch later make the jobs in it take about this many times as long.
 _HELD_UP = 1.2
 
 
 class Scheduler:
-    """The scheduler, which assigns the jobs of a queue to workers.
+    """Assigns the jobs of a queue to workers.
 
-    It assigns no jobs while the disk cannot be written, because results could not be stored, nor while `draining`.
+    It assigns nothing while `draining`, nor while the disk cannot be written, because results could not be stored.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Scheduler:
         """Run one round of scheduling for a model.
 
         Args:
-            model: Model whose queue is looked at.
-            free_at: Since when the jobs could run, on the monotonic clock; None means now.
+            model: Model whose queue is scheduled.
+            free_at: Time since which the jobs could have run, on the monotonic clock; None means now.
         """
         due = self._due.pop(model, None)
         if due is not None:
@@ -93,7 +93,7 @@ class Scheduler:
         if self._queue.waiting(model) and self._storage.trouble is None and not self.draining:
             self._looked_at[model] = now
             while self._hand_out(model, free_at):
-                free_at = now  # jobs that were dropped left places
+                free_at = now  # dropped jobs left places for others
         else:
             self._looked_at.pop(model, None)
         self._report_backlog(model)
@@ -104,7 +104,7 @@ class Scheduler:
             self.schedule(model)
 
     def schedule_soon(self, model: str) -> None:
-        """Run a round of scheduling within some milliseconds, once for all changes of that time."""
+        """Run a round of scheduling within some milliseconds. Further calls until then are combined with it."""
         if model in self._due or not self._queue.waiting(model):
             return
         now = self._clock.monotonic()
@@ -116,7 +116,7 @@ class Scheduler:
         self._due[model] = asyncio.get_running_loop().call_later(pause_s, self.schedule, model)
 
     def requeue(self, job: Job) -> None:
-        """Queue a job whose attempt failed again, before the others; after too many attempts fail it."""
+        """Queue a job again, before the others, because its attempt failed. After too many attempts, fail it."""
         if job.fail_if_exhausted():
             self._finisher.finish(job)
             self.schedule(job.bare.model)
@@ -132,7 +132,7 @@ class Scheduler:
         self._held_back.add(member)
 
     def stop_holding_back(self, member: Member) -> None:
-        """Let a worker get jobs again, from the next round on."""
+        """Allow a worker to get jobs again, from the next round on."""
         self._held_back.discard(member)
 
     def add_worker(self, member: Member) -> None:
@@ -149,7 +149,7 @@ class Scheduler:
         self._due.clear()
 
     def _hand_out(self, model: str, free_at: float) -> bool:
-        """Run one round of the policy. Return whether a job was dropped because its turn came too late."""
+        """Run one round of the policy. Return whether a job was dropped because it would end after its deadline."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
         shares = RunningShares(
             self._dispatcher.running(model), self._queue.tenants(model), self._queue.terms.weight, self._may_begin
@@ -174,12 +174,12 @@ class Scheduler:
         return bool(late)
 
     def _may_begin(self, tenant: str) -> int | None:
-        """Return how many more jobs of a tenant may run, of all models; None means no bound."""
+        """Return how many more jobs of a tenant may start, over all models; None means no bound."""
         most = self._queue.terms.quotas(tenant).concurrent
         return most - self._dispatcher.running_of(tenant) if most else None
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:
-        """Return whether a job would end too late if it began, while other jobs could use the time."""
+        """Return whether a job would end after its deadline if it started, while other jobs could use the time."""
         return self._queue.waiting(job.bare.model) > 1 and estimate_s * _HELD_UP > left_s
 
     def _report_backlog(self, model: str) -> None:
@@ -200,7 +200,7 @@ class Scheduler:
         member.report_backlog(self._backlog_of(member))
 
     def _backlog_of(self, member: Member) -> int:
-        """Return how many jobs wait for a member's models, up to a bound, because each new value wakes a stream."""
+        """Return how many jobs wait for a member's models. It is bounded, because each new value wakes a stream."""
         return min(sum(self._queue.waiting(model) for model in member.served), MAX_BACKLOG)
 
 
@@ -208,7 +208,7 @@ class AttemptRecovery:
     """Recovers the jobs that were running when the gateway was restarted.
 
     Args:
-        hold_s: How long a job waits for its worker, in seconds.
+        hold_s: Seconds for which a job waits for its worker to reconnect.
     """
 
     def __init__(
@@ -220,12 +220,13 @@ class AttemptRecovery:
         self._jobs = jobs
         self._hold_s = hold_s
         self._held: dict[str, Job] = {}
-        self._unclaimed: dict[Job, int] = {}  # queued again, by the attempt that nobody had claimed
+        # jobs that were queued again, with the attempt number that no worker claimed
+        self._unclaimed: dict[Job, int] = {}
         self._expiry: asyncio.TimerHandle | None = None
         self._listing = BackgroundTasks("lists of the attempts of workers")
 
     def restore(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs from before a restart, oldest first, and hold those that were running."""
+        """Queue the jobs from before a restart, oldest first, but hold those that were running."""
         for job in jobs:
             if job.state == JOB_STATE_QUEUED:
                 self._queue.add(job)
@@ -237,13 +238,13 @@ class AttemptRecovery:
             self._expire_later()
 
     def is_held(self, job: Job) -> bool:
-        """Return whether the job waits for its worker."""
+        """Return whether the job waits for its worker to reconnect."""
         return job.open and job.job_id in self._held
 
     def add_worker(self, member: Member) -> None:
-        """List the attempts of a worker that has joined.
+        """Ask a worker that has joined for its attempts.
 
-        It gets jobs at once, or after its answer if it may have held jobs.
+        It gets jobs at once, or after its answer if it may run jobs that are held.
         """
         self._unclaimed = {job: number for job, number in self._unclaimed.items() if self._is_unclaimed(job)}
         hold_back = bool(self._unclaimed) or any(map(self.is_held, self._held.values()))
@@ -254,7 +255,7 @@ class AttemptRecovery:
         self._listing.start(self._list_attempts(member, held_back=hold_back))
 
     def stop_stale_attempts(self, member: Member) -> None:
-        """Stop a worker's outdated attempts, such as those of a worker that was frozen while its jobs were retried."""
+        """Stop a worker's outdated attempts. For example, it was frozen while its jobs were retried elsewhere."""
         connection = self._dispatcher.connections.get(member)
         for running in member.load.running if connection else ():
             job = self._jobs.find_live(running.attempt.job_id)
@@ -266,7 +267,7 @@ class AttemptRecovery:
                 connection.stop_stale_attempt(running.attempt)
 
     async def close(self) -> None:
-        """Release all jobs, and stop listing attempts."""
+        """Hold no more jobs, and stop listing attempts."""
         self._held.clear()
         self._unclaimed.clear()
         if self._expiry is not None:
@@ -308,13 +309,13 @@ class AttemptRecovery:
             connection.stop_attempt(attempt)
 
     def _counts(self, job: Job, number: int) -> bool:
-        """Return whether an attempt is current. One with a higher number than ours began before that was stored."""
+        """Return whether an attempt is current. A higher number than the stored one began just before the restart."""
         if self.is_held(job):
             return True
         return job.state == JOB_STATE_QUEUED and (number > job.number or self._is_unclaimed(job))
 
     def _is_unclaimed(self, job: Job) -> bool:
-        """Return whether the job was held and queued again, and no attempt at it has started since."""
+        """Return whether the job was held and queued again, and no new attempt has started since."""
         return job.open and job.state == JOB_STATE_QUEUED and self._unclaimed.get(job) == job.number
 
     def _expire_later(self) -> None:

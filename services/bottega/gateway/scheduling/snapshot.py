@@ -1,7 +1,7 @@
 """Converts workers and jobs to the values of the scheduling policy: running jobs, and the needs of pending ones.
 
-The state of a worker is made anew only when it has changed: the queue is looked at after every step of every job, and
-most workers do not move between two looks.
+The state of a worker is computed only when it has changed: the queue is scheduled after every step of every job, and
+most workers do not change between two rounds.
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ from bottega.planning import Shape, rounded_share
 from bottega.v1 import fleet_pb2
 from bottega.v1.generation_pb2 import Provenance
 
-# A worker that was lost with a job gets it again only if it reported at least this long afterwards.
+# A worker that was lost with a job gets it again only if it reported at least so many seconds afterwards.
 _TRUST_AFTER_S = 0.25
-# Rows of an attempt that another gateway gave to a worker: they are unknown, so those of a guided image.
+# Batch rows assumed for an attempt that another gateway sent to a worker: those of one guided image.
 _FOREIGN_ROWS = 2
 # Cached resource requests. A queue is read every second, and most jobs need the same as others; edits do because their
 # shares are rounded.
 _REQUESTS = 1024
-# Kinds of jobs whose add-ons' costs are remembered; of more, the one that was measured longest ago is forgotten.
+# Number of slowdowns that are kept. Beyond it, the one that was measured longest ago is dropped.
 _MAX_KINDS = 4096
-# Turns over which these costs are averaged: about five pictures of 50 steps.
+# Steps over which a slowdown is averaged: about five images of 50 steps.
 _AVERAGED_TURNS = 250.0
-# A ratio beyond this bound is a mistake, such as of a machine that was stopped meanwhile.
+# A ratio beyond this bound is a measurement error, for example because the machine was stopped meanwhile.
 _MAX_SLOWDOWN = 32.0
 # Slowdowns are rounded to a quarter of a doubling, so that jobs of a kind have equal resource requests.
 _STEPS_A_DOUBLING = 4
-# Workers by which the length of a job is estimated: most fleets are of one kind of machine.
+# Number of workers compared to estimate a job's duration: most fleets have one kind of machine.
 _COMPARED = 8
-# After so many states of a worker the widths of its groups are computed anew though the same jobs run, because step
+# After so many states of a worker, its batch sizes are computed anew although the same jobs run, because step
 # times drift. Its engine does the same.
 _KEPT_WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedState:
-    """The state of a worker, with the inputs from which it was computed."""
+    """The policy's state of a worker, with the inputs from which it was computed."""
 
     state: WorkerState
     load: fleet_pb2.Load
-    """The worker's report."""
+    """The worker's last load report."""
     revision: int
-    """Revision of the worker's attempts."""
+    """WorkerConnection.revision when the state was computed."""
     jobs: tuple[str, ...]
-    """IDs of the jobs that run in it."""
+    """IDs of the jobs that run on the worker."""
     age: int
-    """Number of earlier states with the same jobs, whose widths it has."""
+    """Number of times that the state was recomputed with the same jobs, reusing the batch sizes in `findings`."""
 
 
 class AddOnCosts:
-    """The slowdowns of jobs with ControlNets and LoRAs, relative to plain jobs of their rows, shape and steps.
+    """Measured slowdowns of jobs with ControlNets and LoRAs, relative to plain jobs of the same rows, shape and steps.
 
-    Measured step times are those of plain rows. How much add-ons slow a job down depends on the add-ons, on the server
-    that runs them and on the link to it. So the slowdown is learned from the device seconds of finished jobs. It is
-    learned for each tenant, so that no tenant's jobs change the estimates of another's. Jobs are weighted by turns,
-    because a job of few steps mostly measures loading.
+    Step times are measured without add-ons. How much add-ons slow a job down depends on the add-ons, on the server that
+    runs them and on the connection to it. So the slowdown is estimated from the device seconds of finished jobs, for
+    each tenant, so that no tenant's jobs change the estimates of another's. Jobs are weighted by their steps, because a
+    job of few steps mostly measures loading.
     """
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[Hashable, _Ratio] = OrderedDict()
 
     def note(self, job: Job, *, plain_s: float, device_s: float) -> None:
-        """Learn from the device seconds of a finished job, if they can be compared with those expected.
+        """Update the slowdown with the device seconds of a finished job, if they are comparable with the expected ones.
 
         Args:
-            job: A job that was drawn from its beginning by one attempt.
+            job: A job that one attempt drew from the first step on.
             plain_s: Seconds that it was expected to take without its add-ons.
-            device_s: Seconds of the device that it used.
+            device_s: Seconds for which it used the device.
         """
         turns = job.steps.total / job.num_images
         if not (0.0 < plain_s < math.inf and 0.0 < device_s < math.inf and turns > 0):
@@ -96,7 +96,7 @@ class AddOnCosts:
             self._ratios.popitem(last=False)
 
     def slowdown(self, job: Job) -> float:
-        """Return how many times as long as a plain job a job takes, at least 1; 1 if nothing was measured."""
+        """Return how many times as long a job takes as without its add-ons; at least 1, and 1 if none was measured."""
         own = self._ratios.get(_kind(job)) if job.controlnets or job.loras else None
         if own is None:
             return 1.0
@@ -107,12 +107,12 @@ class AddOnCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ratio:
-    """The seconds that jobs of a kind took, divided by the seconds that plain jobs would have taken."""
+    """The measured time of similar jobs, divided by the expected time without add-ons."""
 
     log: float
     """Natural logarithm of the mean ratio."""
     turns: float
-    """Turns over which the mean was taken, at most _AVERAGED_TURNS."""
+    """Number of steps over which the mean was taken, at most _AVERAGED_TURNS."""
 
 
 def _kind(job: Job) -> Hashable:
@@ -120,7 +120,7 @@ def _kind(job: Job) -> Hashable:
 
 
 class FleetSnapshot:
-    """The policy's view of workers and jobs."""
+    """Converts the members and jobs of the gateway to the policy's values, and caches them."""
 
     def __init__(self, fleet: Fleet, dispatcher: Dispatcher, jobs: JobRepository, addons: Sequence[AddOn]) -> None:
         self._fleet = fleet
@@ -131,7 +131,7 @@ class FleetSnapshot:
         self._cache: dict[Member, _CachedState] = {}
 
     def workers_of(self, model: str) -> list[WorkerState]:
-        """Return the states of all workers that take new jobs of a model."""
+        """Return the states of all workers that accept new jobs of a model."""
         return self.workers(self._fleet.workers(model))
 
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
@@ -146,18 +146,18 @@ class FleetSnapshot:
         return states
 
     def forget(self, member: Member) -> None:
-        """Forget the state of a worker that is lost."""
+        """Drop the cached state of a worker that is lost."""
         self._cache.pop(member, None)
 
     def pending(
         self, line: Iterable[Job], members: Mapping[str, Member], shares: RunningShares
     ) -> Iterator[PendingJob]:
-        """Yield the jobs of a model's queue that some worker may have now, one by one as they are needed.
+        """Yield the jobs of a model's queue that some worker may run now, one by one as they are needed.
 
-        Jobs that wait for an add-on that is away are left out, so that they do not hold up those behind them.
+        Jobs that wait for an unavailable add-on are skipped, so that they do not delay the jobs behind them.
 
         Args:
-            line: The jobs in their order.
+            line: The jobs in the order of the queue.
             members: Workers that may get jobs, by name.
             shares: Shares of the model's tenants.
         """
@@ -184,9 +184,9 @@ class FleetSnapshot:
         return self._request_for(job, self._steps_left(job), self._expected_share(job))
 
     def note_device_s(self, job: Job, provenance: Provenance) -> None:
-        """Learn the extra time of a job's add-ons from the device seconds of a finished attempt."""
+        """Update the slowdown of a job's add-ons with the device seconds of a finished attempt."""
         if job.attempts > 1 or job.steps.repeated or provenance.cached_starts:
-            return  # the attempt made other steps than the job has
+            return  # the attempt computed more or fewer steps than the job has
         request = _request_for(job, job.steps.total, self._expected_share(job), 1.0)
         plain_s = self.alone_s(job.bare.model, request)
         self._addon_costs.note(job, plain_s=plain_s, device_s=provenance.device_s)
@@ -201,7 +201,7 @@ class FleetSnapshot:
         return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
 
     def _steps_left(self, job: Job) -> float:
-        """Return the steps that a pending job has to make. A checkpoint saves it steps, and so may an add-on."""
+        """Return the steps that a pending job still has to compute. A checkpoint or an add-on may save some."""
         if job.checkpoint is not None:
             return job.steps.total - job.checkpoint.steps_done
         return job.steps.total - sum(addon.expected_savings(job).skipped_steps for addon in self._addons)
@@ -210,7 +210,7 @@ class FleetSnapshot:
         return min((addon.expected_savings(job).computed_share for addon in self._addons), default=1.0)
 
     def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
-        """Return the job's resources at each worker that computes an unusual share of its tokens."""
+        """Return the job's resources at each worker that computes a smaller share of its tokens."""
         if not shares:
             return {}
         steps_left = self._steps_left(job)
@@ -220,7 +220,7 @@ class FleetSnapshot:
     def _costs(
         self, job: Job, members: Mapping[str, Member], known: dict[tuple[AddOn, Hashable], WorkerCosts]
     ) -> WorkerCosts:
-        """Return a job's costs at workers, by all add-ons; `known` caches the costs by add-on and key."""
+        """Return the sum of a job's costs over all add-ons; `known` caches the costs by add-on and cost key."""
         total = NO_COSTS
         for addon in self._addons:
             key = addon.cost_key(job)
@@ -234,13 +234,13 @@ class FleetSnapshot:
         return total
 
     def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job], revision: int) -> _CachedState:
-        """Make the state of a worker that has changed or is new.
+        """Compute the state of a worker that has changed or is new.
 
         Args:
             member: The worker.
-            cached: Its state before, if there was one.
-            ours: Jobs that this gateway has given to it.
-            revision: Revision of its attempts.
+            cached: The cached state, or None.
+            ours: Jobs that this gateway has sent to the worker.
+            revision: Current WorkerConnection.revision.
         """
         jobs = tuple(job.job_id for job in ours)
         same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
@@ -264,7 +264,8 @@ class FleetSnapshot:
             worker=member.name,
             running=running,
             due_s=due_s,
-            # A reported attempt counts until the next report: one that was stopped may be in its last turn.
+            # A reported attempt counts until the next report: one that was stopped may still be in its last forward
+            # pass.
             finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
             exclusive=any(job.quarantined for job in ours),
             times=member.times,
@@ -275,7 +276,7 @@ class FleetSnapshot:
         )
 
     def _running(self, member: Member, ours: Sequence[Job]) -> tuple[tuple[ResourceRequest, ...], tuple[float, ...]]:
-        """Return the resources of the jobs that still denoise on a worker, and the seconds until each job is due."""
+        """Return the resources of the jobs that still denoise on a worker, and the seconds until each is due."""
         reported = dict(member.steps_left)
         requests, due_s = list[ResourceRequest](), list[float]()
         for job in ours:
@@ -303,7 +304,7 @@ def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
     return WorkerCosts(
         load_s=load_s,
         eligible=frozenset.intersection(*limits) if limits else None,
-        # Only one kind of add-on has jobs compute fewer tokens.
+        # Only one kind of add-on reduces the computed tokens.
         shares={**one.shares, **other.shares},
         share=min(one.share, other.share),
     )
@@ -317,13 +318,13 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
 
 
 def _request_for(job: Job, steps_left: float, share: float, slowdown: float) -> ResourceRequest:
-    """Return the policy's view of a job.
+    """Return the resources of a job as the policy needs them.
 
     Args:
         job: The job.
-        steps_left: Sum over all images, which run side by side.
+        steps_left: Steps left, summed over all images. The images run side by side.
         share: Share of the tokens that is computed.
-        slowdown: How many times as long its turns take because of its add-ons.
+        slowdown: How many times as long its forward passes take because of its add-ons.
     """
     steps = math.ceil(max(0, steps_left) / job.num_images)
     return _cached_request(job.rows, steps, job.request.shape, rounded_share(share), slowdown)

@@ -1,4 +1,8 @@
-"""The scheduling policy's model of workers: the jobs of each, and when it would complete one more."""
+"""The scheduling policy's model of a worker: its jobs, and when it would complete one more.
+
+Here a turn is one forward pass of a worker's batch, a row is one batch row of a job (a guided image has two), and the
+width of a batch is its number of jobs.
+"""
 
 from __future__ import annotations
 
@@ -18,85 +22,85 @@ from bottega.planning import (
     most_on_trial,
 )
 
-# Seconds of one row and turn while nothing was measured. They are proportional to rows, so that sharing gains nothing.
+# Seconds of a turn per row until one is measured. They are proportional to rows, so that sharing a turn gains nothing.
 UNMEASURED_S = 0.1
-# Pending jobs like the next one that are imagined behind it when the width of a group is chosen.
+# Number of pending jobs like the next one that are assumed behind it when the width of a batch is chosen.
 LOOK_AHEAD = 4
-# Numbers of rows of one shape whose turn times are remembered until a worker reports again.
+# Number of row counts of one shape whose turn times are cached until a worker reports again.
 _TURNS = 1024
 # The lead time of a job is the longer of two: the time to encode a prompt and cross the wire, and one and a half turns,
 # because progress is known only at the end of a turn.
 _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
-# Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
-# ago has some, and a worker serves that many turn by turn.
+# Number of jobs beyond a full batch beside which a tenant below its share may start one more: a batch that was wider
+# a moment ago has some, and a worker alternates between that many.
 _BEYOND = 4
 # Upper bound on what a job adds to the turns of others, as a share of its own turns alone, where running them together
 # pays. On a CPU, where each row costs nearly as much as the one before, it is .9. Turns of few rows are measured at
 # other times than turns of many, so it can seem to be less.
 _GAINING = 0.5
-# Kinds of edits, by their computed share, for which widths are chosen.
+# Number of values to which the computed share of an edit is rounded when widths are chosen.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
 
 
 class ResourceRequest(NamedTuple):
-    """The resources that a job needs of a worker. It is a tuple because it is a key of caches in the hot path."""
+    """The resources that a job needs of a worker. It is a tuple because it is a key of frequently used caches."""
 
     rows: int
-    """Rows in each turn."""
+    """Batch rows in each forward pass."""
     steps: int
-    """Turns that are left."""
+    """Steps that are left."""
     shape: Shape
-    """Height and width of its latent; (0, 0) is unknown."""
+    """Height and width of its latent; (0, 0) if unknown."""
     share: float = 1.0
-    """Share of its rows' tokens that is computed; below 1 for an edit that reuses recorded activations."""
+    """Share of the tokens of its rows that is computed; below 1 for an edit that reuses recorded activations."""
     slowdown: float = 1.0
-    """How many times as long its turns take because of its ControlNets and LoRAs."""
+    """How many times as long its forward passes take because of its ControlNets and LoRAs."""
 
 
 Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
-"""What was added since the state was made, the job in question, and how many are behind it or may run together."""
+"""Cache key: requests added to the plan, the request in question, and how many jobs wait or may run together."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """A cache of results computed from a worker's state, which later rounds reuse."""
+    """A cache of values computed from a worker's state, for later rounds."""
 
     widths: dict[Question, int] = field(default_factory=dict)
-    """Widths of groups. They outlive the state while the same jobs run: a step or two changes none of them."""
+    """Best batch widths. They are kept while the same jobs run, because a step or two changes none of them."""
     slack: dict[Question, bool] = field(default_factory=dict)
     ends_s: dict[Question, float] = field(default_factory=dict)
     alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
-    """Plain rows of a job, and the seconds of its turn alone; by rows, shape and share. Cleared at each report."""
+    """By rows, shape and share: a job as plain rows, and the seconds of its turn alone. Cleared at each report."""
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
-    """Seconds of a turn as a function of its rows, by shape. Cleared at each report."""
+    """Functions from rows to the seconds of a turn, by latent shape. Cleared at each report."""
     load_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """A worker at the start of a round."""
+    """The state of a worker at the start of a round."""
 
     worker: str
     """Name of the worker."""
     running: tuple[ResourceRequest, ...]
-    """Jobs that still denoise there, in order of arrival."""
+    """Jobs that still denoise on the worker, in order of arrival."""
     times: StepTimes
     fixed_s: float
-    """Seconds that a job takes outside its denoising turns."""
+    """Seconds that a job takes besides its denoising steps."""
     max_rows: int
     """Upper bound on the rows of a turn; 0 means no bound."""
     due_s: tuple[float, ...] = ()
-    """Seconds until each running job is due when the state was made, infinite for one that is not; empty if none is."""
+    """Seconds until each running job is due, from when the state was computed; inf if never. Empty means all inf."""
     finishing: int = 0
-    """Number of attempts there that no longer denoise."""
+    """Number of attempts on the worker that no longer denoise."""
     exclusive: bool = False
-    """Whether a job there runs exclusively, so that no other may join it."""
+    """Whether a job runs exclusively on the worker, so that no other may join it."""
     fractions: RowFractions = field(default_factory=RowFractions, compare=False)
-    """Costs of rows that are computed in part."""
+    """Measured costs of rows of which only a share is computed."""
     findings: Findings = field(default_factory=Findings, compare=False, repr=False)
-    """Cached results for this state; replaced when the worker's jobs or its report change."""
+    """Cached values for this state; replaced when the worker's jobs or its report change."""
 
     @property
     def row_limit(self) -> int:
@@ -104,7 +108,7 @@ class WorkerState:
         return self.max_rows or 1 << 30
 
     def turn_seconds(self, shape: Shape) -> Callable[[float], float]:
-        """Return the seconds of a turn of that shape as a function of its rows."""
+        """Return a function from rows to the seconds of a turn with latents of that shape."""
         seconds = self.findings.turns.get(shape)
         if seconds is None:
             seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
@@ -115,11 +119,11 @@ class WorkerState:
         rows = self.alone(request)[0]
         if request.shape != shape:
             rows *= _area_ratio(request.shape, shape)
-        # As more turns, not as more rows: others wait no longer in each.
+        # Counted as more turns, not as more rows, because the other jobs of a turn do not take longer.
         return RemainingWork(ceil(request.steps * request.slowdown), rows)
 
     def alone(self, request: ResourceRequest) -> tuple[float, float]:
-        """Return a job's rows in plain rows, and the seconds of its turn alone and without add-ons."""
+        """Return a job's rows as plain rows, and the seconds of its turn alone and without add-ons."""
         rows, shape, share = request.rows, request.shape, request.share
         known = self.findings.alone
         found = known.get((rows, shape, share))
@@ -131,12 +135,12 @@ class WorkerState:
         return found
 
     def alone_s(self, request: ResourceRequest) -> float:
-        """Return the seconds of a job's turns alone."""
+        """Return the seconds that all steps of a job take if it runs alone."""
         return self.alone(request)[1] * request.steps * request.slowdown
 
     @property
     def unmeasured(self) -> bool:
-        """Whether the worker has measured no step yet."""
+        """Whether the worker has not measured any step yet."""
         return next(iter(self.times.entries()), None) is None
 
 
@@ -145,7 +149,7 @@ class WorkerPlan:
 
     Attributes:
         load_s: Seconds that these jobs take, one after the other.
-        closed: Whether the worker gets no more jobs.
+        closed: Whether the worker gets no more jobs in this round.
     """
 
     __slots__ = ("_added", "_added_due_s", "_has_unbound", "closed", "load_s", "state")
@@ -163,18 +167,18 @@ class WorkerPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing runs or is planned here."""
+        """Whether the worker runs no job and none is planned for it."""
         return not self.state.running and not self._added and not self.state.finishing
 
     def has_slack(
         self, request: ResourceRequest, behind: int, *, within_share: bool = False, none_runs: bool = False
     ) -> bool:
-        """Return whether a job may begin here now. It must not overtake a job that is planned here but not bound.
+        """Return whether a job may start on the worker now. It may not overtake a job that is planned but not assigned.
 
         Args:
-            request: What it needs.
-            behind: How many jobs wait behind it.
-            within_share: Whether its tenant has at most its share of what runs.
+            request: Resources that the job needs.
+            behind: Number of jobs that wait behind it.
+            within_share: Whether its tenant has at most its share of the running jobs.
             none_runs: Whether none of its tenant's jobs runs. Then it may join any number of other tenants' jobs.
         """
         if within_share and none_runs:
@@ -191,7 +195,7 @@ class WorkerPlan:
         return known[question]
 
     def completes_s(self, request: ResourceRequest, behind: int) -> float:
-        """Return the seconds until a job would complete here, without the time to load its add-ons."""
+        """Return the estimated seconds until a job would complete on the worker, without loading its add-ons."""
         width = self._free_width(request, behind)
         question, known = (self._added, request, width), self.state.findings.ends_s
         if question not in known:
@@ -204,9 +208,9 @@ class WorkerPlan:
         """Add a job to the plan.
 
         Args:
-            request: What it needs.
-            bound: Whether the worker gets it now.
-            due_s: Seconds until it is due.
+            request: Resources that the job needs.
+            bound: Whether the worker gets the job now. Otherwise it is only planned.
+            due_s: Seconds until the job is due.
         """
         self._added = (*self._added, request)
         self._added_due_s = (*self._added_due_s, due_s)
@@ -214,11 +218,11 @@ class WorkerPlan:
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
-        """Return whether no turn of the request's shape was measured yet."""
+        """Return whether no turn with this number of rows of the request's shape was measured yet."""
         return self.state.times.seconds(request.shape, request.rows) is None
 
     def completions_s(self, *more: ResourceRequest) -> list[float]:
-        """Return when each job here ends, in order of arrival, and then each of `more` if they came now."""
+        """Return the seconds until each job of the plan completes, in order of arrival, then each of `more`."""
         planned = [*self._planned, *more]
         if not planned:
             return []
@@ -236,9 +240,9 @@ class WorkerPlan:
         return [*self.state.running, *self._added]
 
     def _free_width(self, request: ResourceRequest, behind: int) -> int:
-        """Return how many jobs may run together here: no more than now if one more would make one of them late.
+        """Return how many jobs may run together: no more than now if one more would make a job late.
 
-        If many jobs wait, a wider group is used all the same: even a small saving per turn helps all that wait.
+        If many jobs wait, a wider batch is used anyway, because even a small saving per turn helps all of them.
         """
         width, here = self._width(as_typical(request), behind), len(self._planned)
         return here if here < width and behind < LOOK_AHEAD and self._makes_late(request) else width
@@ -248,7 +252,7 @@ class WorkerPlan:
         return _makes_late(self.state, self._planned, due_s, request)
 
     def _width(self, request: ResourceRequest, behind: int) -> int:
-        """Return how many jobs should run together here, a typical job and some like it behind it among them."""
+        """Return the best batch width for the jobs of the plan, a typical job and similar ones behind it."""
         question, known = (self._added, request, behind), self.state.findings.widths
         if question not in known:
             works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
@@ -259,22 +263,22 @@ class WorkerPlan:
 
 @lru_cache(_TYPICAL)
 def as_typical(request: ResourceRequest) -> ResourceRequest:
-    """Return a request like this one with a rounded share: widths depend little on what edits compute."""
+    """Return the request with a rounded share, because the best width depends little on the share of an edit."""
     return request._replace(share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
 
 
 def _makes_late(
     state: WorkerState, here: Sequence[ResourceRequest], due_s: Sequence[float], request: ResourceRequest
 ) -> bool:
-    """Return whether one of the jobs that are here would end after it is due if another one began beside them.
+    """Return whether a job on the worker would end after it is due if another one started beside it.
 
-    A job that adds much less to a turn than it takes alone makes none late: all gain by sharing the turn.
+    A job that adds much less time to a turn than it takes alone makes none late: all gain by sharing the turn.
 
     Args:
         state: State of the worker.
-        here: Jobs that are here.
-        due_s: Seconds until each of them is due.
-        request: What the other job needs.
+        here: Jobs on the worker.
+        due_s: Seconds until each of these jobs is due.
+        request: Resources that the other job needs.
     """
     if min(due_s, default=inf) == inf:
         return False
@@ -287,7 +291,7 @@ def _makes_late(
 
 
 def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
-    """Return whether a group of that width has a free place, will soon have one, or should be tried once."""
+    """Return whether a batch of that width has a free place, will soon have one, or should be tried with one more."""
     if len(planned) < width:
         return True
     seconds = state.turn_seconds(request.shape)
@@ -297,10 +301,10 @@ def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: 
 
 
 def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], width: int) -> bool:
-    """Return whether the worker should have all of `requests` to measure a turn of them anew.
+    """Return whether the worker should run all `requests` together to measure the time of such a turn again.
 
-    Requests of different shapes share no turn, and only rows that are computed in full give a measurement. Estimates
-    of when each request ends still use the last measurement.
+    Requests of different shapes share no turn, and only rows that are computed in full give a measurement. Until then,
+    estimates use the last measurement.
     """
     if len(requests) > most_on_trial(width) or len({(request.shape, request.share) for request in requests}) > 1:
         return False
@@ -330,13 +334,13 @@ def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], flo
 
 
 def _area_ratio(shape: Shape, other: Shape) -> float:
-    """Return the ratio of two latents' areas; 1 if one is unknown."""
+    """Return the ratio of the areas of two latents; 1 if one shape is unknown."""
     area, other_area = shape[0] * shape[1], other[0] * other[1]
     return area / other_area if area and other_area else 1.0
 
 
 def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
-    """Return a cached function from rows to seconds: choosing one width asks for the same rows many times."""
+    """Return a cached function from rows to seconds, because choosing a width evaluates the same rows many times."""
 
     @lru_cache(_TURNS)
     def seconds(rows: float) -> float:

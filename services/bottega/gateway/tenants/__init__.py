@@ -1,7 +1,7 @@
-"""Tenants: the callers of the public port, known by API key, with their weights and quotas.
+"""Tenants: the callers of the public port, identified by API key or certificate, with their weights and quotas.
 
-Keys come from the file of tenants, which is read again when it changes, so that rotated and disabled keys end at once.
-Quotas are checked before a job is accepted, so that a refused one costs nothing.
+The file of tenants is read again when it changes, so replaced keys and disabled tenants are refused at once. Quotas are
+checked before a job is accepted, so that a refused job costs nothing.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from bottega.rpc.security.private_files import file_state
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.rpc.security.tenant_file import Tenant, read_tenants
 
-# Time between two checks of the file, which take microseconds.
+# Seconds between two checks whether the file has changed. A check takes microseconds.
 _LOOK_S = 1.0
 _NO_KEY = (
-    "this gateway asks for an API key: BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`"
+    "this gateway requires an API key: BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`"
 )
-# The same text for everything that may be wrong: guessing keys tells nothing about existing ones.
-_WRONG_KEY = "the API key is not known: it is no key of this gateway, was replaced, or its tenant is disabled"
-_WRONG_TENANT = "the certificate is of no tenant of this gateway, or of one that is disabled: see bottega tenants list"
+# One text for every reason, so that guessing reveals nothing about existing keys.
+_WRONG_KEY = "the API key is not valid: it is unknown to this gateway, was replaced, or its tenant is disabled"
+_WRONG_TENANT = "the certificate's tenant is unknown to this gateway, or disabled: see bottega tenants list"
 
 _log = logging.getLogger(__name__)
 _MINUTE_S, _DAY_S = 60.0, 86_400
-# Pictures go with their jobs, at a time that cannot be predicted.
+# Stored pictures are deleted with their jobs, at a time that cannot be predicted.
 _STORED_RETRY_S = 60.0
 
 ReadUsage = Callable[[str], Awaitable[TenantUsage]]
 
 
 class TenantTerms:
-    """The weights and quotas of tenants: here those of a gateway without a file of tenants, equal and unbounded."""
+    """The weights and quotas of tenants without a file of tenants: equal weights and no quotas."""
 
     def weight(self, tenant: str) -> float:
         """Return the tenant's weight among tenants whose jobs wait, above 0."""
@@ -64,24 +64,25 @@ class _KnownKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """The contents of the file of tenants."""
+    """The parsed contents of the file of tenants."""
 
     keys: Mapping[str, _KnownKey]
-    """Keys of tenants that are not disabled, by ID."""
+    """API keys of tenants that are not disabled, by key ID."""
     callers: Mapping[str, Caller]
-    """Callers of tenants that are not disabled, by name."""
+    """Callers of tenants that are not disabled, by tenant name."""
     tenants: Mapping[str, Tenant]
     """All tenants, by name."""
 
 
-# Stands in for an unknown ID, so that it takes as much work as a known one.
+# Its hash is compared for an unknown key ID, so that the check takes as long as for a known one.
 _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
 
 
 class TenantAuthenticator(TenantTerms):
-    """A CallAuthenticator of the tenants in a file, with their terms. Raises ConfigError if the file cannot be used.
+    """A CallAuthenticator for the tenants in a file, with their weights and quotas.
 
-    If a later version of the file cannot be used, the last good one stays in force.
+    Raises ConfigError if the file cannot be used at the start. If a later version cannot be used, the last good one
+    stays valid.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
@@ -93,7 +94,7 @@ class TenantAuthenticator(TenantTerms):
         self._reading = asyncio.Lock()
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Return the caller that the certificate names, else the tenant of the key. Raises Unauthenticated."""
+        """Return the caller that the certificate names, else the tenant of the API key. Raises Unauthenticated."""
         if self._clock.monotonic() - self._looked_at >= _LOOK_S:
             await self._look()
         named = caller_in(identities)
@@ -114,12 +115,12 @@ class TenantAuthenticator(TenantTerms):
         return known.caller
 
     def weight(self, tenant: str) -> float:
-        """Return the tenant's weight among tenants whose jobs wait; 1 for one that is no longer in the file."""
+        """Return the tenant's weight among tenants whose jobs wait; 1 for a tenant that is no longer in the file."""
         known = self._known.tenants.get(tenant)
         return known.weight if known else 1.0
 
     def quotas(self, tenant: str) -> Quotas:
-        """Return the quotas of a tenant. A tenant that is no longer in the file has none, but cannot call either."""
+        """Return the quotas of a tenant. A tenant that is not in the file has no quotas, but cannot call either."""
         known = self._known.tenants.get(tenant)
         return known.quotas if known else UNBOUNDED
 
@@ -127,7 +128,7 @@ class TenantAuthenticator(TenantTerms):
         async with self._reading:
             now = self._clock.monotonic()
             if now - self._looked_at < _LOOK_S:
-                return  # another call has looked meanwhile
+                return  # another call has checked meanwhile
             self._looked_at = now
             state = file_state(self._path)
             if state == self._state:
@@ -137,7 +138,7 @@ class TenantAuthenticator(TenantTerms):
                 self._known = await asyncio.to_thread(_known_of, self._path)
             except ConfigError as error:
                 _log.error(
-                    "the file of tenants cannot be used; the tenants that were read before stay valid",
+                    "the changed file of tenants cannot be used; the tenants read before stay valid",
                     extra={"text": error.message},
                 )
             else:
@@ -168,9 +169,9 @@ def _caller(tenant: Tenant) -> Caller:
 
 
 class Admittance:
-    """The reservation of a new job in its tenant's quotas, while the job is being admitted.
+    """A reservation of one job in its tenant's quotas, while the job is being admitted.
 
-    The job's caller holds it, and so does the task that stores the job, which goes on when the caller leaves.
+    The call that admits the job holds it, and so does the task that stores the job, which may outlive that call.
     """
 
     def __init__(self, *, begin: Callable[[], None], leave: Callable[[], None]) -> None:
@@ -180,7 +181,7 @@ class Admittance:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the reservation while the block runs."""
+        """Hold the reservation while the block runs."""
         self._holders += 1
         try:
             yield
@@ -190,18 +191,18 @@ class Admittance:
                 self._leave()
 
     def count(self) -> None:
-        """Count the job, which has been stored, as a new job of its tenant."""
+        """Turn the reservation into a counted job of the tenant, because the job has been stored."""
         self._begin()
 
 
 class QuotaLedger:
-    """A ledger that counts the jobs of each tenant and compares them with its quotas.
+    """Counts the jobs of each tenant and compares them with the tenant's quotas.
 
     Args:
-        terms: The quotas of tenants.
-        waiting: Returns the number of a tenant's jobs that wait.
-        usage: Reads a tenant's jobs and bytes in the store.
-        retry_s: Returns the estimated seconds until a waiting job begins.
+        terms: The weights and quotas of tenants.
+        waiting: Returns the number of waiting jobs of a tenant.
+        usage: Reads the number of jobs and stored bytes of a tenant from the store.
+        retry_s: Returns the estimated seconds until a waiting job starts.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class QuotaLedger:
 
     @asynccontextmanager
     async def admitting(self, tenant: str) -> AsyncIterator[Admittance]:
-        """Admit a new job of a tenant in the block, in which `Admittance.count` notes that it is stored.
+        """Reserve a job in its tenant's quotas while the block runs. Call `Admittance.count` once it is stored.
 
         Raises QuotaExceeded.
         """
@@ -248,19 +249,19 @@ class QuotaLedger:
     async def _check(self, tenant: str, quotas: Quotas) -> None:
         others = self._admitting[tenant] - 1
         if quotas.queued and self._waiting(tenant) + others >= quotas.queued:
-            raise _exceeded("queued", quotas.queued, "jobs of yours wait", self._retry_s())
+            raise _exceeded("queued", quotas.queued, "jobs may wait", self._retry_s())
         recent = self._recent(tenant)
         if quotas.per_minute and len(recent) + others >= quotas.per_minute:
             left_s = recent[0] + _MINUTE_S - self._clock.monotonic() if recent else 1.0
-            raise _exceeded("per_minute", quotas.per_minute, "jobs of yours began in the last minute", left_s)
+            raise _exceeded("per_minute", quotas.per_minute, "jobs may be accepted in a minute", left_s)
         if not (quotas.per_day or quotas.stored_bytes):
             return
         usage = await self._usage(tenant)
         if quotas.per_day and usage.jobs_today + others >= quotas.per_day:
             left_s = _DAY_S - self._clock.wall() % _DAY_S
-            raise _exceeded("per_day", quotas.per_day, "jobs of yours began today, by UTC", left_s)
+            raise _exceeded("per_day", quotas.per_day, "jobs may be accepted in a day (UTC)", left_s)
         if quotas.stored_bytes and usage.stored_bytes >= quotas.stored_bytes:
-            raise _exceeded("stored_bytes", quotas.stored_bytes, "bytes of your pictures are stored", _STORED_RETRY_S)
+            raise _exceeded("stored_bytes", quotas.stored_bytes, "bytes of pictures may be stored", _STORED_RETRY_S)
 
     def _recent(self, tenant: str) -> deque[float]:
         begun = self._begun.get(tenant, deque())
@@ -273,7 +274,7 @@ class QuotaLedger:
 
 def _exceeded(quota: str, most: int, what: str, retry_after_s: float) -> QuotaExceeded:
     return QuotaExceeded(
-        f"as many {what} as you may have: {most}",
+        f"your quota {quota} is used up: at most {most} {what}",
         metadata={"quota": quota, "most": str(most)},
         retry_after_s=max(0.1, retry_after_s),
     )

@@ -330,7 +330,9 @@ async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
     worker.script.picture = lambda index: picture if index == 0 else b"another one"
     drawn = await house.draw(prompt="a star", keep_for_editing=True, num_images=2)
     assert len(drawn.images) == 2
-    assert [record.message for record in caplog.records].count("what is kept of an image is too large") == 1
+    assert [record.message for record in caplog.records].count(
+        "the data to keep for an image is too large; it is dropped"
+    ) == 1
     assert (await sent(house, worker, image=picture)).kept == b""
 
 

@@ -198,7 +198,7 @@ async def test_a_worker_that_does_not_answer_as_one_is_lost_and_no_word_of_its_l
         membership.start()
         await asyncio.wait_for(membership.joined.wait(), 5)
         error = await refusal(lambda: house.generate(prompt="a star"), errors.WorkerLost)
-        assert error.message == "2 workers were lost with this job"
+        assert error.message == "2 workers were lost while they ran this job beside others"
         await membership.stop()
 
 

@@ -159,7 +159,7 @@ async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: P
         async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
             ended = await house.ended(nobodys)
             assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_CANCELLED, errors.JobCancelled.reason)
-            assert ended.error.message == "its only caller went with the gateway that had the call"
+            assert ended.error.message == "its only caller was disconnected when the gateway restarted"
             worker.script.release.set()
             for job_id in (somebodys, submitted):
                 assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED

@@ -1,7 +1,7 @@
 """The job store.
 
-- `job_store`: the records, how they may change, and the interface, which every store must fulfil
-- the sqlite modules: the store of a single machine
+- `job_store`: the records, how they may change, and the interface that every store implements
+- the sqlite modules: the store of a gateway with a disk of its own
 """
 
 from bottega.gateway.jobs.store.job_store import (

@@ -1,8 +1,8 @@
-"""The job store of a single machine, in one SQLite file.
+"""The job store of a gateway in one SQLite file.
 
-One thread writes, in groups, and another one reads on its own connection, so that no read waits for a write. A file
-that is deleted or replaced while it is open is restored from the open one. After a file was truncated, a new one is
-made with the jobs that have not ended.
+One thread writes groups of operations. Another thread reads on its own connection, so that reads never wait for writes.
+A file that is deleted or replaced while it is open is restored from the open one. After a file was truncated, a new one
+is created with the jobs that have not ended.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _ignore(_: float) -> None:
 
 
 class SqliteJobStore:
-    """A JobStore in a SQLite file. Only one process at a time may open the file; it may have several stores on it.
+    """A JobStore in a SQLite file. Only one process at a time may open the file; it may have several store objects.
 
     Args:
         path: The file.
-        on_commit: Called in a thread of the store with the seconds that each commit took.
+        on_commit: Called in a thread of the store with the duration of each commit in seconds.
     """
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
@@ -48,7 +48,7 @@ class SqliteJobStore:
         self._readable = self._writable = False
         self._sound = True
         self._sound_state: sqlite_schema.FileState | None = None
-        self._damaged: set[int] = set()  # those that the log has named
+        self._damaged: set[int] = set()  # sequence numbers of jobs that the log has named
         self._generation = 0
         self._lost = self._begun_anew = False
         self._reading_lock = threading.Lock()  # guards the reading connection, which the writer may have to close
@@ -56,12 +56,12 @@ class SqliteJobStore:
 
     @property
     def lost(self) -> bool:
-        """Whether the file was truncated: nothing is read or written before `remake`."""
+        """Whether the file was truncated. Nothing is read or written until `remake` succeeds."""
         return self._lost
 
     @property
     def generation(self) -> int:
-        """Number of this life of the gateway; 0 before open."""
+        """Number of this start of the gateway; 0 before `open`."""
         return self._generation
 
     @property
@@ -70,7 +70,7 @@ class SqliteJobStore:
         return self._writer.waiting
 
     async def open(self) -> None:
-        """Check the file, create its tables, and begin a new life."""
+        """Check the file, create its tables if needed, and count this start of the gateway."""
         if self._writable:
             return
         await self._reader.run(self._inspect)
@@ -86,7 +86,7 @@ class SqliteJobStore:
             await self._reader.run(self._inspect_if_there)
 
     async def close(self) -> None:
-        """End both threads and close the file."""
+        """Stop both threads and close the file."""
         self._writable = False
         await self._reader.close()
         await self._writer.close()
@@ -123,39 +123,39 @@ class SqliteJobStore:
         return added
 
     async def update(self, job_id: str, change: Change) -> bool:
-        """Apply a change in a transaction of the next group."""
+        """Apply a change in the next group commit."""
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
     async def delete(self, job_id: str, *, tenant: str = "", steady: float) -> list[str] | None:
-        """Delete an ended job and return its digests; return those of an earlier deletion if it is gone already."""
+        """Delete an ended job and return its digests; if it was deleted before, return the same digests again."""
         return await self._write(
             lambda connection: sqlite_statements.delete(connection, job_id, tenant=tenant, steady=steady)
         )
 
     async def was_deleted(self, job_id: str, *, tenant: str = "") -> bool:
-        """Look for the deletion of a job."""
+        """Return whether a job was deleted."""
         found = await self._find(lambda connection: sqlite_statements.deleted_contents(connection, job_id, tenant))
         return found is not None
 
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-        """Read the job of an ID."""
+        """Read the job with this ID."""
         return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id, tenant=tenant))
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
-        """Read the newest job of a tenant's request_id."""
+        """Read the newest job with a tenant's request_id."""
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id, tenant=tenant))
 
     async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
-        """Read a tenant's jobs and bytes."""
+        """Read the number of jobs and bytes of a tenant."""
         found = await self._find(lambda connection: sqlite_statements.usage_of(connection, tenant, now_wall=now_wall))
         return found or TenantUsage()
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
-        """Read the newest jobs of a result key."""
+        """Read the newest jobs with a result key."""
         return await self._list(lambda connection: sqlite_statements.with_result(connection, result_key, limit=limit))
 
     async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
-        """Read the newest jobs that keep latents of a picture."""
+        """Read the newest jobs that keep latents of an image."""
         return await self._list(
             lambda connection: sqlite_statements.with_kept_picture(connection, digest, tenant=tenant, limit=limit)
         )
@@ -165,7 +165,7 @@ class SqliteJobStore:
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
 
     async def last_end(self) -> EndTime | None:
-        """Read the latest end."""
+        """Read the latest end of a job."""
         return await self._find(sqlite_statements.last_end)
 
     async def live(self) -> list[JobRecord]:
@@ -173,13 +173,13 @@ class SqliteJobStore:
         return await self._list(sqlite_statements.live)
 
     async def contents(self) -> dict[str, set[str]]:
-        """Read the owners of all pictures."""
+        """Read the owners of all images."""
         return await self._find(sqlite_statements.contents) or {}
 
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
-        """Read a page, newest first."""
+        """Read a page of jobs, newest first."""
         return await self._list(
             lambda connection: sqlite_statements.page(connection, wanted, size=size, before_sequence=before_sequence)
         )
@@ -193,7 +193,7 @@ class SqliteJobStore:
         )
 
     async def probe(self) -> None:
-        """Write a page that does not change."""
+        """Write a page with unchanged contents."""
         await self._write(sqlite_statements.probe)
 
     async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
@@ -208,7 +208,7 @@ class SqliteJobStore:
     async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
         found = await self._reader.run(lambda: self._read(query))
         if found is None and not self._sound:
-            raise sqlite_schema.damaged()  # it may have been there
+            raise sqlite_schema.damaged()  # the missing job may have been lost by the damage
         return found
 
     async def _list(self, query: Callable[[sqlite3.Connection], Listing]) -> list[JobRecord]:
@@ -238,7 +238,7 @@ class SqliteJobStore:
                 raise (self._typed(error) or error) from error
 
     def _check_place(self, connection: sqlite3.Connection, committed: bool) -> None:
-        """Restore the file if it is not in its place, and then raise StorageUnavailable: the commit would not last."""
+        """If the file was moved or deleted, restore it and raise StorageUnavailable: the commit would not last."""
         loss = self._place.loss(committed=committed)
         if loss is None:
             if committed:
@@ -247,7 +247,9 @@ class SqliteJobStore:
             return
         if not self._lost:
             facts = {"file": str(self._path), "why": loss.value}
-            _log.error("the job store's file is not in its place; no job is taken before it is again", extra=facts)
+            _log.error(
+                "the job store's file was moved or deleted; no job is accepted until it is restored", extra=facts
+            )
         with self._reading_lock, os_errors.translated():
             self._stop_reading()
             if loss is FileLoss.MOVED and self._place.put_back(connection):
@@ -261,16 +263,14 @@ class SqliteJobStore:
         with os_errors.translated():
             self._place.begin_anew()
         facts = {"file": str(self._path)}
-        _log.error(
-            "the job store is made anew; jobs that had ended may be missing, those that had not are kept", extra=facts
-        )
+        _log.error("the job store is created again; ended jobs may be missing, all others are kept", extra=facts)
 
     def _inspect_if_there(self) -> None:
         if self._path.exists():
             self._inspect()
 
     def _inspect(self) -> None:
-        """Check, before the first write, that the file is a job store of this version and not damaged."""
+        """Check, before the first write, that the file is an undamaged job store of this version."""
         with os_errors.translated():
             sqlite_files.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look
@@ -296,7 +296,7 @@ class SqliteJobStore:
             )
 
     def _read_as_left(self) -> None:
-        """Open the existing file for reads only, until the next check. It cannot be written now."""
+        """Open the existing file read-only until the next check, because it cannot be written now."""
         try:
             self._reading = sqlite_files.connect_as_left(self._path)
             made = sqlite_schema.has_tables(self._reading, self._path)
@@ -305,7 +305,7 @@ class SqliteJobStore:
             self._stop_reading()  # the caller knows already why it cannot be opened
 
     def _is_sound(self, connection: sqlite3.Connection, *, made: bool) -> bool:
-        """Return whether the file is whole. It is checked only if it has changed: a start may retry twice a second."""
+        """Return whether the file is undamaged. It is only checked after a change: a start retries twice a second."""
         with os_errors.translated():
             state = sqlite_schema.state_of(self._path)
         if state != self._sound_state:
@@ -325,7 +325,7 @@ class SqliteJobStore:
             return _out_of_place()  # the next write puts it back
         if isinstance(typed, DataLoss) and self._sound:
             self._sound = False
-            _log.error("the job store is damaged; it is only read from now on", extra={"file": str(self._path)})
+            _log.error("the job store is damaged; from now on it is only read", extra={"file": str(self._path)})
         return typed
 
     def _stop_reading(self) -> None:
@@ -335,4 +335,4 @@ class SqliteJobStore:
 
 
 def _out_of_place() -> StorageUnavailable:
-    return os_errors.unavailable("the job store is being put back in its place", cause="ESTALE")
+    return os_errors.unavailable("the job store's file was moved or deleted and is being restored", cause="ESTALE")

@@ -1,4 +1,4 @@
-"""The schema of the job store's SQLite file, how the file is opened, whether it is sound, and SQLite's errors."""
+"""The schema of the job store's SQLite file, how the file is opened and checked, and SQLite's errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TEXTS = {
     sqlite3.SQLITE_READONLY: "the disk cannot be written",
     sqlite3.SQLITE_PERM: "the disk cannot be written",
     sqlite3.SQLITE_CANTOPEN: "the job store cannot be opened",
-    sqlite3.SQLITE_IOERR: "the disk is full or does not do what it should",
-    sqlite3.SQLITE_BUSY: "another process holds the job store",
-    sqlite3.SQLITE_LOCKED: "another process holds the job store",
-    sqlite3.SQLITE_PROTOCOL: "another process holds the job store",
-    sqlite3.SQLITE_NOMEM: "the job store has no memory left",
+    sqlite3.SQLITE_IOERR: "the disk is full or fails",
+    sqlite3.SQLITE_BUSY: "another process uses the job store",
+    sqlite3.SQLITE_LOCKED: "another process uses the job store",
+    sqlite3.SQLITE_PROTOCOL: "another process uses the job store",
+    sqlite3.SQLITE_NOMEM: "the job store could not get memory",
 }
 FileState = tuple[tuple[int, int, int], ...]
-"""Inode, size and time of the last change in ns of a file and of the log beside it."""
+"""Inode, size and last change in ns of the database file and of the write-ahead log beside it."""
 
 # "Bttg": the application_id of our files.
 APPLICATION_ID = 0x42747467
@@ -237,7 +237,7 @@ _TABLES = (
 
 
 def connect_to_write(path: Path) -> sqlite3.Connection:
-    """Return a connection whose commits are on the disk when they return; transactions are begun explicitly.
+    """Return a connection whose commits are on the disk when they return. Transactions are begun explicitly.
 
     One thread at a time may use it. Raises sqlite3.Error.
     """
@@ -251,35 +251,35 @@ def connect_to_write(path: Path) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that changes nothing, so that it may read any file. Otherwise as `connect_to_write`."""
+    """Return a read-only connection, which may open any SQLite file. Otherwise as `connect_to_write`."""
     return sqlite_files.connect_alone(path, "PRAGMA query_only = ON")
 
 
 def state_of(path: Path) -> FileState:
-    """Return a value that changes when the file or the log beside it does. Raises OSError."""
+    """Return a value that changes when the file or its write-ahead log changes. Raises OSError."""
     parts = [part.stat() for part in (path, sqlite_files.log_of(path)) if part.exists()]
     return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
 
 
 def has_tables(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has our tables; an empty one has none. Raises ConfigError for other files."""
+    """Return True if the file has the tables of a job store, False if it is empty. Raises ConfigError for others."""
     return sqlite_files.has_tables(
         connection, path, application_id=APPLICATION_ID, version=_VERSION, what="a job store of Bottega"
     )
 
 
 def is_sound(connection: sqlite3.Connection, *, made: bool) -> bool:
-    """Return whether the file is whole, by a check of about a second. Raises sqlite3.Error.
+    """Return whether the file is undamaged. The check takes about a second. Raises sqlite3.Error.
 
     Args:
         connection: Connection to the file.
-        made: Whether it has our tables.
+        made: Whether the file has the tables of a job store.
     """
     return sqlite_files.is_whole(connection) and (not made or sqlite_files.schema_of(connection) == _expected_schema())
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
-    """Create the tables if there are none, begin a new life and return its number. Call it in a transaction."""
+    """Create missing tables, count a new start of the gateway, and return its number. Call it in a transaction."""
     if not has_tables(connection, path):
         _create(connection, _TABLES)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
@@ -287,13 +287,13 @@ def adopt(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newest: int) -> None:
-    """Create the tables if there are none, and go on in the same life. Call it in a transaction.
+    """Create the tables if there are none, without counting a new start. Call it in a transaction.
 
     Args:
         connection: Connection to the file.
         path: The file.
-        generation: Number of the life.
-        newest: The sequence that was given last; later jobs come after it.
+        generation: Number of the current start of the gateway.
+        newest: The last sequence number that was assigned; later jobs get higher ones.
     """
     if not has_tables(connection, path):
         _create(connection, _TABLES)
@@ -307,7 +307,7 @@ def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newe
 
 
 def newest_sequence(connection: sqlite3.Connection) -> int:
-    """Return the sequence that was given last, or 0."""
+    """Return the last sequence number that was assigned, or 0."""
     found = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
     return int(found[0]) if found else 0
 
@@ -324,7 +324,7 @@ def _expected_schema() -> list[tuple[str, str]]:
 
 
 def typed_error(error: sqlite3.Error) -> BottegaError | None:
-    """Return the DataLoss or StorageUnavailable for an error of SQLite, or None if only a bug of ours can cause it.
+    """Convert an error of SQLite to DataLoss or StorageUnavailable; return None if only a bug can cause it.
 
     The returned error does not contain SQLite's text. SQLite does not say why it could not open a file. If the process
     cannot open any file at all, that is given as the reason.

@@ -1,4 +1,4 @@
-"""The SQL of the job store: each function is one operation in a transaction, or one query; and the rows of jobs.
+"""The SQL of the job store. Each function is one operation in a transaction, or one query. Also converts rows of jobs.
 
 Each row has a checksum, so that damaged rows are never used. SQLite's own format has none: after a flipped bit in a
 page, another prompt may be read.
@@ -20,7 +20,8 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
 COLUMNS = tuple(TYPES)
-# Columns that are stored as REAL: an integer would be read as a value that differs from what the checksum is of.
+# Columns stored as REAL. They are converted first, since an integer would be read back as a float and fail the
+# checksum.
 _REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
@@ -40,17 +41,17 @@ _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """A list of jobs in their order."""
+    """The result of a query for jobs, in the order of the query."""
 
     records: list[JobRecord]
     damaged: list[int]
-    """Sequences of the jobs that were left out because their rows are damaged."""
+    """Sequence numbers of the jobs that are omitted because their rows are damaged."""
 
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
-    """Insert a job unless it or its request is known; see JobStore.add."""
+    """Insert a job unless its job_id or request_id is stored already; see JobStore.add."""
     known = _known(connection, record, replaces) if record.request_id else None
-    # A job without a request_id, as most are, takes this one statement: at each, the thread waits for the interpreter.
+    # Most jobs have no request_id and need only this statement. At each statement the thread may wait for the GIL.
     inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
     if inserted is None or not inserted.rowcount:
         known = known or of_job(connection, record.job_id)
@@ -69,7 +70,7 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
 
 
 def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -> None:
-    """Insert a live job with its earlier sequence, in place of the rows that the file has for it."""
+    """Insert a live job with its earlier sequence number, replacing rows that the file has for it."""
     connection.execute("DELETE FROM inputs WHERE sequence = ?", (record.sequence,))
     connection.execute("DELETE FROM jobs WHERE job_id = ? OR sequence = ?", (record.job_id, record.sequence))
     connection.execute(_PUT_BACK, (record.sequence, *to_row(record)))
@@ -96,7 +97,7 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
 
 
 def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: float) -> list[str] | None:
-    """Delete an ended job, and return the digests of contents that no other job of its tenant has."""
+    """Delete an ended job, and return the digests of images and latents that no other job of its tenant has."""
     record = of_job(connection, job_id, tenant=tenant)
     if record is None:
         digests = deleted_contents(connection, job_id, tenant)
@@ -114,14 +115,14 @@ def delete(connection: sqlite3.Connection, job_id: str, *, tenant: str, steady: 
 
 
 def deleted_contents(connection: sqlite3.Connection, job_id: str, tenant: str) -> list[str] | None:
-    """Return the digests of a deleted job's pictures and kept latents; None if no deletion is remembered."""
+    """Return the digests of a deleted job's images and kept latents; None if the deletion is not remembered."""
     query = "SELECT contents FROM deletions WHERE job_id = ? AND tenant = ?"
     found = connection.execute(query, (job_id, tenant)).fetchone()
     return None if found is None else json.loads(found[0])
 
 
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
-    """Return the job with an ID, or None if it does not exist or belongs to another tenant than `tenant`."""
+    """Return the job with this ID, or None if it does not exist or belongs to a tenant other than `tenant`."""
     query = f"SELECT {_ALL} FROM jobs WHERE job_id = ?"
     whose = [] if tenant is None else [tenant]
     found = _records(connection, query + " AND tenant = ?" * len(whose), job_id, *whose)
@@ -129,7 +130,7 @@ def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = 
 
 
 def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) -> JobRecord | None:
-    """Return the newest job of a tenant's request_id, or None."""
+    """Return the newest job with a tenant's request_id, or None."""
     query = (
         f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) "
         "WHERE request_ids.tenant = ? AND request_ids.request_id = ?"
@@ -139,7 +140,7 @@ def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) 
 
 
 def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) -> TenantUsage:
-    """Return the numbers of a tenant that quotas bound."""
+    """Return the counts of jobs and bytes of a tenant that quotas limit."""
     query = (
         "SELECT COALESCE((SELECT jobs FROM days WHERE tenant = ?1 AND day = ?2), 0), "
         "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0)"
@@ -149,7 +150,7 @@ def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) ->
 
 
 def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) -> Listing:
-    """Return the newest jobs of a result key."""
+    """Return the newest jobs with a result key."""
     # Only jobs that have a key are in the index, and SQLite uses it only if the query says so, too.
     where = "result_key = ? AND result_key <> ''"
     query = f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY jobs.sequence DESC LIMIT ?"
@@ -157,7 +158,7 @@ def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) 
 
 
 def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: str, limit: int) -> Listing:
-    """Return the newest jobs of a tenant that keep latents of a picture."""
+    """Return the newest jobs of a tenant that keep latents of an image."""
     query = (
         f"SELECT {_ALL} FROM contents JOIN jobs USING (sequence) "
         "WHERE contents.tenant = ? AND digest = ? AND has_latents ORDER BY jobs.sequence DESC LIMIT ?"
@@ -166,14 +167,14 @@ def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: st
 
 
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
-    """Return the inputs of a live job, or None."""
+    """Return the serialized inputs of a live job, or None."""
     query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"
     rows = connection.execute(query, (job_id,)).fetchall()
     return intact(*rows[0]) if rows else None
 
 
 def last_end(connection: sqlite3.Connection) -> EndTime | None:
-    """Return the latest end of a job. If the newest rows are damaged, use the first intact one of the last few."""
+    """Return the latest end of a job. If the newest rows are damaged, use the first undamaged one of the last 16."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
     for record in _listing(connection.execute(query).fetchall()).records:
         if record.ended_wall is not None and record.ended_steady is not None:
@@ -188,7 +189,7 @@ def live(connection: sqlite3.Connection) -> Listing:
 
 
 def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
-    """Return the owners of each picture and each file of kept latents: tenants by digest."""
+    """Return the tenants that own each image and each file of kept latents, by digest."""
     owners: dict[str, set[str]] = {}
     for digest, tenant in connection.execute("SELECT digest, tenant FROM contents"):
         owners.setdefault(digest, set()).add(tenant)
@@ -196,7 +197,7 @@ def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
 
 
 def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before_sequence: int | None) -> Listing:
-    """Return a page of jobs. Damaged jobs take no place in it, so that it is full if there are enough others."""
+    """Return a page of jobs. Damaged jobs do not count, so the page is full if there are enough others."""
     found = Listing(records=[], damaged=[])
     while True:
         rows = _page_rows(connection, wanted, size, before_sequence)
@@ -209,7 +210,7 @@ def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before
 
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-    """Delete up to `limit` ended jobs; JobStore.forget says which."""
+    """Delete up to `limit` ended jobs; see JobStore.forget for their order."""
     connection.execute("DELETE FROM deletions WHERE steady < ?", (ended_before,))
     expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
     for job in expired:
@@ -228,7 +229,7 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 
 
 def probe(connection: sqlite3.Connection) -> None:
-    """Write a page that does not change."""
+    """Write a page with unchanged contents."""
     connection.execute("UPDATE generation SET number = number")
 
 
@@ -240,14 +241,14 @@ def _index_contents(connection: sqlite3.Connection, record: JobRecord, sequence:
 
 
 def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str, str] | None:
-    """Return the ended job that is forgotten first: one of the peer with the most "jobs" or "bytes", as `by` says."""
+    """Return the ended job to delete next: one of the peer with the most "jobs" or "bytes", as `by` says; or None."""
     most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
     for finished in (False, True):
         while holder := connection.execute(most, (finished,)).fetchone():
             found: tuple[int, str, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
             if found is not None:
                 return found
-            # The count is wrong because of damage; without this, nothing would ever be forgotten.
+            # The count is wrong because of damage. Without this, nothing would ever be deleted.
             connection.execute("DELETE FROM holders WHERE finished = ? AND peer = ?", (finished, *holder))
     return None
 
@@ -260,7 +261,7 @@ def _forget_one(connection: sqlite3.Connection, sequence: int, tenant: str, requ
 
 
 def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> JobRecord | None:
-    """Return the job that has the job_id or the request_id of `record` and is not replaced by it, or None."""
+    """Return the stored job with the job_id or request_id of `record` that `record` does not replace, or None."""
     known = of_job(connection, record.job_id)
     if known is None:
         known = of_request(connection, record.request_id, tenant=record.tenant)
@@ -298,12 +299,12 @@ def _listing(rows: list[tuple[Any, ...]]) -> Listing:
 
 
 def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
-    # All rows at once: a statement that is not read to its end keeps later ones from seeing newer data.
+    # Fetch all rows at once: a statement that is not read to its end hides newer data from later ones.
     return [from_row(row) for row in connection.execute(query, parameters).fetchall()]
 
 
 def to_row(record: JobRecord) -> tuple[Value, ...]:
-    """Return the values of COLUMNS for a record."""
+    """Return the values of a record, in the order of COLUMNS."""
     height, width = record.shape
     result_width, result_height = record.result_size
     special: dict[str, Value] = {
@@ -318,7 +319,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
 
 
 def from_row(row: Sequence[Any]) -> JobRecord:
-    """Return the record of a row of `sequence` and COLUMNS. Raises DataLoss if the row is damaged."""
+    """Return the record of a row that has `sequence` and then COLUMNS. Raises DataLoss if the row is damaged."""
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)
@@ -332,7 +333,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
 
 
 def _images_of(column: str) -> tuple[StoredImage, ...]:
-    """Return the images of a row."""
+    """Parse the column of a job's images."""
     names = [field.name for field in dataclasses.fields(StoredImage)]
     return tuple(StoredImage(**dict(zip(names, values, strict=True))) for values in json.loads(column))
 

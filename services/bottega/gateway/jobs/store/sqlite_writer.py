@@ -1,9 +1,9 @@
-"""The writer of the job store's file: it commits waiting operations in groups, and checks that the file still exists.
+"""The writer of the job store: it commits waiting operations in groups, and checks that the file still exists.
 
 One thread has the connection that writes. While it waits for the disk, other operations wait and form the next group.
 
 SQLite goes on writing to a file that another program deletes, replaces or truncates. Such commits are lost when the
-process ends. So the writer checks before and after each commit that the name still belongs to the file that is open.
+process ends. So the writer checks before and after each commit that the path still leads to the file that is open.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """A queue of operations that run in order of arrival. Each is durable when its future is done.
+    """A queue of write operations that run in order of arrival. An operation is durable when its future is done.
 
     Args:
-        connect: Opens a connection without implicit transactions; called in the thread, and again after a failure.
-        typed: Returns the error to raise for an error of SQLite, or None if that can only come from a bug.
-        on_commit: Called in the thread with the seconds that each group took.
-        check: Called in the thread before each group and after its commit, with whether it was committed, before any
-            caller gets its result. It raises if what is committed would not last.
+        connect: Opens a connection without implicit transactions; called in the writer thread, again after a failure.
+        typed: Converts an SQLite error to the error to raise; None if only a bug can cause it.
+        on_commit: Called in the writer thread with the duration of each commit in seconds.
+        check: Called in the writer thread before each group with False, and after its commit with True, before any
+            caller gets its result. It raises if commits would be lost.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class GroupCommit:
         return self._thread.waiting
 
     async def run(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
-        """Run `operation`, and return its result once it is durable.
+        """Run `operation` in the next group, and return its result once it is durable.
 
-        An operation that raises is undone alone. If the commit fails, its whole group fails with the typed error, and
-        later operations are tried again. `operation` may be called twice: if another one of its group fails, the first
-        call is undone.
+        If an operation raises, only that operation is undone. If the commit fails, the whole group fails with the typed
+        error, and later operations are tried again. `operation` may be called twice: if another one of its group fails,
+        the first call is undone.
 
         Args:
             operation: Executes SQL on the connection.
-            size_bytes: Approximate bytes that it writes; 0 if they are few.
+            size_bytes: Approximate number of bytes that it writes; 0 if they are few.
         """
         return await self._thread.run(lambda: operation(self._open()), size_bytes=size_bytes)
 
@@ -119,9 +119,9 @@ class GroupCommit:
         self._check(connection, True)
 
     def _all_went_well(self, group: Sequence[SerialTask]) -> bool:
-        """Run all operations, or those up to the first that fails by itself. Return whether none failed.
+        """Run the operations up to the first one that fails by itself. Return whether none failed.
 
-        Operations rarely fail. So they run without savepoints first, which would take two more statements for each
+        Operations rarely fail. So they run without savepoints first, which would need two more statements for each
         operation, and with each statement this thread may wait for the interpreter lock.
         """
         try:
@@ -158,11 +158,11 @@ class GroupCommit:
             work.error = typed or error
 
     def _log_change(self, *, failing: bool, error: BaseException | None = None) -> None:
-        """Log the first failure and the first success after it."""
+        """Log the first failure, and the first success after failures."""
         if failing and not self._failing:
-            _log.error("jobs cannot be written", exc_info=error)
+            _log.error("the job store cannot be written", exc_info=error)
         elif self._failing and not failing:
-            _log.info("jobs can be written again")
+            _log.info("the job store can be written again")
         self._failing = failing
 
     def _open(self) -> sqlite3.Connection:
@@ -171,20 +171,20 @@ class GroupCommit:
         return self._connection
 
     def _close(self) -> None:
-        """Close the connection, which rolls back what is open; the next operation gets a new one."""
+        """Close the connection, which rolls back its transaction. The next operation opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # nothing that is lost was acknowledged
+            with contextlib.suppress(sqlite3.Error):  # the open transaction was not acknowledged
                 connection.close()
 
 
 class FileLoss(enum.Enum):
-    """The kinds of losses of a writer's file."""
+    """The ways in which the file of a writer can be lost."""
 
     MOVED = "deleted or replaced"
-    """The open file is still complete."""
+    """The path leads elsewhere, but the open file is still complete."""
     CUT = "truncated"
-    """The contents are gone."""
+    """The contents of the open file are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ class _Seen:
 
 
 class FilePlace:
-    """Tells whether a database and its log are still the files that were opened. Call `remember` after opening."""
+    """Checks that a database and its log are still the files that were opened. Call `remember` after opening."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -207,26 +207,26 @@ class FilePlace:
         self._log: _Seen | None = None
 
     def remember(self) -> None:
-        """Remember the inode of the file, and forget that of its log. Raises OSError if there is no file."""
+        """Remember the file's inode, and drop that of its log. Raises OSError if there is no file."""
         self._file = _seen(self._path.stat())
         self._log = None
 
     def forget_log(self) -> None:
-        """Forget the inode of the log. SQLite deletes the log when the last connection closes."""
+        """Drop the inode of the log. SQLite deletes the log when the last connection closes."""
         self._log = None
 
     def follow(self) -> None:
-        """Remember the sizes of both, after a commit has found them in place. Raises OSError."""
+        """Remember the current sizes of file and log, after a commit. Raises OSError."""
         self._file = _seen(self._path.stat())
         self._log = _seen(self._log_path.stat())
 
     def loss(self, *, committed: bool = False) -> FileLoss | None:
-        """Return how the files were lost, or None if they are in place.
+        """Return how the files were lost, or None if they are where they were.
 
         Args:
             committed: Whether the connection has written to the log.
         """
-        # The file is not opened here: closing it would release this process's locks on it.
+        # Only `stat` is used here: opening and closing the file would release this process's locks on it.
         if self._file is None:
             return None
         file, log = _stat(self._path), _stat(self._log_path)
@@ -243,9 +243,9 @@ class FilePlace:
         return FileLoss.CUT if shorter or not self._has_header(log) else None
 
     def put_back(self, connection: sqlite3.Connection) -> bool:
-        """Restore the file from the content that an open connection reads. Return False if it cannot read all.
+        """Restore the file from the content that an open connection reads. Return False if some of it cannot be read.
 
-        Another file that has the name now is renamed. Raises OSError and sqlite3.Error if nothing can be written.
+        If another file has taken the path, it is renamed. Raises OSError and sqlite3.Error if nothing can be written.
         """
         copy = self._path.with_name(f"{self._path.name}-copy")
         if not sqlite_files.copy_whole(connection, copy, self._is_whole):
@@ -257,13 +257,13 @@ class FilePlace:
         return True
 
     def begin_anew(self) -> None:
-        """Create a new file, or use the old one without its log if that is whole. Raises OSError."""
+        """Create a new file. If the old file is complete without its log, keep it and drop the log. Raises OSError."""
         self._put_aside(log_only=self._is_whole_alone())
         sqlite_files.create_file(self._path)
         self.remember()
 
     def _has_header(self, log: _Seen) -> bool:
-        """Return whether the log has its header: a truncated log is zeros up to what was written since."""
+        """Return whether the log still has its header: a truncated log has zeros up to the next write."""
         if not log.size_bytes:
             return True
         try:
@@ -289,7 +289,7 @@ class FilePlace:
         return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(connection, made=True)
 
     def _put_aside(self, *, log_only: bool = False) -> None:
-        """Rename the files that have the names, and delete empty ones."""
+        """Rename the files at the paths of database and log, and delete empty ones."""
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         for end in ("-wal", "-shm", *([] if log_only else [""])):
             part = self._path.with_name(self._path.name + end)

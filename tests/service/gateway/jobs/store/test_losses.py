@@ -95,7 +95,7 @@ async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, capl
                 ballast.unlink()
                 await store.add(record("big2"), inputs=bytes(MIB))
             said = [line.message for line in caplog.records if line.name.startswith("bottega.gateway")]
-            assert said == ["jobs cannot be written", "jobs can be written again"]
+            assert said == ["the job store cannot be written", "the job store can be written again"]
         async with _open(disk / "jobs.sqlite") as store:
             assert [found.job_id for found in await store.live()] == ["j1", "big2"]
             assert len(await store.inputs("big2")) == MIB
