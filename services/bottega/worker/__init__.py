@@ -1,1 +1,1 @@
-"""The worker: serves one base model with an engine process, codec processes, and a front process that serves gRPC."""
+"""The worker: it serves one base model, with a front process for gRPC, an engine process and codec processes."""

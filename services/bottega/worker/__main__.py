@@ -28,9 +28,9 @@ from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker, worker_name
 
-# How long a worker that cannot serve its model tries to reach the fleet. It ends within 2 s in all.
+# Seconds for which a worker that cannot serve its model tries to reach the fleet. It ends within 2 s in all.
 _JOIN_S = 0.5
-# Every attempt may have eight images, each waiting to be encoded.
+# Every attempt may have eight images that wait to be encoded.
 _IMAGES_PER_ATTEMPT = 8
 
 
@@ -45,7 +45,7 @@ def _kept_bytes(settings: WorkerConfig) -> int:
 
 
 def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
-    """Return a worker and its server, neither of them started. Call it in a running event loop."""
+    """Create a worker and its server without starting them. Call it in a running event loop."""
     server = Server("worker", settings.server)
     addons = load_front_addons()
     worker = Worker(
@@ -94,7 +94,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
 
 
 def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
-    """Return a service that only reports to the fleet why the worker cannot serve its model, and then fails with it."""
+    """Return a service that only tells the fleet why the worker cannot serve its model, and then fails with `error`."""
     server = Server("worker", settings.server)
     membership: FleetMembership | None = None
 
@@ -119,8 +119,8 @@ def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
 
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
-    """Fill in the path of the unix socket for the peer, which stays the same for every engine process."""
-    links_group()  # raises at the start, and not at the first link, if the configured group does not exist
+    """Fill in the path of the unix socket for the other worker of a pair. All engine processes use the same path."""
+    links_group()  # raises now, rather than at the first connection, if the configured group does not exist
     if not engine.peer.address or engine.links.socket != "":
         return engine
     return replace(engine, links=replace(engine.links, socket=str(default_socket_path("worker"))))

@@ -1,6 +1,6 @@
-"""The large inputs of an attempt, before they are sent to the engine: encoded images, kept data and a checkpoint.
+"""The large inputs of an attempt before they are sent to the engine: encoded images, kept latents and a checkpoint.
 
-Only the overlay of an edit is kept until the attempt ends, because drawn pictures are pasted into it.
+Of these, only the overlay of an edit is kept until the attempt ends, because finished images are pasted into it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class AttemptInputs:
     """The large inputs of one attempt. `move_into` decodes them for the engine and drops them.
 
     Args:
-        image: Encoded source of image-to-image, or empty.
-        mask: Encoded mask of an edit of `image`, or empty.
-        control_images: Encoded, one for each ControlNet of the spec.
-        kept: What is kept of `image` (AttemptKept), or empty.
-        checkpoint: Checkpoint to resume from, or empty.
+        image: Encoded input image of image-to-image; b"" if there is none.
+        mask: Encoded mask of an edit of `image`; b"" if there is none.
+        control_images: Encoded control images, one for each ControlNet of the spec.
+        kept: Serialized AttemptKept: data that was kept when `image` was drawn; b"" if there is none.
+        checkpoint: Checkpoint to resume from; b"" to start from the first step.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class AttemptInputs:
         checkpoint: bytes = b"",
     ) -> None:
         self.overlay: Overlay | None = None
-        """Image and mask that drawn pictures are pasted into before they are encoded; None if they stay as drawn."""
+        """Image and mask into which finished images are pasted before they are encoded; None if they are not pasted."""
         self._image, self._mask, self._control_images = image, mask, tuple(control_images)
         self._kept, self._checkpoint = kept, checkpoint
         self._digest = ""
         self._source: ImageFacts | None = None
-        self._controls: dict[str, ImageFacts] = {}  # by the digest of a control image
+        self._controls: dict[str, ImageFacts] = {}  # facts about control images, by digest
         self._use: MaskUse | None = None
 
     @classmethod
     def take_from(cls, request: RunAttemptRequest) -> AttemptInputs:
-        """Return the large inputs of a request, whose fields are cleared."""
+        """Move the large inputs out of a request: return them, and clear the fields of the request."""
         spec = request.spec
         inputs = cls(
             image=spec.image,
@@ -64,11 +64,11 @@ class AttemptInputs:
 
     @property
     def icc_profile(self) -> bytes:
-        """The colour profile of the source, which its pictures get, too; empty where it has none."""
+        """The colour profile of the input image, which finished images get, too; b"" if it has none."""
         return b"" if self._source is None else self._source.icc_profile
 
     def size_bytes(self, spec: GenerationSpec) -> int:
-        """Return how many bytes `move_into` will add to a message: images count as decoded."""
+        """Return how many bytes `move_into` will add to a message. Images count with their decoded size."""
         images = bool(self._image) + len(self._control_images)
         decoded_bytes = spec.width * spec.height * (3 * images + bool(self._mask))
         return decoded_bytes + len(self._kept) + len(self._checkpoint)
@@ -76,7 +76,7 @@ class AttemptInputs:
     async def move_into(
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
     ) -> None:
-        """Decode all inputs into the message that starts the attempt, which already has the spec, and drop them here.
+        """Decode all inputs into the message that starts the attempt, which has the spec, and drop them here.
 
         Args:
             start: The message.
@@ -106,9 +106,9 @@ class AttemptInputs:
         self._control_images = ()
 
     def report(self, provenance: Provenance) -> None:
-        """Add facts about the input images, such as their sizes, to a provenance that has its parameters.
+        """Add facts about the input images, such as their sizes, to a provenance that already has its parameters.
 
-        What the engine has written about the mask stays in it.
+        Facts about the mask that the engine has added stay.
         """
         provenance.image_digest = self._digest
         if self._source is not None:
@@ -126,7 +126,7 @@ class AttemptInputs:
     async def _decode_edit(
         self, start: engine_pb2.EngineStart, codec: ImageCodec, note_time: Callable[[float], None]
     ) -> Crop | None:
-        """Decode image and mask. Return the part of the image that is drawn, or None for all of it."""
+        """Decode image and mask of an edit. Return the crop of the image that is drawn, or None if all of it is."""
         spec = start.spec
         order = _mask_order(spec)
         edit = await codec.decode_edit(self._image, self._mask, order)

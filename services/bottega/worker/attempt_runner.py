@@ -1,4 +1,4 @@
-"""Runs one attempt in the front process: decodes inputs, drives the engine, encodes images, writes the provenance."""
+"""Runs one attempt in the front process: decodes inputs, sends the attempt to the engine, encodes images."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
 
-# Trace track of the front's work: images in the codec processes.
+# Trace track of the front process: images in the codec processes.
 _TRACK = "codec"
-# The largest frame to the engine, less what a spec may add.
+# Upper bound on a message to the engine, less the largest spec.
 _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOrigin:
-    """The facts about a worker that it writes into provenances and image files, and the add-ons that complete them."""
+    """What a worker writes about itself into provenances and image files, and the add-ons that add more."""
 
     worker: str
     """Name of the worker."""
     version: str
     """Version of the suite."""
     model_hash: str
-    """Hash of the model's weights and configuration, hex."""
+    """Hash of the model's weights and configuration, in hex."""
     addons: Sequence[FrontAddOn] = ()
-    """Add-ons of the front, which write the attempt's decisions into parameters."""
+    """Add-ons of the front process, which write the attempt's decisions into the parameters."""
 
 
 class AttemptTrace:
-    """The spans of one attempt, in the front and in the engine, relative to the creation of this object."""
+    """The spans of one attempt, in the front process and the engine. Times count from the creation of this object."""
 
     def __init__(self) -> None:
         self._began_ns = time.monotonic_ns()
         self._trace = Trace()
 
     def add(self, name: str, *, began_s: float, seconds: float) -> None:
-        """Add a span of the front.
+        """Add a span of the front process.
 
         Args:
             began_s: Start of the span, on CLOCK_MONOTONIC.
@@ -82,16 +82,16 @@ class AttemptTrace:
             taken.begin_ns -= self._began_ns
 
     def message(self) -> Trace:
-        """Return all spans in the order of their beginning."""
+        """Return all spans, sorted by their start."""
         self._trace.spans.sort(key=lambda span: span.begin_ns)
         return self._trace
 
 
 class AttemptRunner:
-    """The runner of one attempt. Call `start`, then `on_engine_event` with each event of the engine about it.
+    """Runs one attempt. Call `start`, then `on_engine_event` with each event of the engine about the attempt.
 
     Args:
-        request: Checked, without its large fields. The runner changes it.
+        request: The validated request without its large fields. The runner changes it.
         on_end: Called once, when the attempt has ended.
     """
 
@@ -127,14 +127,14 @@ class AttemptRunner:
 
     @property
     def steps_expected(self) -> int:
-        """Total denoising steps, estimated from the request; the engine knows the exact number."""
+        """Total number of denoising steps, estimated from the request. Only the engine knows the exact number."""
         spec = self._request.spec
         strength = spec.strength if spec.HasField("strength") else None
         return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
 
     @property
     def in_engine(self) -> bool:
-        """Whether the engine runs the attempt, so that it would be lost with the engine."""
+        """Whether the engine runs the attempt. If the engine dies then, the attempt is lost."""
         return self._in_engine and self._done is None
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class AttemptRunner:
         self._spawn(self._send_start())
 
     def enable_previews(self) -> None:
-        """Send previews with the progress from now on."""
+        """Send previews with each progress report from now on."""
         if self._request.preview:
             return
         self._request.preview = True
@@ -156,7 +156,7 @@ class AttemptRunner:
             self._send_if_alive(engine_pb2.EngineCommand(preview=preview))
 
     def abort(self, error: BottegaError) -> None:
-        """End the attempt with an error, and cancel it in the engine. Do nothing if it has ended."""
+        """End the attempt with an error, and cancel it in the engine. Does nothing if it has ended."""
         if self.attempt.ended:
             return
         if self.in_engine:
@@ -164,10 +164,10 @@ class AttemptRunner:
         self.fail(error)
 
     def fail(self, error: BottegaError, trace: Trace | None = None) -> None:
-        """End the attempt with an error, when the engine no longer runs it. Do nothing if it has ended.
+        """End an attempt that the engine no longer runs with an error. Does nothing if it has ended.
 
         Args:
-            trace: Spans of the engine.
+            trace: Spans of the engine; None if there are none.
         """
         if not self.attempt.ended:
             if trace is not None:
@@ -232,7 +232,7 @@ class AttemptRunner:
         try:
             jpeg = await self._images.preview(progress.preview)
         except BottegaError as error:
-            _log.warning("preview left out", extra={**self._facts, **_why(error)})
+            _log.warning("a preview could not be encoded and is skipped", extra={**self._facts, **_why(error)})
             jpeg = b""
         finally:
             self._encodes_preview = False
@@ -266,7 +266,7 @@ class AttemptRunner:
         self._complete_if_ready()
 
     def _spec_of(self, index: int | None) -> GenerationSpec:
-        """Return the parameters that draw image `index` again; for None, the parameters that all images share."""
+        """Return the spec that draws image `index` again; for None, the parameters that all images share."""
         decisions = (self.attempt.decisions or self._request.decisions).by_kind
         spec = GenerationSpec()
         spec.CopyFrom(self._request.spec)
@@ -285,7 +285,7 @@ class AttemptRunner:
         self._end()
 
     def _provenance(self, provenance: Provenance) -> Provenance:
-        """Complete the engine's provenance with the facts that the front knows."""
+        """Add what the front process knows to the engine's provenance."""
         provenance.parameters.CopyFrom(self._spec_of(None))
         provenance.worker = self._origin.worker
         provenance.bottega_version = self._origin.version
@@ -315,7 +315,7 @@ class AttemptRunner:
             self._engine.send(command)
         except BottegaError as error:  # the loss of the engine ends the attempt
             facts = {"command": command.WhichOneof("command"), **_why(error)}
-            _log.info("a command could not be sent to the engine", extra={**self._facts, **facts})
+            _log.info("a command could not be sent, because the engine is lost", extra={**self._facts, **facts})
 
     def _end(self) -> None:
         if self._expiry:
@@ -346,12 +346,12 @@ class AttemptRunner:
         except BottegaError as error:
             self.abort(error)
         except Exception:  # noqa: BLE001 - the boundary of an attempt: a defect ends this attempt only
-            _log.exception("attempt failed unexpectedly", extra=self._facts)
+            _log.exception("an attempt failed with an unexpected error", extra=self._facts)
             self.abort(InternalError("the worker could not serve the request because of a defect"))
 
 
 def _facts(request: RunAttemptRequest) -> dict[str, object]:
-    """Return the fields of every log line about an attempt. They are explicit, because engine events have no call."""
+    """Return the fields of every log line about an attempt. Events of the engine have no call that sets them."""
     return {
         "job_id": request.attempt.job_id,
         "request_id": request.request_id,

@@ -9,8 +9,9 @@
     ended      RunAttempt of the same number                    its events are sent again, while it is kept
                anything else                                    unchanged
 
-An attempt is identified by job and number; a higher number of a job supersedes the lower ones. Followers may come and
-go: each gets the current state first and then the changes. Of progress it gets only the newest.
+An attempt is identified by job ID and number; a higher number of the same job replaces lower ones. A follower is a call
+that receives the events of an attempt. Followers may come and go: each gets the current state first and then the
+changes. Only the newest progress is sent.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptKey:
-    """The identity of one attempt at one job."""
+    """The identity of an attempt: job ID and number."""
 
     job_id: str
     number: int
-    """Counts from 1."""
+    """Number of the attempt at its job, counted from 1."""
 
     @classmethod
     def of(cls, attempt: AttemptId) -> AttemptKey:
-        """Return the key of the attempt that a message names."""
+        """Return the key of the attempt that a message identifies."""
         return cls(job_id=attempt.job_id, number=attempt.number)
 
     def message(self) -> AttemptId:
-        """Return the key as messages carry it."""
+        """Convert the key to a message."""
         return AttemptId(job_id=self.job_id, number=self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEvent:
-    """The event that denoising has begun. Steps are counted over all images."""
+    """The event that denoising has started. Step counts are sums over all images."""
 
     steps_total: int
     steps_resumed: int
-    """Steps that a checkpoint has saved."""
+    """Number of steps that are skipped thanks to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +62,12 @@ class ProgressEvent:
     """The event that denoising has advanced."""
 
     steps_done: int
-    """Number of steps over all images."""
+    """Number of completed steps, summed over all images."""
     device_s: float = 0.0
-    """Seconds of the device that the attempt has used."""
+    """Seconds for which the attempt has used the device so far."""
     preview_index: int = 0
     preview_jpeg: bytes = b""
-    """Empty without a preview."""
+    """The preview of image `preview_index`; b"" if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,36 +75,36 @@ class PictureEvent:
     """The event that an image is finished."""
 
     index: int
-    """Place of the image in the job."""
+    """Index of the image in the job."""
     data: bytes
     """The encoded image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEvent:
-    """The event that something is kept of an image for later jobs that begin with it."""
+    """The event that add-ons keep data, such as latents, of a finished image for later edits."""
 
     index: int
-    """Place of the image in the job."""
+    """Index of the image in the job."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedEvent:
-    """The last event of an attempt whose images are all finished."""
+    """The last event of an attempt that completed, after all its images."""
 
     provenance: Provenance
     trace: Trace = field(default_factory=Trace)
-    """Spans since the attempt began."""
+    """Spans since the attempt was accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedEvent:
-    """The last event of an attempt that ends without images."""
+    """The last event of an attempt that failed."""
 
     error: BottegaError
     trace: Trace = field(default_factory=Trace)
-    """Spans since the attempt began."""
+    """Spans since the attempt was accepted."""
 
 
 Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | KeptEvent | CompletedEvent | FailedEvent
@@ -121,7 +122,7 @@ class AttemptState(Enum):
 class Attempt:
     """An attempt at a job: its state, its results, and the events for its followers.
 
-    Methods that change it do nothing once it has ended, so that late events are harmless.
+    Methods that change an attempt do nothing once it has ended, so late events are harmless.
     """
 
     def __init__(self, key: AttemptKey, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,30 +146,30 @@ class Attempt:
 
     @property
     def steps_done(self) -> int:
-        """Denoising steps done, over all images."""
+        """Number of completed denoising steps, summed over all images."""
         return self.progress.steps_done if self.progress else 0
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its images and of what is kept of them."""
+        """Total bytes of its encoded images and of the data that is kept of them."""
         pictures = sum(len(picture.data) for picture in self.pictures)
         return pictures + sum(len(kept.data) for kept in self.kept)
 
     def start(self, started: StartedEvent) -> None:
-        """Note that the engine has begun."""
+        """Note that the engine has started denoising."""
         if self.state is AttemptState.ACCEPTED:
             self.state = AttemptState.RUNNING
             self.started = started
             self._notify()
 
     def set_decisions(self, decisions: AttemptDecisions) -> None:
-        """Replace the decisions with all that were made until now, the given ones included."""
+        """Set all decisions that the attempt has made until now."""
         if not self.ended:
             self.decisions = decisions
             self._notify()
 
     def advance(self, progress: ProgressEvent) -> None:
-        """Replace the progress that followers have not received yet. Older progress is dropped."""
+        """Set the progress to send next. Progress that was not sent yet is dropped."""
         if not self.ended and progress.steps_done >= self.steps_done:
             self.progress = progress
             self._notify()
@@ -180,24 +181,24 @@ class Attempt:
             self._notify()
 
     def add_kept(self, kept: KeptEvent) -> None:
-        """Add what is kept of an image."""
+        """Add the data that add-ons keep of an image."""
         if not self.ended:
             self.kept.append(kept)
             self._notify()
 
     def complete(self, provenance: Provenance, trace: Trace) -> None:
-        """End it with its images, all of which have been added."""
+        """End the attempt successfully. All its images have been added."""
         self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance, trace=trace))
 
     def fail(self, error: BottegaError, trace: Trace) -> None:
-        """End it without images."""
+        """End the attempt with an error."""
         if not self.ended:
             self.pictures.clear()
             self.kept.clear()
         self._end(AttemptState.FAILED, FailedEvent(error=error, trace=trace))
 
     async def follow(self) -> AsyncIterator[Event]:
-        """Yield its events from the current state on, until it has ended.
+        """Yield the attempt's events from the current state on, until it has ended.
 
         A follower that stops early changes nothing.
         """
@@ -211,7 +212,7 @@ class Attempt:
             if self.ended:
                 self.fetched = True
                 return
-            await changed.wait()  # the supervisor sees a dead engine, so each attempt ends at some time
+            await changed.wait()  # each attempt ends at some time, because a dead engine is noticed
 
     def _end(self, state: AttemptState, outcome: CompletedEvent | FailedEvent) -> None:
         if not self.ended:
@@ -224,7 +225,7 @@ class Attempt:
 
 
 class _EventCursor:
-    """The position of one follower in an attempt's events."""
+    """The position of one follower in the events of an attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -235,7 +236,7 @@ class _EventCursor:
         self._outcome = False
 
     def pending(self) -> Iterator[Event]:
-        """Yield the events that the follower has not received."""
+        """Yield the events that the follower has not received yet."""
         attempt = self._attempt
         if self._outcome:
             return  # the last event was sent already
@@ -255,7 +256,7 @@ class _EventCursor:
             yield attempt.outcome
 
     def _next_part(self) -> PictureEvent | KeptEvent | None:
-        """Return the next image or kept data. More of either kind may come while one is sent."""
+        """Return the next image or kept data, or None. More of either may be added while one is sent."""
         attempt = self._attempt
         if self._pictures < len(attempt.pictures):
             self._pictures += 1
@@ -267,11 +268,11 @@ class _EventCursor:
 
 
 class Attempts:
-    """The attempts that a worker holds: one for each job, and at most `max_attempts` that have not ended.
+    """The attempts that a worker holds: one for each job, at most `max_attempts` of which have not ended.
 
     Args:
         result_grace_s: Seconds for which ended attempts are kept.
-        result_bytes: Bytes of ended attempts that are kept at most.
+        result_bytes: Upper bound on the total bytes of ended attempts that are kept.
     """
 
     def __init__(
@@ -289,15 +290,15 @@ class Attempts:
         self._by_job: dict[str, Attempt] = {}
 
     def find(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt if it is held."""
+        """Return the attempt with this key if the worker holds it, else None."""
         attempt = self._by_job.get(key.job_id)
         return attempt if attempt is not None and attempt.key == key else None
 
     def superseded(self, key: AttemptKey) -> Attempt | None:
-        """Return the earlier attempt at the job, which this one supersedes.
+        """Return the earlier attempt at the same job that this one replaces, or None.
 
         Raises:
-            StaleAttempt: A later attempt is held.
+            StaleAttempt: The worker holds a later attempt.
         """
         attempt = self._by_job.get(key.job_id)
         if attempt is not None and attempt.key.number > key.number:
@@ -305,21 +306,21 @@ class Attempts:
         return attempt if attempt is not None and attempt.key != key else None
 
     def add(self, key: AttemptKey) -> Attempt:
-        """Hold a new attempt in place of an earlier one at its job. Raises QueueFull if too many are held."""
+        """Add a new attempt in place of an earlier one at its job. Raises QueueFull if too many have not ended."""
         if sum(1 for _ in self.active()) >= self._max_attempts:
-            raise QueueFull("the worker holds the maximum number of attempts", retry_after_s=_RETRY_AFTER_S)
+            raise QueueFull("the worker is full: it runs the maximum number of attempts", retry_after_s=_RETRY_AFTER_S)
         attempt = self._by_job[key.job_id] = Attempt(key, self._clock)
         return attempt
 
     def forget(self, attempt: Attempt) -> None:
-        """Drop an attempt."""
+        """Remove an attempt."""
         if self._by_job.get(attempt.key.job_id) is attempt:
             del self._by_job[attempt.key.job_id]
 
     def sweep(self) -> None:
-        """Drop attempts that ended longer ago than the grace, and more of them until the rest fits.
+        """Remove attempts that ended longer ago than the grace period, and more until the others fit in `result_bytes`.
 
-        Attempts that were fetched go first, then the oldest.
+        Attempts whose results were fetched are removed first, then the oldest.
         """
         now_s = self._clock()
         for attempt in [a for a in self if a.ended and now_s - a.ended_s > self._result_grace_s]:
@@ -337,23 +338,23 @@ class Attempts:
         return (attempt for attempt in self if not attempt.ended)
 
     def __iter__(self) -> Iterator[Attempt]:
-        """Iterate over all, oldest first."""
+        """Iterate over all attempts, oldest first."""
         return iter(self._by_job.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptCheckpoint:
-    """A state from which an attempt can be resumed."""
+    """A saved state from which an attempt can be resumed."""
 
     key: AttemptKey
     steps_done: int
-    """Number of steps over all images."""
+    """Number of completed steps, summed over all images."""
     data: bytes
-    """The checkpoint as the engine serialized it; the front does not parse it."""
+    """The checkpoint as the engine serialized it. The front process does not parse it."""
 
 
 class CheckpointWatch:
-    """The newest checkpoint of each running attempt. A newer one replaces an older one that was not sent."""
+    """The newest checkpoint of each running attempt. It replaces older ones that were not sent in time."""
 
     def __init__(self) -> None:
         self._newest: dict[AttemptKey, AttemptCheckpoint] = {}
@@ -361,7 +362,7 @@ class CheckpointWatch:
         self._closed = False
 
     def put(self, checkpoint: AttemptCheckpoint) -> None:
-        """Replace the attempt's checkpoint."""
+        """Set the newest checkpoint of an attempt."""
         self._newest[checkpoint.key] = checkpoint
         self._notify()
 
@@ -375,7 +376,7 @@ class CheckpointWatch:
         self._notify()
 
     async def watch(self) -> AsyncIterator[AttemptCheckpoint]:
-        """Yield the current checkpoint of every attempt, then every newer one, until closed."""
+        """Yield the current checkpoint of every attempt, then each newer one, until `close`."""
         sent: dict[AttemptKey, AttemptCheckpoint] = {}
         while not self._closed:
             changed = self._changed

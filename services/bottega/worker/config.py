@@ -1,4 +1,4 @@
-"""A worker's configuration and its engine's. It imports no torch, so that the front can read it."""
+"""The configuration of a worker and of its engine. It imports no torch, so that the front process can use it."""
 
 from __future__ import annotations
 
@@ -30,70 +30,70 @@ Seconds = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeConfig:
-    """Settings of decoding."""
+    """Settings of the VAE, which decodes latents to images."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type in which latents are decoded.
 
-    auto: the choice of stock Diffusers, which is dtype, but float32 for a float16 model whose VAE has force_upcast.
-    With any other the provenance of pictures says that they are not exact. Half precision is faster and is used only if
-    a trial at the start shows that pictures are nearly the same.
+    auto: the choice of stock Diffusers, which is engine.dtype, but float32 for a float16 model whose VAE has
+    force_upcast. With any other value the provenance of images says that they are not exact. Half precision is faster
+    and is used only if a trial at the start shows that images are nearly the same.
     """
     tile_pixels: NotNegative = 0
-    """Largest picture, in pixels, that is decoded in one piece.
+    """Largest image, in pixels, that is decoded in one piece.
 
-    Larger ones are decoded in tiles: that needs less memory and blends the edges of tiles, and the provenance says that
-    such pictures are not exact. 0: only pictures for which memory is short are decoded in tiles.
+    Larger images are decoded in tiles. That needs less memory and blends the edges of tiles, and the provenance says
+    that such images are not exact. 0: an image is decoded in tiles only if there is too little memory for one piece.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """Settings of a pair of workers."""
+    """Settings of a pair of workers, which compute batch rows for each other."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     address: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
-    """Address of the other worker of a pair, host:port; that worker names this one.
+    """Address of the other worker of the pair, host:port. That worker names this one. Empty: no pair.
 
-    Each computes rows of the other's requests while it has none of its own. Not together with fixed_rows, which gains
-    nothing from fewer rows.
+    Each worker computes rows of the other's requests while it has none of its own. This cannot be combined with
+    fixed_rows, where a batch of fewer rows takes no less time.
     """
     name: Annotated[str, Field(max_length=128)] = ""
     """Name of the other worker of the pair.
 
-    With it no other worker is accepted, and with TLS its certificate must carry the name.
+    If set, no other worker is accepted, and with TLS its certificate must have this name. Empty: any name.
     """
     silence_s: Seconds = 5.0
-    """Seconds of silence after which the peer counts as dead."""
+    """Seconds without a message after which the other worker of the pair counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLinksConfig:
-    """Addresses for the link of a pair, and links between GPUs."""
+    """Addresses for the connection of a pair, and direct transfers between GPUs."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    """Address for the link of a peer on another host, host:port. Port 0 takes any free port. Empty: no such link."""
+    """Address where a pair's worker on another host connects, host:port. Port 0 takes any free port. Empty: none."""
     socket: str | None = ""
-    """Path of the unix socket for a peer on this host, in a folder that no other user can write to.
+    """Path of the unix socket for the other worker on this host, in a folder that no other user can write to.
 
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    Empty: a socket in the folder that systemd creates for the unit, else in a private folder of this user. null: no
+    socket. This user may connect, and the group that the environment variable BOTTEGA_LINKS_GROUP names.
     """
     seal: bool = True
-    """Encrypt data to and from a peer on another host.
+    """Whether to encrypt data to and from a worker on another host.
 
-    Set false only in a trusted network; links between devices of two hosts need false.
+    Set false only in a trusted network. Direct transfers between GPUs of two hosts need false.
     """
     devices: Literal["auto", "off", "gloo"] = "auto"
-    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+    """How tensors move between GPUs of different processes.
 
-    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
-    nor authenticated; for tests.
+    auto: directly if both GPUs can, by shared device memory within a host, else by NCCL. off: through host memory.
+    gloo, on both sides: by Gloo, which neither encrypts nor authenticates; for tests.
     """
 
 
@@ -130,63 +130,60 @@ class EngineConfig:
     }
 
     model: str = "miniature"
-    """Folder of the model in Diffusers' layout, or "miniature" for the embedded model."""
+    """Folder of the model in Diffusers' layout, or "miniature" for the small model that comes with Bottega."""
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
     """Name of the model in requests.
 
-    Empty: the name of the repository if the folder is a snapshot in a hub's cache, else the name of the folder.
+    Empty: the name of the repository if the folder is a snapshot in a Hugging Face cache, else the name of the folder.
     """
     device: DeviceName = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """Device of the engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Data type of the computation.
 
-    auto: the data type of the files on a GPU. On a CPU float32 if the files are float32, else the faster one of
-    bfloat16 and float32, as measured at the start. All workers of a model need the same: name it if their devices
-    differ.
+    auto: on a GPU the data type of the files. On a CPU float32 if the files are float32, else the faster one of
+    bfloat16 and float32, as measured at the start. All workers of a model need the same data type: set it if their
+    devices differ.
     """
     device_memory_mib: NotNegative = 0
-    """Bound in MiB on what the worker keeps and computes on a GPU. 0: what is free at its start, less a reserve."""
+    """Upper bound in MiB on the GPU memory of the worker. 0: the memory that is free at its start, less a reserve."""
     compile_s: Seconds = 300.0
-    """Seconds that the first forward pass of a kind may take on a GPU before a silent engine counts as hung."""
+    """Seconds that the first forward pass of a batch shape may take on a GPU before the engine counts as hung."""
     threads: NotNegative = 0
-    """Threads of torch. 0: torch decides."""
+    """Number of torch's CPU threads. 0: torch decides."""
     exclusive_cores: bool = False
-    """The engine's cores run nothing else.
+    """Whether the engine's CPU cores run nothing else.
 
-    Its threads then wait for each other actively, which is a quarter faster on a CPU, and slower if the cores are
-    shared after all.
+    If so, its threads wait for each other actively. That is a quarter faster on a CPU, but slower if the cores are
+    shared.
     """
     accelerations: Literal["auto", "off"] | tuple[str, ...] = "auto"
-    """Faster ways of computing that the engine tries at its start.
+    """Faster ways of computing (accelerations) that the engine tries at its start.
 
-    It keeps those that are faster on this machine and draw the same picture. auto: all on a GPU, none on a CPU. off:
-    none. Else a list of names. On a CPU [channels_last.unet, channels_last.vae] are worth a try; the last bits of
-    pictures differ where they are kept.
+    It uses those that are faster on this machine and draw the same image. auto: all on a GPU, none on a CPU. off: none.
+    Otherwise a list of names. On a CPU [channels_last.unet, channels_last.vae] are worth a try; they change the last
+    bits of images.
     """
     self_check_s: Seconds = 120.0
-    """Seconds after which the engine stops trying accelerations and decides by what it measured."""
+    """Seconds after which the engine stops trying accelerations and decides by its measurements so far."""
     max_rows: AtLeastOne = 16
-    """Bound on the rows of one forward pass. A guided request has two."""
+    """Upper bound on the batch rows of one forward pass. A guided image has two."""
     fixed_rows: NotNegative = 0
-    """Number of rows of every forward pass; smaller groups are padded.
+    """Number of batch rows of every forward pass; smaller batches are padded.
 
     Images are then equal byte for byte whatever runs beside them. On a CPU use a multiple of twice the threads. 0: off.
     """
     max_wait_turns: AtLeastOne = 8
-    """Turns of its tenant in which a request may be passed over.
+    """Number of its tenant's forward passes in which a request may be passed over.
 
     A request that would make others wait longer starts later.
     """
     max_pixels: NotNegative = 0
-    """Bound on the pixels of one image. 0: four times the model's own size, at least 512 x 512."""
+    """Upper bound on the pixels of one image. 0: four times the model's own size, but at least 512 x 512."""
     checkpoint_interval_s: Seconds = 2.0
-    """Seconds between two checkpoints of a picture's latents.
-
-    The gateway keeps them so that another worker can go on.
-    """
+    """Seconds between two checkpoints of a running image, from which another worker can continue it."""
     progress_interval_s: Seconds = 0.2
-    """Least seconds between two progress reports of a picture."""
+    """Shortest time in seconds between two progress reports of an image."""
     vae: VaeConfig = field(default_factory=VaeConfig)
     loras: LorasConfig = field(default_factory=LorasConfig)
     controlnets: ControlNetsConfig = field(default_factory=ControlNetsConfig)
@@ -198,62 +195,62 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.peer.address and self.fixed_rows:
             raise ValueError(
-                f"fixed_rows is {self.fixed_rows} and peer.address is {self.peer.address}: with fixed_rows a group of "
+                f"fixed_rows is {self.fixed_rows} and peer.address is {self.peer.address}: with fixed_rows a batch of "
                 "fewer rows takes no less time, so a pair gains nothing; set one of them only"
             )
 
     @property
     def group_rows(self) -> int:
-        """Most rows that a group has."""
+        """The largest number of rows that a batch can have."""
         return self.fixed_rows or self.max_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Settings of a worker."""
+    """The configuration of a worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
     name: str = ""
-    """Name of this worker, unique in the fleet. Empty: "worker-", the host's name and the process id."""
+    """Name of this worker, unique in the fleet. Empty: "worker-", the host name and the process ID."""
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
-    """Processes that encode pictures and decode input images."""
+    """Number of processes that encode images and decode input images."""
     codec_deadline_s: Seconds = 20.0
-    """Deadline in seconds for one image in a codec process."""
+    """Seconds after which the decoding or encoding of one image is given up."""
     codec_idle_s: Seconds | None = None
-    """Seconds without an image after which codec processes end until the next image.
+    """Seconds without an image after which the codec processes end until the next image.
 
-    null keeps them, and 64 MiB of memory with them.
+    null: they never end; together they take 64 MiB of memory.
     """
     start_stall_s: Seconds = 120.0
-    """Seconds without progress of the engine's start after which the engine counts as hung and is replaced.
+    """Seconds without progress after which a starting engine counts as hung and is replaced.
 
-    Loading, hashing and warming up report progress all the time, and systemd waits as long as they do.
+    Loading, hashing and warming up report progress continuously, and systemd waits for them.
     """
     hang_s: Seconds = 30.0
-    """Seconds without a message of a ready engine after which it is replaced."""
+    """Seconds without a message after which a running engine is replaced."""
     stall_s: Seconds = 120.0
-    """Seconds without a step, while the engine has work, after which it is replaced.
+    """Seconds without a completed step, while the engine has work, after which it is replaced.
 
-    Must be longer than the longest step, encoding and decoding of the largest picture.
+    It must be longer than the longest step, and than encoding and decoding the largest image.
     """
     result_grace_s: Seconds = 120.0
     """Seconds for which finished results are kept for a gateway that lost its connection."""
     result_bytes: AtLeastOne = 256 * 2**20
-    """Bound on the bytes of these results."""
+    """Upper bound on the total bytes of finished results that are kept."""
     max_attempts: AtLeastOne = 64
-    """Bound on jobs that the worker holds at once."""
+    """Upper bound on the number of jobs that the worker runs at the same time."""
 
 
 def check_model(config: WorkerConfig) -> None:
-    """Raise ConfigError with the reason where the model, or a ControlNet that the worker runs, cannot be served.
+    """Raise ConfigError if the model, or a ControlNet that the worker runs itself, cannot be served.
 
-    It takes some milliseconds, and no torch.
+    It takes some milliseconds and does not import torch.
     """
     folder = folder_of(config.engine.model)
     if refusal := check_model_folder(folder).refusal:

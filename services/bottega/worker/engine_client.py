@@ -1,7 +1,7 @@
-"""The client of the worker's engine process in the front process. It speaks engine.proto.
+"""The front process's client of the worker's engine process. They exchange engine.proto messages.
 
 An engine is starting, ready or dead. It counts as dead, and is replaced, if its start makes no progress for
-start_stall_s, if it sends nothing for hang_s once it is ready, or if it makes no step for stall_s while it has work.
+start_stall_s, if it is ready and sends nothing for hang_s, or if it has work and completes no step for stall_s.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from bottega.worker.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-# How long a call waits for an offer of a link, which a thread of the engine's own makes at once.
+# Seconds for which a call waits for an offer. A separate thread of the engine answers at once.
 _OFFER_S = 3.0
 
-# A stage of the start that takes longer is logged, and logged again in this interval.
+# Seconds after which a stage of the start is logged, and the interval in which it is logged again.
 _QUIET_S = 2.0
 _REPEAT_S = 10.0
 # The stage before the engine's first message.
@@ -57,10 +57,10 @@ WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
 
 
 class TrialFolder:
-    """A temporary folder in which an engine notes which acceleration it tries. It is removed with this object.
+    """A temporary folder in which an engine writes which acceleration it is trying. It is removed with this object.
 
-    A process that is killed cannot remove its folder: the next process of the same user does. A living process holds a
-    lock on its own.
+    A process that is killed cannot remove its folder, so the next process of the same user does. A living process holds
+    a lock on its own folder.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class TrialFolder:
 
 
 class StartMonitor:
-    """A monitor of one engine start: it logs slow stages and reports progress to systemd and the fleet.
+    """Watches one start of an engine: logs slow stages and reports progress to systemd and the fleet.
 
     Args:
-        extend: Called at each sign of progress, with a text that describes the progress.
+        extend: Called at each sign of progress, with a text that describes it.
     """
 
     def __init__(self, extend: Callable[[str], None]) -> None:
@@ -110,7 +110,7 @@ class StartMonitor:
         self._extend(self.text)
 
     def end(self) -> dict[str, float]:
-        """End the monitor and return the seconds of each stage. May be called again."""
+        """Stop watching, and return the seconds that each stage took. May be called again."""
         if self._timer is not None:
             self._end_stage()
         return self._seconds
@@ -132,16 +132,16 @@ class StartMonitor:
 
 
 class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
-    """The supervisor of a worker's engine process, and the calls that other services make to the engine.
+    """Supervises a worker's engine process, and sends it the calls that other services make.
 
     Args:
-        module: Module that the process runs; tests pass another one that speaks the same messages.
+        module: Module that the process runs. Tests pass another one that exchanges the same messages.
     """
 
     lost: ClassVar[type[Unavailable]] = WorkerLost
 
     def __init__(self, config: EngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE) -> None:
-        # Kept for all engine processes of this worker.
+        # All engine processes of this worker share it.
         self._trials = TrialFolder()
         trials = str(self._trials.path / "trials.json")
         max_quiet_s = min(_MAX_QUIET_S, timeouts.hang_s * _QUIET_SHARE)
@@ -168,13 +168,13 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return StartProgress(stage=progress.stage, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return an offer of a link to another worker.
+        """Ask the engine for an offer of a connection to another worker, and return it.
 
         Args:
             caller: Host of the other worker.
 
         Raises:
-            Unavailable: There is no engine, or it does not answer; or the engine's own refusal.
+            Unavailable: There is no engine, or it does not answer, or it refuses.
         """
         incoming = IncomingLinkRequest(open=request, caller=caller)
 
@@ -185,11 +185,11 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._link_calls.call(send, _OFFER_S)).opened.offer
 
     async def ask(self, kind: str, question: bytes, timeout_s: float) -> bytes:
-        """Send a query to the engine's add-on of a kind, and return its response; see `EngineAddOn.answer`.
+        """Send a question to the engine's add-on of a kind, and return the answer; see `EngineAddOn.answer`.
 
         Raises:
             Unavailable: There is no engine, or it does not answer.
-            BottegaError: The add-on's own refusal.
+            BottegaError: The add-on refuses.
         """
         asked = EngineQuestion(kind=kind, question=question)
 
@@ -200,7 +200,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return (await self._addon_calls.call(send, timeout_s)).answer
 
     def take_answer(self, event: EngineEvent) -> bool:
-        """Complete the call that waits for an event. Return False if the event is not the response to a call."""
+        """Complete the call that an event answers. Return False if the event answers no call."""
         match event.WhichOneof("event"):
             case "link_result":
                 link = event.link_result
@@ -214,18 +214,18 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return True
 
     def on_lost(self, why: str) -> None:
-        """Fail the calls that wait for an engine that was lost."""
+        """Fail the calls that wait for an answer of the lost engine."""
         lost = WorkerLost(f"the worker's engine was lost: {why}")
         self._link_calls.fail_all(lost)
         self._addon_calls.fail_all(lost)
 
     def turns(self, event: EngineEvent) -> int | None:
-        """Return the turns of an engine with work. A beat without running attempts counts as progress."""
+        """Return the number of forward passes of an engine with work. A heartbeat without work counts as progress."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of trials that killed processes of this user have left."""
+    """Remove the trial folders that killed processes of this user have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TRIALS}*"):
         with contextlib.suppress(OSError):  # another process holds it, or has just removed it
             status = folder.lstat()

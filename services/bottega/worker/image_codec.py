@@ -41,9 +41,9 @@ class DecodedImageInput:
     pixels: Pixels
     facts: ImageFacts
     digest: str
-    """SHA-256 of the encoded bytes, hex."""
+    """SHA-256 of the encoded bytes, in hex."""
     seconds: float
-    """How long decoding took."""
+    """Seconds that decoding took."""
 
     async def write_to(self, target: Tensor) -> None:
         """Write the image to a message as uint8 [height, width, 3]."""
@@ -56,14 +56,14 @@ class DecodedEditInput:
 
     decoded: DecodedEdit
     image_digest: str
-    """SHA-256 of the encoded bytes, hex."""
+    """SHA-256 of the encoded image, in hex."""
     mask_digest: str
-    """SHA-256 of the encoded bytes, hex."""
+    """SHA-256 of the encoded mask, in hex."""
     seconds: float
-    """How long decoding took."""
+    """Seconds that decoding took."""
 
     async def write_to(self, image: Tensor, mask: Tensor) -> None:
-        """Write image and mask to messages, as uint8 [height, width, 3] and [height, width]."""
+        """Write image and mask to messages as uint8 [height, width, 3] and [height, width]."""
         pixels = self.decoded.pixels
         await _write(image, pixels.data, pixels.height, pixels.width, 3)
         await _write(mask, self.decoded.mask, pixels.height, pixels.width)
@@ -73,8 +73,8 @@ class ImageCodec:
     """Decodes and encodes one tenant's images with a pool of codec processes.
 
     Args:
-        pool: The processes, shared by all tenants.
-        share: The tenant's share of them.
+        pool: The processes, which all tenants share.
+        share: The tenant and its weight when tenants compete for the processes.
     """
 
     def __init__(self, pool: CodecPool, share: Share) -> None:
@@ -82,7 +82,7 @@ class ImageCodec:
         self._share = share
 
     async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImageInput:
-        """Decode an image, or a part of it, and resize it to the spec's size. Raises BadImage."""
+        """Decode an image, or a crop of it, and resize it to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
         digest = await _digest(image)
         decoded = await self._pool.decode(image, spec.width, spec.height, crop=crop, share=self._share)
@@ -90,7 +90,7 @@ class ImageCodec:
         return DecodedImageInput(pixels=decoded.pixels, facts=decoded.facts, digest=digest, seconds=seconds)
 
     async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEditInput:
-        """Decode image and mask of an edit to the size in which they are drawn. Raises BadImage."""
+        """Decode image and mask of an edit at the size in which it is drawn. Raises BadImage."""
         began_s = time.monotonic()
         image_digest, mask_digest = await _digest(image), await _digest(mask)
         return DecodedEditInput(
@@ -110,11 +110,11 @@ class ImageCodec:
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
     ) -> EncodedImage:
-        """Return image `index` of the spec in the spec's format, with the parameters that draw it again as text in it.
+        """Encode image `index` of the spec in the spec's format. Write the parameters that draw it again into the file.
 
         Args:
-            model_hash: Hash of the model that drew it, hex.
-            overlay: Image that it is pasted into first.
+            model_hash: Hash of the model that drew it, in hex.
+            overlay: Image into which it is pasted first; None for none.
             icc_profile: Colour profile of its values; used only without an overlay.
         """
         height, width, _channels = tensor.shape
@@ -151,14 +151,14 @@ async def _write(target: Tensor, data: bytes, *shape: int) -> None:
 
 
 def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[str, str]:
-    """Return the texts inside image `index`: the spec that draws it, as JSON, and a summary for other tools.
+    """Return the texts to write into image `index`: the spec that draws it, as JSON, and a summary for other tools.
 
     The texts do not depend on the run (worker, times, attempts): drawing the spec again gives the same bytes.
 
     Args:
-        spec: The request's spec, without its input images.
-        index: Place of the image in the request.
-        model_hash: Hash of the model's weights and configuration, hex.
+        spec: The spec of the request without its input images.
+        index: Index of the image in the request.
+        model_hash: Hash of the model's weights and configuration, in hex.
     """
     single = GenerationSpec()
     single.CopyFrom(spec)
@@ -174,8 +174,8 @@ def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[st
 def summary(spec: GenerationSpec, model_hash: str) -> str:
     """Return prompt, negative prompt and settings, one line each, in the format of AUTOMATIC1111's web UI.
 
-    Without a negative prompt its line is absent. Line breaks are removed from prompts, so that none can imitate another
-    line.
+    Without a negative prompt its line is absent. Line breaks are removed from prompts, so that a prompt cannot imitate
+    another line.
     """
     tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in spec.loras]
     hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.digest)

@@ -1,6 +1,6 @@
-"""Links between a worker's engine and other services: requests offers for the engine, and checks its peer.
+"""Asks other services for tensor connections on behalf of the engine, and checks the other worker of a pair.
 
-The engine speaks no gRPC, so the front makes its calls. Tensors never pass through here.
+The engine does not use gRPC, so the front process makes its calls. Tensors do not pass through here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bottega.worker.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-# A server answers at once. The engine waits a little longer than this.
+# Seconds to wait for a service, which answers at once. The engine waits a little longer.
 _DEADLINE_S = 4.0
-# Calls at once: one for each service of a fleet.
+# Upper bound on simultaneous calls: one for each service of a fleet.
 _MAX_CALLS = 256
 
 
 class LinkResolver:
-    """A client that asks other services for links, and passes their answers to the engine.
+    """Asks other services for tensor connections, and passes their answers to the engine.
 
     Args:
         send: Sends a command to the engine.
-        worker: Name of this worker, which services receive.
+        worker: Name of this worker, which is sent to the services.
         names: Names of services that are not in the fleet, by address.
     """
 
@@ -46,18 +46,18 @@ class LinkResolver:
         self._known = names
         self._names: dict[str, str] = {}
         self._worker = worker
-        self._tasks = BackgroundTasks("asking for links", max_tasks=_MAX_CALLS)
+        self._tasks = BackgroundTasks("asking for connections", max_tasks=_MAX_CALLS)
 
     def note_services(self, services: Iterable[ServiceAddress]) -> None:
-        """Update the known services of the fleet. Each address must be served by the service that has its name."""
+        """Update the fleet's services. The service at each address must prove its name."""
         self._names = {service.address: service.name for service in services}
 
     def request(self, request: OutgoingLinkRequest) -> None:
-        """Request a link for the engine. The engine always gets a response, an offer or an error."""
+        """Ask for a connection on behalf of the engine. The engine always gets an answer: an offer or an error."""
         try:
             self._tasks.start(self._bring(request))
         except QueueFull:
-            self._answer(request.request, Unavailable("the worker asks too many servers for links at once"))
+            self._answer(request.request, Unavailable("the worker is asking too many services for connections at once"))
 
     async def stop(self) -> None:
         """Cancel all calls."""
@@ -67,7 +67,7 @@ class LinkResolver:
         try:
             response = await self._ask(request)
         except grpc.aio.AioRpcError as error:
-            _log.info("no link was offered", extra={"address": request.address, "text": error.details()})
+            _log.info("a service offered no connection", extra={"address": request.address, "text": error.details()})
             self._answer(request.request, _typed(error))
         else:
             self._answer(request.request, response)
@@ -97,17 +97,17 @@ class LinkResolver:
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
-    """Return the error for the engine. It omits gRPC's own text, which names hosts and might be shown to callers."""
+    """Convert a gRPC error. Omit gRPC's own text, which names hosts and might be shown to callers."""
     error = from_rpc_error(failure)
-    return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")
+    return error if was_answered(failure) else type(error)(f"the call for a connection failed: {failure.code().name}")
 
 
 def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, model: Model | None) -> None:
-    """Check that another worker may open a link to this one, to form a pair.
+    """Check that another worker may connect to this one to form a pair.
 
     Args:
         worker: Name of this worker.
-        model: Its model; None while it has none.
+        model: Model of this worker; None while it is not loaded.
 
     Raises:
         Forbidden: The caller is not the configured peer.
@@ -116,10 +116,14 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
     """
     peer = request.worker
     if not config.peer.address or peer == worker:
-        why = "names itself as its peer" if peer == worker else f"has no peer; engine.peer.address must name {peer}"
+        why = (
+            "is configured as its own peer (engine.peer.address)"
+            if peer == worker
+            else f"has no peer; engine.peer.address must name {peer}"
+        )
         raise Unavailable(f"worker {worker} {why}")
     if config.peer.name and peer != config.peer.name:
-        raise Forbidden(f"worker {worker} forms a pair with {config.peer.name}, and not with {peer}")
+        raise Forbidden(f"worker {worker} forms a pair with {config.peer.name}, not with {peer}")
     if model is None:
         raise Unavailable(f"worker {worker} has not loaded its model yet")
     ours = {"model_hash": model.model_hash, "dtype": model.dtype}
@@ -127,7 +131,7 @@ def check_peer(request: OpenLinkRequest, config: EngineConfig, *, worker: str, m
     if ours != theirs:
         raise ModelMismatch(
             f"workers {peer} and {worker} cannot be a pair: {peer} draws with {_drawn_with(theirs)}, "
-            f"{worker} with {_drawn_with(ours)}; give both the same model, or take engine.peer.address out of their "
+            f"{worker} with {_drawn_with(ours)}; give both the same model, or remove engine.peer.address out of their "
             "configurations",
             metadata={peer: theirs.get("model_hash", ""), worker: ours["model_hash"]},
         )

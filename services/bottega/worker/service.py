@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: translates WorkerService's messages to calls of the worker and back.
+"""The gRPC service of a worker: converts WorkerService's messages to calls of the worker and back.
 
 RunAttempt takes its request as bytes, so that a request with an image of some MiB is parsed in a thread and not on the
 event loop.
@@ -137,7 +137,7 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
 
 
 def _chunks(part: PictureEvent | KeptEvent) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the image's place in the job, the next bytes, and whether they are the last ones."""
+    """Yield the index of the image, the next bytes, and whether they are the last ones."""
     view = memoryview(part.data)
     for start in range(0, len(view), _CHUNK_BYTES):
         end = start + _CHUNK_BYTES

@@ -1,7 +1,7 @@
-"""Checks of a worker's requests.
+"""Checks of the requests that a worker receives.
 
-The caller need not be a gateway that has checked everything. The worker itself checks whether it serves the model. The
-engine checks what depends on the model, such as its limits and the multiple of its sizes.
+The caller need not be a gateway that has checked everything. `Worker` checks whether it serves the model. The engine
+checks what depends on the model, such as its limits and which multiple its sizes must be.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempt_inputs import AttemptInputs
 from bottega.worker.attempts import AttemptKey
 
-# Fields that have a default for callers of the gateway, and none here.
+# Fields that the gateway fills in, and that must be present here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
 
-# Length of the ids of jobs, which the gateway makes, and of requests, which it checks.
+# Upper bound on job IDs, which the gateway creates, and request IDs, which it checks.
 _MAX_ID_CHARACTERS = 128
 _MAX_TENANT_CHARACTERS = 128
 _MAX_ADDONS = 16
@@ -30,7 +30,7 @@ _MAX_ADDON_BYTES = 256 << 10
 
 
 def read_attempt(raw: bytes) -> tuple[worker_pb2.RunAttemptRequest, AttemptInputs]:
-    """Return a serialized RunAttemptRequest, checked, and apart from it its large inputs.
+    """Parse and check a serialized RunAttemptRequest. Return it without its large inputs, and those separately.
 
     Raises:
         InvalidRequest: The request breaks rules; the error names all violations.
@@ -59,7 +59,7 @@ def read_attempt(raw: bytes) -> tuple[worker_pb2.RunAttemptRequest, AttemptInput
 
 
 def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
-    """Return the key of an attempt. Raises InvalidRequest if the message names none."""
+    """Return the key of an attempt. Raises InvalidRequest if the message has none."""
     rules.refuse(list(_check_attempt(attempt)))
     return AttemptKey.of(attempt)
 
@@ -83,7 +83,7 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         yield from rules.check_sigmas(spec, spec.sampler)
     yield from rules.check_techniques(spec)
     if spec.techniques.HasField("recording"):
-        rule = "must be absent: no worker keeps the state of a recording at the time of an earlier edit"
+        rule = "must be absent: recordings are not kept as they were at the time of an earlier edit"
         yield Violation(field="spec.techniques.recording", description=rule)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
@@ -128,7 +128,7 @@ def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
 
 
 def _check_addons(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
-    """Yield violations of the add-ons' bounds. The engine's add-ons check the content."""
+    """Yield violations of the bounds on add-ons' data. The engine's add-ons check its content."""
     for name, messages in (("addons", request.addons), ("decisions.by_kind", request.decisions.by_kind)):
         if len(messages) > _MAX_ADDONS or not all(map(kinds.is_kind, messages)):
             yield Violation(field=name, description=f"must have at most {_MAX_ADDONS} entries, by kind of service")

@@ -1,7 +1,7 @@
-"""The worker behind its gRPC service: starts attempts, handles the engine's events and reports its load to the fleet.
+"""The worker without its gRPC service: starts attempts, handles the engine's events and reports its load to the fleet.
 
-The worker owns what runs beside the event loop (the engine process and the codec processes) and its membership of the
-fleet. `service.py` translates between it and gRPC.
+The worker owns the engine process, the codec processes and its membership of the fleet. `service.py` converts between
+it and gRPC.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ _INSTANCE_BYTES = 16
 
 
 def worker_name(config: WorkerConfig, server: Listening) -> str:
-    """Return the worker's name in the fleet: from the configuration, its certificate, or host and process id."""
+    """Return the worker's name in the fleet: from the configuration, its certificate, or host name and process ID."""
     certified = server.identity.name if server.identity else ""
     # Containers have the same process ids, each in a host of its own.
     return config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
 
 
 class Worker:
-    """The logic of a worker, without gRPC. Call `start`, and at the end `drain` and `stop`.
+    """The logic of a worker, without gRPC. Call `start` first, and `drain` and `stop` at the end.
 
     Args:
-        engine: Spawned, but not yet ready.
-        pool: Started codec processes.
-        server: The server that the worker belongs to; the worker sets its health.
-        addons: Add-ons of the front.
+        engine: The engine process, spawned but not yet ready.
+        pool: The codec processes, started.
+        server: The server of the worker, whose health the worker sets.
+        addons: Add-ons of the front process.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Worker:
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
-        """Done with an error when no engine can be started any more, so that the worker has to exit."""
+        """Done with an error when no engine can be started any more and the process has to exit."""
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("work of the worker")
         self._memory = MemoryMeter(
@@ -135,13 +135,13 @@ class Worker:
         await self._first_ready
 
     def run(self, request: RunAttemptRequest, inputs: AttemptInputs) -> Attempt:
-        """Start the attempt of a checked request, or return it if it is held already.
+        """Start the attempt of a validated request, or return the attempt if the worker holds it already.
 
         Raises:
             ModelNotFound: The request names a model that this worker does not serve.
-            StaleAttempt: A later attempt at the job is held.
+            StaleAttempt: The worker holds a later attempt at the job.
             Draining: The worker is stopping.
-            QueueFull: The worker holds as many attempts as it may.
+            QueueFull: The worker runs the maximum number of attempts.
         """
         key = AttemptKey.of(request.attempt)
         self._check_model(request.spec)
@@ -160,7 +160,7 @@ class Worker:
         return attempt
 
     def cancel(self, key: AttemptKey) -> bool:
-        """Stop an attempt and forget it. Return whether the worker held it."""
+        """Stop an attempt and remove it. Return whether the worker held it."""
         attempt = self.attempts.find(key)
         if attempt is None:
             return False
@@ -168,14 +168,14 @@ class Worker:
         return True
 
     def preview(self, key: AttemptKey) -> bool:
-        """Send previews with the attempt's progress from now on. Return whether the worker held it."""
+        """Send previews with the attempt's progress from now on. Return whether the worker holds it."""
         runner = self._runners.get(key)
         if runner is not None:
             runner.enable_previews()
         return self.attempts.find(key) is not None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return an offer of a link to the other worker of the pair.
+        """Return an offer of a connection to the other worker of the pair.
 
         Args:
             caller: Host of the other worker.
@@ -183,14 +183,14 @@ class Worker:
         Raises:
             Forbidden: The caller is not the configured peer.
             ModelMismatch: The two workers have different models.
-            Unavailable: This worker has no peer, has no engine yet, or follows another worker.
-            LinksFull: The engine has too many links.
+            Unavailable: This worker has no peer or no engine yet, or it computes for another worker.
+            LinksFull: The engine has too many connections.
         """
         check_peer(request, self._config.engine, worker=self.name, model=self._model)
         return await self.engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
-        """Return the load that is reported to the fleet."""
+        """Return the load to report to the fleet."""
         denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
             running=[denoising.get(key) or _not_denoising(key, runner) for key, runner in self._runners.items()],
@@ -210,9 +210,9 @@ class Worker:
         )
 
     async def drain(self) -> None:
-        """Accept no new attempts and return when the running ones have ended; then end the checkpoint streams.
+        """Accept no new attempts, wait until the running ones have ended, and then end the checkpoint streams.
 
-        If it is cancelled because the server's grace is over, attempts that still run end with Draining.
+        If it is cancelled because the server's grace period is over, attempts that still run end with Draining.
         """
         self._draining = True
         self._report_load()
@@ -223,7 +223,7 @@ class Worker:
             self.checkpoints.close()
 
     async def stop(self) -> None:
-        """Leave the fleet and end the processes; attempts that still run fail."""
+        """Leave the fleet and end the processes. Attempts that still run fail."""
         self.checkpoints.close()
         self._end_start()
         await self._leave()
@@ -284,10 +284,10 @@ class Worker:
         self._end_start()
         self.engine.on_lost(why)
         if not self._first_ready.done():
-            self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
+            self._first_ready.set_exception(InternalError(f"the engine process could not be started: {why}"))
             return
         await self._server.set_serving(False)
-        await self._leave()  # first, so that the gateway does not send the lost jobs here again
+        await self._leave()  # leave first, so that the gateway does not send the lost jobs here again
         self._beat, self._model = engine_pb2.EngineBeat(), None
         held = [runner for runner in self._runners.values() if runner.in_engine]
         for runner in held:
@@ -305,7 +305,7 @@ class Worker:
                 self._first_ready.set_exception(error)
 
     def _check_model(self, spec: GenerationSpec) -> None:
-        """Raise ModelNotFound if the spec names another model than the one that is served."""
+        """Raise ModelNotFound if the spec names a model other than the served one."""
         served = self._model_name
         if served is not None and spec.HasField("model") and spec.model != served:
             raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})
@@ -313,7 +313,7 @@ class Worker:
     def _hand_over(self) -> None:
         """End running attempts with Draining. Another worker draws them, or this one after its restart."""
         for runner in list(self._runners.values()):
-            runner.abort(Draining("the worker is stopping and hands the attempt over"))
+            runner.abort(Draining("the worker is stopping; another worker draws the job"))
 
     def _create_runner(self, request: RunAttemptRequest, inputs: AttemptInputs, attempt: Attempt) -> AttemptRunner:
         share = Share(tenant=request.share.tenant, weight=request.share.weight)
@@ -340,7 +340,7 @@ class Worker:
         self._report_load()
 
     def _abort(self, attempt: Attempt, error: BottegaError) -> None:
-        """End an attempt, if it has not ended, and forget it."""
+        """End an attempt if it has not ended, and remove it."""
         runner = self._runners.get(attempt.key)
         if runner is not None:
             runner.abort(error)
@@ -357,12 +357,12 @@ class Worker:
             self._server.extend_start(status, within_s=self._config.start_stall_s)
 
     def _end_start(self) -> Mapping[str, float]:
-        """End the start that is under way. Return the seconds of its stages."""
+        """Stop watching the start of the engine. Return the seconds of its stages."""
         starting, self._starting = self._starting, None
         return {} if starting is None else starting.end()
 
     def _join(self, ready: engine_pb2.EngineReady | None) -> None:
-        """Join the fleet with the model of a ready engine, or with none while the engine starts."""
+        """Join the fleet with the model of a ready engine, or with no model while the engine starts."""
         if not self._config.gateway:
             return
         registration = fleet_pb2.Registration(
@@ -417,24 +417,22 @@ class Worker:
             try:
                 self.attempts.sweep()
             except Exception:  # noqa: BLE001 - the boundary of the task, which must go on to forget results
-                _log.exception("old results could not be dropped")
+                _log.exception("removing old results failed with an unexpected error")
             await asyncio.sleep(seconds_until_tick(_SWEEP_INTERVAL_S))
 
 
 def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
-    """Return the parts of a beat whose change is reported at once.
+    """Return the values of a heartbeat whose change is reported to the gateway at once.
 
-    Each report costs processor time here and at the gateway.
-
-    The gateway knows how far attempts are from their progress, and step times drift slowly. Both wait for the next
-    regular report.
+    All other values wait for the next regular report, because each report costs processor time here and at the gateway.
+    The gateway learns the progress of attempts separately, and step times change slowly.
     """
     measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
     return measured, list(beat.hosted)
 
 
 def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningAttempt:
-    """Return the report of an attempt that is in the front only: before or after its time in the engine."""
+    """Return the report of an attempt that is not in the engine now, because it has not started or is being encoded."""
     steps_left = 0 if runner.attempt.started else runner.steps_expected
     return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
 

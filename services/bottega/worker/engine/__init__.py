@@ -1,1 +1,1 @@
-"""The worker's engine process: it loads the model, draws, and speaks engine.proto over a pipe."""
+"""The worker's engine process: it loads the model, draws images, and exchanges engine.proto messages over a pipe."""

@@ -1,4 +1,4 @@
-"""Makes the add-ons of a worker's engine, which the manifest names (`ServiceSpec.engine_add_on`)."""
+"""Creates the add-ons of a worker's engine that the manifest names (`ServiceSpec.engine_add_on`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bottega.manifest import load_object, read_services
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
-    """Yield the add-ons of the manifest's services in its order, but edits last; see EngineEdits.
+    """Yield the add-ons of the manifest's services in order, but edits last; see EngineEdits.
 
     Raises:
-        ConfigError: The manifest names something that is not an add-on; add-ons raise it as well.
+        ConfigError: The manifest names something that is not an add-on, or an add-on raises it.
     """
     for service in sorted(read_services(), key=lambda service: service.kind == kinds.ACTIVATIONS):
         if not service.engine_add_on:

@@ -1,7 +1,7 @@
-"""The loop of a worker's engine process, which owns the device and the model and speaks engine.proto over the pipe.
+"""The loop of a worker's engine process, which owns the device and the model and exchanges messages over the pipe.
 
-The loop is one thread, and ends when the pipe is closed. It sends heartbeats between two blocks of a network, so that
-an engine that hangs becomes silent, while a slow one does not.
+The loop is one thread and ends when the pipe is closed. It sends heartbeats between two blocks of a network, so that an
+engine that hangs becomes silent, while a slow one does not.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
-# The same at rest: without a command or anything new to report for `_REST_AFTER_S`, and with nothing being loaded.
+# The same at rest: after `_REST_AFTER_S` without a command or news to report, and while nothing is loaded.
 _REST_BEAT_S = 2.0
 _REST_AFTER_S = 10.0
-# While inputs of the peer's jobs are on their way.
+# The same while inputs of the peer's jobs are being received.
 _LOOK_S = 0.05
 
 
@@ -50,14 +50,14 @@ def run(
     trials: Path | None = None,
     max_quiet_s: float = 0.0,
 ) -> int:
-    """Start the engine, serve until the front closes the pipe, and return the exit status.
+    """Start the engine, serve until the front process closes the pipe, and return the exit status.
 
-    If the engine cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail,
-    too.
+    If the engine cannot start, the reason is logged. The status is then 1, or that of ConfigError if another start
+    would fail, too.
 
     Args:
-        channel: The pipe to the front.
-        reporter: Reports the start to the front.
+        channel: The pipe to the front process.
+        reporter: Reports the progress of the start to the front process.
         trials: See TrialLog.
         max_quiet_s: See WorkerEngineLoop.
     """
@@ -85,10 +85,10 @@ def run(
 
 
 class WorkerEngineLoop:
-    """The loop that executes commands, runs the engine's turns and sends its events.
+    """The loop that executes commands, calls Engine.turn (one forward pass of a batch) and sends events.
 
     Args:
-        max_quiet_s: Longest pause between two beats of an idle engine that has nothing new to report.
+        max_quiet_s: Longest pause in seconds between two heartbeats of an idle engine that has nothing new to report.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class WorkerEngineLoop:
         os._exit(0)  # the front is gone, and a turn may take long
 
     def _run_commands(self) -> None:
-        """Execute all received commands. Wait for one if there is nothing else to do."""
+        """Execute all received commands. If the engine has nothing else to do, wait for one."""
         while True:
             try:
                 command = self._commands.get(block=not self._engine.busy, timeout=self._pause_s)
@@ -153,7 +153,7 @@ class WorkerEngineLoop:
 
     @property
     def _pause_s(self) -> float:
-        """Seconds that an idle engine waits for commands."""
+        """Seconds for which an idle engine waits for commands."""
         if self._engine.remote_jobs.opening:
             return _LOOK_S
         at_rest = self._follower is None and time.monotonic() - self._stirred_s > _REST_AFTER_S
@@ -168,7 +168,7 @@ class WorkerEngineLoop:
 
     def _open_link(self, request: IncomingLinkRequest) -> None:
         if self._follower is None:
-            error = to_job_error(Unavailable("the engine has no peer"))
+            error = to_job_error(Unavailable("this worker is not configured for a pair"))
             result = LinkResult(request=request.request, error=error)
         else:
             result = answer_link_request(self._follower, request)
@@ -186,7 +186,11 @@ class WorkerEngineLoop:
             if kind == "start":
                 self._send(failed(command.start.attempt, to_job_failure(error)))
             else:
-                _log.error("a command failed", exc_info=error, extra={"command": kind})
+                _log.error(
+                    "a command from the front process failed with an unexpected error",
+                    exc_info=error,
+                    extra={"command": kind},
+                )
 
     def _execute(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):
@@ -223,7 +227,7 @@ class WorkerEngineLoop:
         self._send(event)
 
     def _say_compiling(self) -> None:
-        """Send that a forward pass is being compiled. Called in another thread; it reads no state of the loop."""
+        """Report that a forward pass is being compiled. Called in another thread; reads no state."""
         with contextlib.suppress(Unavailable):  # the loop notices as well that the front is gone
             self._send(EngineEvent(compiling=EngineCompiling()))
 
@@ -232,7 +236,7 @@ class WorkerEngineLoop:
 
 
 def _news_of(beat: EngineBeat) -> EngineBeat:
-    """Return a beat without the counters of links, which change with every ping."""
+    """Return a heartbeat without its connection counters, which change with every ping."""
     news = EngineBeat()
     news.CopyFrom(beat)
     news.links.Clear()

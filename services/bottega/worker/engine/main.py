@@ -1,4 +1,4 @@
-"""The engine process: `python -m bottega.worker.engine.main --fd N --config-json JSON`, started by the worker's front.
+"""The engine process: `python -m bottega.worker.engine.main --fd N --config-json JSON`, started by the front process.
 
 It reads its arguments and restricts imports before `loop` imports torch and runs the engine.
 """
@@ -27,10 +27,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bottega.worker.engine.main", description="A worker's engine process"
     )
-    parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front")
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front process")
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
-    parser.add_argument("--trials", type=Path, help="file in which it notes the acceleration that it is trying")
-    parser.add_argument("--max-quiet-s", type=float, default=0.0, help="longest pause between two messages at rest")
+    parser.add_argument("--trials", type=Path, help="file in which the engine writes which acceleration it is trying")
+    parser.add_argument(
+        "--max-quiet-s", type=float, default=0.0, help="longest pause in seconds between two messages of an idle engine"
+    )
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
@@ -41,14 +43,14 @@ def main() -> int:
         reporter.begin("importing libraries")
         with lean_imports():
             from bottega.worker.engine.loop import run
-        config = parse(EngineConfig, arguments.config_json, source="the configuration of the engine")
+        config = parse(EngineConfig, arguments.config_json, source="the configuration of the engine process")
         return run(channel, config, reporter, trials=arguments.trials, max_quiet_s=arguments.max_quiet_s)
     except Unavailable:
         return 0  # the front is gone
 
 
 def starting_of(stage: str, done_bytes: int, total_bytes: int) -> EngineEvent:
-    """Return the message that reports progress of the start."""
+    """Return the message that reports the progress of the start."""
     progress = StartProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes)
     return EngineEvent(starting=EngineStarting(progress=progress))
 

@@ -1,4 +1,4 @@
-"""Translates the engine's events and answers into messages of the pipe. `orders` translates its commands."""
+"""Converts the engine's events and answers to messages of the pipe. `orders` converts its commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NUMBERS = {kind: number for number, kind in SAMPLERS.items()}
 
 
 def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
-    """Return the message of an event."""
+    """Convert an event of the engine to its message."""
     attempt = attempt_of(event.key)
     match event:
         case JobStarted():
@@ -90,14 +90,14 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
 
 
 def failed(attempt: AttemptId, error: BottegaError, trace: Trace | None = None) -> engine_pb2.EngineEvent:
-    """Return the message that an attempt has failed."""
+    """Return the message that says that an attempt has failed."""
     return engine_pb2.EngineEvent(
         failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error), trace=trace)
     )
 
 
 def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
-    """Return the message that the engine is ready."""
+    """Return the message that says that the engine is ready, with its model's properties."""
     model, defaults = engine.model, engine.model.defaults
     served = image_pb2.Model(
         name=model.name,
@@ -143,7 +143,7 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
 
 
 def answer_of(engine: Engine, question: engine_pb2.EngineQuestion) -> engine_pb2.EngineEvent:
-    """Return the message with an add-on's response to a query, or with its error."""
+    """Return the message with the answer of an add-on to a question, or with its error."""
     answer = engine_pb2.EngineAnswer(request=question.request)
     try:
         addon = next((addon for addon in engine.addons if addon.kind == question.kind), None)
@@ -159,7 +159,7 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
     """Return the heartbeat message, which reports the engine's load.
 
     Args:
-        peer_links: Open links with the other worker of the pair.
+        peer_links: Number of open connections to the other worker of the pair.
     """
     engine = runtime.engine
     shares = engine.computed_shares()
@@ -222,7 +222,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
 
 
 def _trace(trace: EngineTrace) -> Trace:
-    """Return the spans with times on CLOCK_MONOTONIC."""
+    """Convert the spans of a trace. Their times are on CLOCK_MONOTONIC."""
     spans = [
         Span(
             name=span.name,
@@ -238,7 +238,7 @@ def _trace(trace: EngineTrace) -> Trace:
 
 
 def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
-    """Return the engine's part of the facts about a mask; the front adds the rest."""
+    """Return the facts about a mask that the engine knows; the front process adds the others."""
     return generation_pb2.MaskUse(
         computed_share=edit.computed_share,
         recording=edit.recording,

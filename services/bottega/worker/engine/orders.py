@@ -1,4 +1,4 @@
-"""Translates the message that starts an attempt into an order of the engine."""
+"""Converts the message that starts an attempt to an EngineOrder, the engine's request type."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPTIONAL = frozenset(
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
-# Samplers of the API, and the engine's.
+# The engine's samplers by the API's.
 SAMPLERS = {
     generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
     generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
@@ -58,13 +58,13 @@ def key_of(attempt: AttemptId) -> Key:
 
 
 def attempt_of(key: object) -> AttemptId:
-    """Return the attempt that an engine's key stands for."""
+    """Return the attempt that an engine's key identifies."""
     assert isinstance(key, tuple), "key_of made every key"
     return AttemptId(job_id=key[0], number=key[1])
 
 
 def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
-    """Return the order of a start command, with the model's default sampler where the spec names none."""
+    """Convert the message that starts an attempt. If the spec names no sampler, use the model's default."""
     return EngineOrder(
         key=key_of(start.attempt),
         spec=_spec(start, model),
@@ -83,16 +83,16 @@ def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
 
 
 def _kept(data: bytes) -> dict[str, bytes]:
-    """Return what is kept of the image, by kind; nothing if it cannot be read, so that nothing is used of it."""
+    """Parse the kept data of the input image, by kind of add-on. If it cannot be read, return {}: it is not used."""
     try:
         return dict(AttemptKept.FromString(data).by_kind)
     except DecodeError:
-        _log.warning("what is kept of an image cannot be read, and nothing of it is used")
+        _log.warning("the kept data of an image cannot be read; it is not used")
         return {}
 
 
 def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
-    """Return the spec with every field that the engine needs. The gateway has filled in the defaults."""
+    """Convert the spec to the engine's type. The gateway has already filled in the defaults."""
     spec = start.spec
     sampler = SAMPLERS.get(spec.sampler, model.defaults.sampler)
     own = model.samplers.default_choice(sampler)
@@ -127,7 +127,7 @@ def _edit(start: engine_pb2.EngineStart) -> EditSpec:
 
 
 def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
-    """Yield the ControlNets, each with its digest, because a checkpoint fits no other version."""
+    """Yield the ControlNets, each with its digest, because checkpoints depend on the version."""
     hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
     for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
         if net is not None and image is not None:
@@ -160,19 +160,19 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
 def _may_approximate(
     spec: generation_pb2.GenerationSpec, technique: Literal["stale_residuals", "masked_blocks"]
 ) -> bool:
-    """Return whether a technique may be used: the request decides, or else its fidelity."""
+    """Return whether a technique may be used. If the request does not say so, its fidelity decides."""
     if spec.techniques.HasField(technique):
         return bool(getattr(spec.techniques, technique))
     return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
-    """Return whether the peer may compute rows. Only the request itself can forbid it."""
+    """Return whether the other worker of a pair may compute rows. Only the request itself can forbid it."""
     return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
 
 
 def _may_share_turns(spec: generation_pb2.GenerationSpec, model: Model) -> bool:
-    """Return whether steps may be computed together with other requests or in parts. In float32 that is exact."""
+    """Return whether steps may share a forward pass with other requests or be split. In float32 that is exact."""
     refused = spec.techniques.HasField("shared_turns") and not spec.techniques.shared_turns
     return not refused or model.dtype == torch.float32
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a worker's engine process: the loaded model, the engine, its add-ons and the link to its peer."""
+"""Creates the parts of a worker's engine process: the model, the engine, its add-ons and the connection to its peer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
 class LinkRequests:
-    """An OfferSource that requests links to other services from the front process.
+    """An OfferSource that asks other services for tensor connections through the front process.
 
-    Any thread may call `request`, and one thread calls `answer`.
+    Any thread may call `request`. One thread calls `answer`.
 
     Args:
-        send: Sends a request to the front.
+        send: Sends a request to the front process.
     """
 
     def __init__(self, send: Callable[[OutgoingLinkRequest], None]) -> None:
@@ -59,7 +59,7 @@ class LinkRequests:
         return offer
 
     def answer(self, message: LinkResult) -> None:
-        """Handle the front's response to a request. There always is one; it is an error if the service is silent."""
+        """Handle the front process's answer to a request: an error if the service does not answer."""
         offer = self._pending.pop(message.request, None)
         if offer is None:
             return
@@ -79,22 +79,22 @@ class Runtime:
     config: EngineConfig
     engine: Engine
     counters: LinkCounters
-    """Counts all links of the process."""
+    """Counters of all tensor connections of the process."""
     heartbeat: Heartbeat
-    """Beats while a turn of the engine runs."""
+    """Sends heartbeats while the engine computes."""
     peer: Leader | None = None
-    """The other worker of a pair, to which this engine offloads rows."""
+    """The other worker of a pair, to which this engine offloads batch rows; None without a pair."""
     devices: DeviceLinks | None = None
-    """Links between devices, where they are possible."""
+    """Direct transfers between devices; None if they are not possible."""
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
-        """Return the follower, which computes rows for the pair's other worker; None without a peer.
+        """Return the follower, which computes rows for the other worker of the pair; None without a pair.
 
         Args:
             post: Runs a function in the engine's thread soon.
 
         Raises:
-            ConfigError: The address for links cannot be bound.
+            ConfigError: The address for the other worker's connection cannot be bound.
         """
         if self.peer is None:
             return None
@@ -119,13 +119,13 @@ def load_runtime(
     """Load the model, check accelerations, and warm up.
 
     Args:
-        link_requests: Asks for links to other services.
-        reporter: Reports the stages and every block of a network that runs. Without it nothing is reported.
+        link_requests: Asks other services for tensor connections.
+        reporter: Reports the stages of the start, and every block of a network that runs; None reports nothing.
         trials: See TrialLog.
 
     Raises:
         OSError: A file of the model cannot be read.
-        ValueError: A file of the model has wrong content.
+        ValueError: A file of the model has invalid content.
         BottegaError: The model, the device or an add-on cannot be used.
     """
     reporter = reporter or silent_reporter()

@@ -1,4 +1,4 @@
-"""The other worker of a pair: `Leader` offloads rows to it, `Follower` computes rows that it offloads here."""
+"""A pair of workers: `Leader` offloads batch rows to the other worker, `Follower` computes rows for it."""
 
 from bottega.worker.peer.follower import Follower
 from bottega.worker.peer.leader import Leader, PeerLinkSettings

@@ -1,8 +1,8 @@
-"""The follower's side of a pair: accepts the peer's link, and computes rows for it between turns of this engine.
+"""The follower's side of a pair: accepts the leader's connection, and computes rows for it while the engine is idle.
 
-A thread of the link receives, and passes on to the engine's thread what has to be computed. While the engine has work
-of its own, the link's thread declines at once, so that two engines that offload to each other never wait for each
-other.
+A thread of the connection receives messages and passes computations on to the engine's thread. While the engine has
+work of its own, the connection's thread declines at once, so that two engines that offload to each other never wait for
+each other.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ from bottega.transport import (
 
 _log = logging.getLogger(__name__)
 
-# Jobs of the leader that are kept. It runs some tens.
+# Upper bound on the leader's jobs that are kept. A leader runs some tens.
 _MAX_REMOTE_JOBS = 256
 # Slots grow as messages need it: eight control images of four megapixels are 96 MiB. A living leader receives and sends
 # messages at once, because its threads do nothing else.
 _SETTINGS = LinkServerSettings(limits=Limits(slots=4, slot_bytes=128 << 20), send_s=1.0, receive_s=5.0)
 _REFUSED = SampledLog(
     _log,
-    "rows of a job of the peer cannot be computed here",
-    more="rows of more jobs of the peer cannot be computed here",
+    "a job of the other worker of the pair cannot be computed here",
+    more="more jobs of the other worker of the pair cannot be computed here",
     counted="jobs",
     level=logging.WARNING,
 )
 
 
 class LeaderLink(LinkHandler):
-    """A link of the leading worker. The follower serves the newest one."""
+    """One connection of the leading worker. The follower serves the newest one."""
 
     def __init__(self, connection: Connection, follower: Follower) -> None:
         self.connection = connection
         self._follower = follower
-        # The leader's numbers of its jobs, and whether it waits for an answer.
+        # The leader's numbers of its jobs, and whether the leader waits for an answer.
         self._remote_jobs: set[int] = set()
         self._stepping = False
 
     def on_open(self, connection: Connection) -> None:
-        """Make this the link that the follower serves, in place of an earlier one."""
+        """Make this the connection that the follower serves, in place of an earlier one."""
         self._follower.begin(self)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Tell the follower that this link has ended, so that it drops the link's work."""
+        """Tell the follower that this connection has ended, so that it drops the connection's work."""
         self._follower.end(self)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. The engine's thread does the work that takes time."""
+        """Handle a message. The engine's thread does the computations."""
         layout = incoming.layout
         with incoming:
             parts = connection.wait_all_parts(incoming)
@@ -86,25 +86,27 @@ class LeaderLink(LinkHandler):
                 case PairMessageKind.JOB:
                     number, remote_job = read_job(layout, parts)
                     if number in self._remote_jobs or len(self._remote_jobs) >= _MAX_REMOTE_JOBS:
-                        raise ValueError(f"job {number} is known already, or there are {_MAX_REMOTE_JOBS} jobs")
+                        raise ValueError(
+                            f"job {number} was sent before, or more than {_MAX_REMOTE_JOBS} jobs were sent"
+                        )
                     self._remote_jobs.add(number)
                     self._follower.admit(self, number, remote_job)
                 case PairMessageKind.LEAVE:
                     left = read_number(layout, parts)
                     if left not in self._remote_jobs:
-                        raise ValueError(f"job {left} ends, but is not known")
+                        raise ValueError(f"the leader ended job {left}, which it never sent")
                     self._remote_jobs.remove(left)
                     self._follower.dismiss(left)
                 case kind:
                     raise ValueError(f"a leader must not send a {kind} message")
 
     def decline(self, step: RemoteStep) -> None:
-        """Decline a step, which the leader then computes itself."""
+        """Decline to compute a step. The leader then computes it itself."""
         self._stepping = False
         self.connection.send(number_message(PairMessageKind.DECLINED, step.number))
 
     def answer(self, step: RemoteStep, computed: ComputedRows) -> None:
-        """Send computed rows."""
+        """Send the computed rows of a step to the leader."""
         self._stepping = False
         noise = RemoteNoise(
             number=step.number, places=computed.places, noise=computed.noise, waited_s=computed.waited_s
@@ -113,7 +115,7 @@ class LeaderLink(LinkHandler):
 
     def _step(self, step: RemoteStep) -> None:
         if self._stepping:
-            raise ValueError("a step arrived before the response to the last one was sent")
+            raise ValueError("the leader sent a step before the last one was answered")
         self._stepping = True
         if self._follower.busy:
             self.decline(step)
@@ -122,7 +124,7 @@ class LeaderLink(LinkHandler):
 
 
 class Follower(LinkServer[LeaderLink]):
-    """The server of the peer's link.
+    """The server to which the leading worker connects.
 
     Args:
         post: Runs a function in the engine's thread soon.
@@ -150,28 +152,28 @@ class Follower(LinkServer[LeaderLink]):
         super().__init__(endpoints, service="the worker", peer="its peer", settings=settings, counters=counters)
 
     def new_handler(self, connection: Connection) -> LeaderLink:
-        """Return the handler of a new link."""
+        """Return the handler of a new connection."""
         return LeaderLink(connection, self)
 
     @property
     def linked(self) -> bool:
-        """Whether a leader's link is open."""
+        """Whether a leader is connected."""
         return self._link is not None
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
-        """Return an offer of a link for the worker that leads.
+        """Return an offer of a connection for the leading worker.
 
         Args:
-            caller: Host of the worker.
+            caller: Host of that worker.
 
         Raises:
             Unavailable: Another worker leads already.
-            LinksFull: There are too many links.
-            InvalidRequest: The link's id is malformed.
+            LinksFull: There are too many connections.
+            InvalidRequest: The ID of the connection is malformed.
         """
         with self._changing:
             if self._leader not in ("", worker) and self.linked:
-                raise Unavailable(f"this worker follows {self._leader} already, and {worker} asked to lead it, too")
+                raise Unavailable(f"this worker already computes for {self._leader}, so it cannot compute for {worker}")
             self._leader = worker
         return super().offer(worker, link_id, caller=caller)
 
@@ -183,7 +185,7 @@ class Follower(LinkServer[LeaderLink]):
                 self._send(number_message(PairMessageKind.STATE, int(busy)))
 
     def report_jobs(self) -> None:
-        """Tell the leader which jobs' rows can be computed now, or cannot any more. Called by the engine's thread."""
+        """Tell the leader for which of its jobs rows can be computed now. Called by the engine's thread."""
         for status in self._remote_jobs.changed_statuses():
             if status.error is not None:
                 _REFUSED.log_event(details={"text": status.error.message})
@@ -191,16 +193,16 @@ class Follower(LinkServer[LeaderLink]):
             self._send(number_message(kind, status.remote_job))
 
     def begin(self, link: LeaderLink) -> None:
-        """Use a new link."""
+        """Serve a new connection."""
         with self._changing:
             before, self._link = self._link, link
             link.connection.send(number_message(PairMessageKind.STATE, int(self.busy)))
         if before is not None:
-            before.connection.close(PeerDead("the peer has linked anew"))
+            before.connection.close(PeerDead("the other worker of the pair has connected again"))
         self._post(self._remote_jobs.clear)
 
     def end(self, link: LeaderLink) -> None:
-        """Stop using a link that has ended."""
+        """Stop serving a connection that has ended."""
         with self._changing:
             if self._link is not link:
                 return
@@ -208,7 +210,7 @@ class Follower(LinkServer[LeaderLink]):
         self._post(self._remote_jobs.clear)
 
     def admit(self, link: LeaderLink, number: int, remote_job: RemoteJob) -> None:
-        """Let the engine's thread begin a job of the leader."""
+        """Make the engine's thread prepare a job of the leader."""
 
         def admit() -> None:
             try:
@@ -221,11 +223,11 @@ class Follower(LinkServer[LeaderLink]):
         self._post(admit)
 
     def dismiss(self, number: int) -> None:
-        """Let the engine's thread end a job of the leader."""
+        """Make the engine's thread end a job of the leader."""
         self._post(lambda: self._remote_jobs.dismiss(number))
 
     def compute(self, link: LeaderLink, step: RemoteStep) -> None:
-        """Let the engine's thread compute the rows of a step and send them."""
+        """Make the engine's thread compute the rows of a step and send them."""
         self._post(lambda: self._compute(link, step))
 
     def _compute(self, link: LeaderLink, step: RemoteStep) -> None:
@@ -235,7 +237,10 @@ class Follower(LinkServer[LeaderLink]):
         try:
             computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step, which the leader then computes itself
-            _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
+            _log.warning(
+                "rows of the other worker of the pair could not be computed",
+                extra={"why": f"{type(error).__name__}: {error}"},
+            )
         self.report_jobs()  # before the answer, so that the leader does not offload rows again that have failed
         if computed is None:
             link.decline(step)

@@ -1,6 +1,6 @@
-"""The leader's side of a pair: offloads rows to the peer, over a link that is opened again whenever it is lost.
+"""The leader's side of a pair: offloads batch rows to the other worker over a connection that reopens when it is lost.
 
-If the link is lost, the leader's engine computes the offloaded rows itself.
+If the connection is lost, the leader's engine computes the offloaded rows itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLinkSettings(LinkClientSettings):
-    """The settings of the link to a peer.
+    """The settings of the connection to the other worker of a pair.
 
-    Sending fails after `send_s`, because a running peer receives messages at once. Attempts to reconnect go on every
-    `retry_s`, because a stopped peer may stay away for long.
+    Sending fails after `send_s`, because a running follower receives messages at once. Reconnecting is tried every
+    `retry_s`, because a stopped follower may stay away for long.
     """
 
     limits: Limits = field(default_factory=lambda: Limits(slots=4, slot_bytes=1 << 30))
@@ -51,32 +51,32 @@ class PeerLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _FollowerState:
-    """The leader's view of its follower over one link: the jobs sent to it, and the step that it computes.
+    """What the leader knows about its follower over one connection: the jobs sent to it, and the step that it computes.
 
-    A reopened link starts with a new state.
+    A reopened connection starts with a new state.
     """
 
     connection: Connection
     remote_jobs: dict[RemoteJob, int] = field(default_factory=dict)
-    """Number of each job that was sent over the link."""
+    """Number of each job that was sent over the connection."""
     ready: set[int] = field(default_factory=set)
     """Numbers of the jobs whose rows can be offloaded."""
     busy: bool = True
-    """Whether the peer has work of its own."""
+    """Whether the follower has work of its own."""
     step: int = 0
-    """Number of the step whose response is pending; 0 for none."""
+    """Number of the step whose answer is pending; 0 for none."""
     rows: Sequence[Row] = ()
     sent_s: float = 0.0
     outcome: OffloadResult | None = None
-    """Response to the last step; None until it arrives."""
+    """Answer to the last step; None until it arrives."""
 
 
 class Leader(LinkClientHandler):
-    """An OffloadTarget whose rows the peer computes.
+    """An OffloadTarget: offloads batch rows to the follower.
 
     Args:
-        address: host:port of the peer.
-        terms: Properties in which both workers must agree.
+        address: host:port of the follower.
+        terms: Properties that both workers must have in common.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Leader(LinkClientHandler):
         )
 
     def start(self) -> None:
-        """Open the link in the background, now and whenever it is lost."""
+        """Open the connection in the background, and again whenever it is lost."""
         self._client.start()
 
     def stop(self) -> None:
@@ -116,7 +116,7 @@ class Leader(LinkClientHandler):
 
     @property
     def linked(self) -> bool:
-        """Whether the link is open."""
+        """Whether the connection is open."""
         return self._state is not None
 
     @property
@@ -167,27 +167,30 @@ class Leader(LinkClientHandler):
             return state.outcome if state is not None else None
 
     def on_open(self, connection: Connection) -> None:
-        """Begin with an empty state: over a new link, the peer knows none of the jobs."""
+        """Start with an empty state, because the follower knows none of the jobs over a new connection."""
         assert connection.link is not None
         choice = connection.link.backend_choice
-        _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
+        _log.info(
+            "connected to the other worker of the pair",
+            extra={"peer": self.name, "backend": choice.backend, "why": choice.reason},
+        )
         self._complaint = ""
         self._state = _FollowerState(connection=connection)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Log why the link is lost. A peer that is away is tried every second, and logged once."""
+        """Log why the connection is lost. An absent follower is tried every second, but logged once."""
         with self._changed:
             before, self._state = self._state, None
             self._changed.notify_all()
         facts = {"peer": self.name, "cause": type(cause).__name__, "text": cause.message}
         if before is not None:
-            _log.warning("the peer is lost; this worker draws alone", extra=facts)
+            _log.warning("the other worker of the pair is lost; this worker goes on alone", extra=facts)
         elif cause.message != self._complaint:
             self._complaint = cause.message
-            _log.warning("not linked to the peer; this worker draws alone", extra=facts)
+            _log.warning("the other worker of the pair cannot be reached; this worker goes on alone", extra=facts)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message of the newest link."""
+        """Handle a message of the newest connection."""
         state = self._state
         assert state is not None, "messages come after on_open"
         layout = incoming.layout
@@ -215,16 +218,16 @@ class Leader(LinkClientHandler):
     def _settle(
         self, state: _FollowerState, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
     ) -> None:
-        """Handle the answer to a step."""
+        """Store the answer to a step."""
         with self._changed:
             if number != state.step:
-                raise ValueError(f"an answer to step {number} came, which was not requested")
+                raise ValueError(f"the follower answered step {number}, which was not requested")
             if noise is not None:
                 if any(place >= len(state.rows) for place in noise):
-                    raise ValueError(f"the answer to step {number} has a row that was not requested")
+                    raise ValueError(f"the follower's answer to step {number} has a row that was not requested")
                 rows = {state.rows[place]: tensor.to(state.rows[place].sample) for place, tensor in noise.items()}
                 if any(tensor.shape != row.sample.shape for row, tensor in rows.items()):
-                    raise ValueError(f"the answer to step {number} has a row of another shape")
+                    raise ValueError(f"the follower's answer to step {number} has a row of another shape")
                 state.outcome = OffloadResult(noise=rows, seconds=max(0.0, time.monotonic() - state.sent_s - waited_s))
             state.step, state.rows = 0, ()
             self._changed.notify_all()
