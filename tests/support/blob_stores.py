@@ -104,7 +104,7 @@ class CacheCase(StoreCase[LatentStore]):
     files = "latents"
     tables = ("entries", "latents")
     is_somebody_elses = "not the records of cached latents"
-    damaged_profile = "bottega cache profile makes it again"
+    damaged_profile = "measure it again with bottega cache profile"
     files_per_record = 1 + len(cached_latents.RECORDED)
 
     def new(self, folder: Path, **changed: Any) -> LatentStore:

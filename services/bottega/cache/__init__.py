@@ -1,5 +1,5 @@
-"""The approximate cache: latents from which pictures of similar prompts start, and the links that move them.
+"""The approximate cache: latents from which images of similar prompts start, and the connections that send them.
 
-Its contents are managed by `store`, on top of `records`, `predictor` and `index`. These know no gRPC and no event loop.
-Nothing here imports torch.
+`store` manages its contents, on top of `records`, `predictor` and `index`. These modules do not depend on gRPC or an
+event loop. Nothing here imports torch.
 """

@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def build(settings: CacheConfig, folder: Path) -> tuple[Server, CacheServer]:
-    """Return a cache's gRPC server and the cache, both not started. Requires a running event loop."""
+    """Create a cache and its gRPC server without starting them. Requires a running event loop."""
     server = Server(kinds.CACHE, settings.server)
     cache = CacheServer(settings, folder=folder, listening=server)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(cache.store), server.grpc)

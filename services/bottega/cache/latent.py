@@ -14,36 +14,36 @@ from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedLatent:
-    """A latent as it is stored and sent: its element type, shape and bytes."""
+    """A latent in the form in which it is stored and sent: data type, shape and bytes."""
 
     dtype: DType
     shape: tuple[int, ...]
     """Channels, height, width."""
     data: bytes | memoryview
-    """Its elements, row-major."""
+    """Its elements in row-major order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreAnswer:
-    """The response to a worker's query."""
+    """The answer to a worker's question."""
 
     header: CacheAnswer
     latents: tuple[RecordedLatent, ...]
-    """One latent for each of the header's hits, in their order."""
+    """The latent of each hit in the header, in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EntryDetails:
-    """The facts about an entry that are shown to users."""
+    """The data of an entry that is shown to users."""
 
     entry: CacheEntry
     picture: np.ndarray | None
-    """uint8, [height, width, 3]; None if its file is gone or damaged."""
+    """uint8, [height, width, 3]; None if its file is missing or damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPicture:
-    """The picture of an entry, as RGB in a file."""
+    """The small picture of an entry, stored as RGB bytes in a file."""
 
     height: int
     width: int
@@ -52,39 +52,39 @@ class EntryPicture:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its file."""
+        """Bytes of its file."""
         return self.height * self.width * 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A cached picture: the facts that all of its latents share."""
+    """A cached image: the properties that all of its latents have in common."""
 
     number: int
-    """Unique for the life of the store."""
+    """Integer ID, unique in the store."""
     name: str
-    """32 hex digits."""
+    """Public name: 32 hex digits."""
     noise: int
-    """Seed of the picture, which identifies its initial noise; a unique negative number if it is unknown."""
+    """Seed of the image, which identifies its initial noise; a unique negative number if it is unknown."""
     key: str
     model_hash: str
     dtype: DType
-    """Element type of each latent."""
+    """Data type of its latents."""
     shape: tuple[int, ...]
-    """Shape of each latent: channels, height, width."""
+    """Shape of each latent: [channels, height, width]."""
     picture: EntryPicture
     recorded_s: float
-    """Unix time."""
+    """Time of the recording, in Unix seconds."""
 
     @property
     def latent_bytes(self) -> int:
-        """Size of each of its latents."""
+        """Bytes of each of its latents."""
         return math.prod(self.shape) * self.dtype.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLatent:
-    """A latent of an entry."""
+    """One latent of an entry, without its data."""
 
     digest: bytes
     """SHA-256 of its bytes."""
@@ -93,14 +93,14 @@ class KeptLatent:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EntryRecord:
-    """An entry in the records."""
+    """An entry as it is stored in the records."""
 
     entry: Entry
     embedding: bytes
-    """float32, as bytes."""
+    """Embedding of its prompt: float32, as bytes."""
     parameters: bytes
-    """A GenerationSpec, as bytes."""
+    """Serialized GenerationSpec of its image."""
     hits: int
-    """How many pictures started from it."""
+    """Number of images that started from it."""
     latents: dict[int, KeptLatent]
-    """By step."""
+    """Its latents, by the number of steps after which they were recorded."""

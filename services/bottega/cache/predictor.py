@@ -1,4 +1,4 @@
-"""Predicts whether a search will find anything, and skips predicted misses if that saves time.
+"""Predicts whether a search will find anything, so that searches without a result can be skipped to save time.
 
 Each key with enough entries has a model of its entries' embeddings, which is trained in the background, again whenever
 a share of the entries has changed. `bottega.addons.cache.planning.predictor_use` decides from measurements whether
@@ -24,12 +24,12 @@ from bottega.addons.cache.planning.predictor_use import PredictorRates, Predicto
 from bottega.cache.index.vector_index import Vectors, unit_vectors
 from bottega.storage import SerialThread
 
-# Threads that answer requests go first on the same core. It is not higher, because training must still make progress on
+# Niceness of the training thread: threads that answer requests go first. Not higher, because it must make progress on
 # a busy machine while it holds a lock.
 _NICENESS = 5
 NU = 0.001
 RECALL = 0.95
-"""Share of vectors of the same kind that are accepted, as the paper reports it."""
+"""Share of held-out vectors of a key that its model must accept, as in the paper."""
 
 _LANDMARKS = 100
 _HELD_OUT = 0.1
@@ -38,9 +38,10 @@ _STEPS = 50_000
 _MOST_PASSES = 200
 _RATE = 0.1
 _LEAST_EIGENVALUE = 1e-3
-# Scale of vectors that are all alike.
+# Scale if all vectors are equal.
 _LEAST_SCALE = 1e-6
-# For deviations with a mean square of 1. A wider kernel does not separate clusters, a narrower one does not separate
+# Gamma of the kernel, for deviations with a mean square of 1. A wider kernel does not separate clusters, a narrower one
+# does not separate
 # those without a landmark.
 _GAMMA = 4.0
 
@@ -50,58 +51,58 @@ class PredictorSettings:
     """Settings of a MatchPredictor."""
 
     least_entries: int = 500
-    """Number of entries from which a key has a model."""
+    """Number of entries from which on a key has a model."""
     changed_share: float = 0.05
-    """Share of a key's entries after whose change its model is trained again (5 % in the paper)."""
+    """Share of a key's entries that has to change before its model is trained again (5 % in the paper)."""
     most_records: int = 10_000
-    """Maximum number of embeddings that a model is trained on."""
+    """Upper bound on the number of embeddings with which a model is trained."""
     most_models: int = 64
-    """Maximum number of models; the first keys get them."""
+    """Upper bound on the number of models. The first keys get them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchPrediction:
-    """The prediction of a search."""
+    """The prediction for one search."""
 
     hit: bool
-    """Whether the search will find something."""
+    """Whether the search is expected to find something."""
     weight: float
-    """0 to skip the search, else the number of queries for which it counts in the statistics."""
+    """0 to skip the search, else the number of searches for which it counts in the statistics."""
     measured: bool
-    """Whether a model made the prediction, so that its result should be recorded."""
+    """Whether a model made the prediction, so that the outcome of the search should be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorStatistics:
-    """Figures of a predictor. All but `on`, `rates` and `training_s` are counts."""
+    """Statistics of a predictor. All fields but `on`, `rates` and `training_s` are counts."""
 
     on: bool
-    """Whether searches with a predicted miss are skipped."""
+    """Whether searches that are predicted to find nothing are skipped."""
     rates: PredictorRates
     models: int
     trainings: int
     training_s: float
-    """Seconds of the last training."""
+    """Seconds that the last training took."""
     predicted_hits: int
     predicted_misses: int
     skipped: int
-    """Number of skipped searches."""
+    """Number of searches that were skipped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Key:
-    """The state of a key's model."""
+    """The training state of a key's model."""
 
     entries: int = 0
-    """Number of entries at the last training."""
+    """Number of entries of the key at the last training."""
     changes: int = 0
-    """Number of changes since then."""
+    """Number of entries that were added or removed since then."""
     training: bool = False
     model: OneClassModel | None = None
 
 
 class MatchPredictor:
-    """Predicts before a search whether it will find nothing, by a model of each key's entries. Close it.
+    """Predicts before a search whether it will find nothing, with a model for each key. Close it at the end.
 
     Any thread may call it.
 
@@ -127,9 +128,9 @@ class MatchPredictor:
         self._predicted_hits = self._predicted_misses = self._skipped = 0
 
     def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
-        """Record that `changes` entries of a key were added or removed; it now has `entries`.
+        """Record that `changes` entries of a key were added or removed, so that it now has `entries`.
 
-        The key's model is trained in the background when that is due.
+        If its model is due for training, it is trained in the background.
         """
         with self._lock:
             if entries < self._settings.least_entries:
@@ -146,9 +147,9 @@ class MatchPredictor:
         self._trainer.post(lambda: self._train(key, known))
 
     def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
-        """Return whether a search of a key will find something, and whether to make it. Call it before each search.
+        """Predict whether a search of a key will find something, and whether to do it. Call this before each search.
 
-        Raises ValueError like a search.
+        Raises ValueError for vectors for which a search raises it.
         """
         wanted = unit_vectors(vector)
         with self._lock:
@@ -165,11 +166,11 @@ class MatchPredictor:
         return MatchPrediction(hit=hit, weight=weight, measured=True)
 
     def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """Record the result of a search that followed a prediction.
+        """Record the result of a search that was predicted.
 
         Args:
-            lookup_s: Duration of the search.
-            saved_s: Seconds that its hit saves, if known.
+            lookup_s: Seconds that the search took.
+            saved_s: Seconds that its hit saves; None if unknown.
         """
         if prediction.measured and prediction.weight > 0.0:
             with self._lock:
@@ -178,7 +179,7 @@ class MatchPredictor:
                 )
 
     def statistics(self) -> PredictorStatistics:
-        """Return the current figures."""
+        """Return the current statistics."""
         with self._lock:
             return PredictorStatistics(
                 on=self._switch.on,
@@ -192,11 +193,11 @@ class MatchPredictor:
             )
 
     def close(self) -> None:
-        """Wait for a running training and stop. It may be called again."""
+        """Wait for a running training, then stop. May be called again."""
         self._trainer.end(drop_waiting=True)
 
     def _train(self, key: str, known: _Key) -> None:
-        """Train the model of a key, unless too few of its entries are left."""
+        """Train the model of a key, unless the key has too few entries by now."""
         try:
             vectors = self._sample(key, self._settings.most_records)
             if len(vectors) < self._settings.least_entries:
@@ -215,37 +216,37 @@ class MatchPredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OneClassModel:
-    """A trained model of a kind of vectors."""
+    """A trained model that says whether a vector resembles the vectors of one key."""
 
     centre: Vectors
     """[width], the mean of the vectors. Embeddings have a large common part that would hide their differences."""
     scale: float
-    """Root mean square of the deviations from the centre."""
+    """Root mean square of the deviations of vectors from `centre`."""
     landmarks: Vectors
-    """[n, width], scaled deviations to which others are compared."""
+    """[n, width], scaled deviations to which the model compares vectors."""
     weights: NDArray[np.float32]
     """[n], weights of these comparisons."""
     gamma: float
     """Parameter of the kernel, exp(-gamma |x - y|^2)."""
     offset: float
-    """Least score of the kind."""
+    """Lowest score at which a vector is accepted."""
 
     @property
     def width(self) -> int:
-        """Width of its vectors."""
+        """Number of dimensions of its vectors."""
         return int(self.landmarks.shape[1])
 
     def scores(self, vectors: Vectors) -> NDArray[np.float32]:
-        """Return the scores [m] of unit vectors [m, width]; a larger score means more like the kind."""
+        """Return the scores [m] of unit vectors [m, width]. A larger score means a closer resemblance."""
         return _kernel((vectors - self.centre) / self.scale, self.landmarks, self.gamma) @ self.weights
 
     def contains(self, vector: Vectors) -> bool:
-        """Return whether a unit vector is of the kind."""
+        """Return whether the model accepts a unit vector."""
         return bool(self.scores(vector[None])[0] >= self.offset)
 
 
 def train(vectors: Vectors, *, seed: int = 0) -> OneClassModel:
-    """Return a model of unit vectors [n, width], n at least 100. It takes about .1 s for 10,000 of them."""
+    """Train a model with unit vectors [n, width], n at least 100. This takes about .1 s for 10,000 of them."""
     # Imported here, because it takes a second and a service with few entries never needs it.
     from sklearn.linear_model import SGDOneClassSVM
 
@@ -268,7 +269,7 @@ def train(vectors: Vectors, *, seed: int = 0) -> OneClassModel:
 
 
 def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return [n, rank], with which inner products of landmark comparisons approximate the kernel.
+    """Return a matrix [n, rank] with which inner products of landmark comparisons approximate the kernel.
 
     scikit-learn's Nystroem also keeps a millionth of the kernel, which is only noise if landmarks are near each other.
     """
@@ -279,7 +280,7 @@ def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _kernel(vectors: Vectors, landmarks: Vectors, gamma: float) -> NDArray[np.float32]:
-    """Return the kernel of vectors and landmarks, [n, landmarks], float32."""
+    """Return the kernel values of vectors and landmarks, [n, landmarks], float32."""
     distances: NDArray[np.float32] = vectors @ landmarks.T
     distances *= -2.0
     distances += (vectors**2).sum(axis=1)[:, None]

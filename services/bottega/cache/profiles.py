@@ -1,4 +1,4 @@
-"""Measured profiles of models: the number of steps that may be skipped at a given similarity of two prompts."""
+"""Measured profiles of models: how many steps may be skipped at a given similarity of two prompts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_ABOUT_CHARACTERS = 1000
 
 _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
 _MAX_CLASSES = 16
-# Words of a prompt, whose texts have 16 KiB at most.
+# Upper bound on the words of a prompt, whose text has at most 16 KiB.
 _MAX_WORDS = rules.MAX_PROMPT_BYTES
-# Tenths are not exact in binary, and clients may compute neighbouring values.
+# Tolerance: tenths are not exact in binary, and clients may compute neighbouring values.
 _CLOSE = 1e-9
 _MAX_FILE_BYTES = 64 << 10
 
 
 class CacheProfiles(ProfileFolder[CacheProfile]):
-    """The profiles of a store's models in a folder."""
+    """The profiles of all models of a store, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._by_fidelity: Mapping[str, Mapping[int, SkipProfile]] = MappingProxyType({})
@@ -39,19 +39,19 @@ class CacheProfiles(ProfileFolder[CacheProfile]):
             key=lambda profile: profile.model_hash,
             check=check_profile,
             is_empty=lambda profile: not (profile.balanced or profile.fast),
-            remedy="bottega cache profile makes it again",
+            remedy="measure it again with bottega cache profile",
             max_file_bytes=_MAX_FILE_BYTES,
         )
 
     def has(self, model_hash: str) -> bool:
-        """Return whether there is a profile of the model."""
+        """Return whether the model has a profile."""
         return self.get(model_hash) is not None
 
     def skip_profile(self, model_hash: str, fidelity: Fidelity.ValueType, *, width: int) -> SkipProfile | None:
-        """Return the model's profile; None forbids reuse.
+        """Return the skip profile of a model for a fidelity; None means that nothing may be reused.
 
         Args:
-            width: Width of the embeddings, which selects the fallback of an unmeasured model.
+            width: Width of the embeddings. It selects default thresholds for models without a profile.
         """
         measured = self._by_fidelity.get(model_hash)
         return measured.get(fidelity) if measured is not None else fallback_profile(width)
@@ -79,13 +79,13 @@ def check_profile(profile: CacheProfile) -> Iterator[Violation]:
 
 def _check_classes(path: str, classes: Sequence[CacheLengthClass]) -> Iterator[Violation]:
     if len(classes) > _MAX_CLASSES:
-        yield Violation(field=path, description=f"must be at most {_MAX_CLASSES}")
+        yield Violation(field=path, description=f"must have at most {_MAX_CLASSES} entries")
         return
     before = 0
     for index, length_class in enumerate(classes):
         unbounded = length_class.max_words == 0 and index == len(classes) - 1
         if not (unbounded or before < length_class.max_words <= _MAX_WORDS):
-            rule = f"must be ascending, at most {_MAX_WORDS}; only the last one may be 0, which means no bound"
+            rule = f"must be ascending and at most {_MAX_WORDS}; only the last one may be 0 (no bound)"
             yield Violation(field=f"{path}[{index}].max_words", description=rule)
         before = length_class.max_words
         yield from _check_thresholds(f"{path}[{index}].thresholds", length_class.thresholds)
@@ -93,25 +93,25 @@ def _check_classes(path: str, classes: Sequence[CacheLengthClass]) -> Iterator[V
 
 def _check_thresholds(path: str, thresholds: Sequence[CacheThreshold]) -> Iterator[Violation]:
     if len(thresholds) > len(FRACTIONS):
-        yield Violation(field=path, description=f"must be at most {len(FRACTIONS)}, one for each fraction")
+        yield Violation(field=path, description=f"must have at most {len(FRACTIONS)} entries, one for each fraction")
         return
     before = 0.0
     for index, threshold in enumerate(thresholds):
         if not (_known_fraction(threshold.fraction) and threshold.fraction > before + _CLOSE):
-            rule = f"must be one of {', '.join(map(str, FRACTIONS))}, ascending"
+            rule = f"must be ascending, each one of {', '.join(map(str, FRACTIONS))}"
             yield Violation(field=f"{path}[{index}].fraction", description=rule)
         before = threshold.fraction
         if not rules.is_cosine(threshold.similarity):
-            yield Violation(field=f"{path}[{index}].similarity", description="must be a cosine, -1 to 1")
+            yield Violation(field=f"{path}[{index}].similarity", description="must be a cosine from -1 to 1")
 
 
 def _known_fraction(fraction: float) -> float | None:
-    """Return the fraction in FRACTIONS that this rounded fraction stands for, or None."""
+    """Return the member of FRACTIONS that a rounded number stands for, or None."""
     return next((known for known in FRACTIONS if abs(fraction - known) < _CLOSE), None)
 
 
 def _by_fidelity(profile: CacheProfile) -> Mapping[int, SkipProfile]:
-    """Return the profile by fidelity. FAST without classes of its own uses those of BALANCED, which are stricter."""
+    """Return skip profiles by fidelity. FAST without classes of its own uses the stricter ones of BALANCED."""
     return {
         generation_pb2.FIDELITY_BALANCED: _skip_profile(profile.balanced),
         generation_pb2.FIDELITY_FAST: _skip_profile(profile.fast or profile.balanced),
@@ -119,7 +119,7 @@ def _by_fidelity(profile: CacheProfile) -> Mapping[int, SkipProfile]:
 
 
 def _skip_profile(classes: Iterable[CacheLengthClass]) -> SkipProfile:
-    """Return the classes of one fidelity. Raise ValueError if longer skips need less similarity than shorter ones."""
+    """Convert the classes of one fidelity. Raise ValueError if longer skips need less similarity than shorter ones."""
     return SkipProfile(
         classes=tuple(
             LengthClass(

@@ -1,7 +1,6 @@
-"""Entries and latents on the disk: rows of the records, and names of files.
+"""Entries and latents on the disk: rows of the database, and names of files.
 
-latents/ab/<entry>@<step>    a latent's elements
-latents/ab/<entry>.rgb       the picture of an entry
+latents/ab/<entry>@<step>    a latent's elements latents/ab/<entry>.rgb       the picture of an entry
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SCHEMA = RecordSchema(
     # "BtCa".
     application_id=0x42744361,
     version=2,
-    remedy="pictures that are drawn, or bottega cache warm, fill it again",
+    remedy="new pictures, or bottega cache warm, fill it again",
     records=RecordTable(
         name="entries",
         fixed=(
@@ -65,19 +64,19 @@ SCHEMA = RecordSchema(
 )
 
 _FILE_NAMES = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
-# Entries of a key that are passed on at once; their embeddings take some tens of megabytes.
+# Number of entries that are passed on at once; their embeddings take some tens of megabytes.
 _MOST_AT_ONCE = 10_000
-# Parameters that are read in one statement. SQLite accepts 32,766 values in one.
+# Number of entries that are read in one statement. SQLite accepts 32,766 values in one.
 _PAGE = 1000
-# Questions and uses are counted in double precision, where adding 1 has no effect from here on.
+# Upper bound on stored counts: from here on, adding 1 to a double has no effect.
 _MOST_COUNTED = 2.0**53
 
 TakeEntries = Callable[[str, Sequence[EntryRecord]], None]
-"""Receives entries of one key."""
+"""Receives stored entries of one key."""
 
 
 def cache_disk(folder: Path, *, min_free_bytes: int) -> BlobDisk:
-    """Return the disk of a cache."""
+    """Return the disk of a cache: its database and its folder of files."""
     return BlobDisk(folder, files="latents", names=_FILE_NAMES, schema=SCHEMA, min_free_bytes=min_free_bytes)
 
 
@@ -92,7 +91,7 @@ def picture_name(entry: str) -> str:
 
 
 def load_entries(disk: BlobDisk, take: TakeEntries) -> None:
-    """Pass all entries to `take`, some thousands of a key at a time, with the latents whose files exist."""
+    """Pass all stored entries to `take`, some thousands of a key at a time, with those latents whose files exist."""
     waiting: list[EntryRecord] = []
 
     def pass_on() -> None:
@@ -119,7 +118,7 @@ def load_entries(disk: BlobDisk, take: TakeEntries) -> None:
 
 
 def new_rows(records: Collection[EntryRecord]) -> NewRows:
-    """Return the rows of new entries and their latents."""
+    """Convert new entries and their latents to database rows."""
     return NewRows(
         records=tuple((_entry_values(record), (record.hits,)) for record in records),
         parts=tuple(
@@ -131,17 +130,17 @@ def new_rows(records: Collection[EntryRecord]) -> NewRows:
 
 
 def latent_row(number: int, step: int, latent: KeptLatent) -> tuple[Values, Values]:
-    """Return the fixed and the changing values of a latent's row."""
+    """Return the fixed and the changeable columns of a latent's row."""
     return (number, step, latent.digest), usage_values(latent.usage)
 
 
 def usage_values(usage: Usage) -> Values:
-    """Return the changing values of a latent's row."""
+    """Return the changeable columns of a latent's row."""
     return usage.frequency, usage.used_at, usage.created_at
 
 
 def read_entry(stored: StoredRecord) -> EntryRecord:
-    """Return the entry of an intact row."""
+    """Convert an undamaged row to an entry."""
     number, name, key, model_hash, dtype, shape, height, width, digest, recorded_s, embedding, parameters = (
         stored.row.values
     )
@@ -166,7 +165,7 @@ def read_entry(stored: StoredRecord) -> EntryRecord:
 
 
 def read_latent(row: StoredRow) -> KeptLatent:
-    """Return the latent of an intact row. An impossible usage is replaced by that of a new latent."""
+    """Convert an undamaged row to a latent. Replace an impossible usage by that of a new latent."""
     (_, step), digest = row.key, row.values[2]
     frequency, used_at, created_at = row.use
     sound = all(0.0 <= value < _MOST_COUNTED for value in row.use) and used_at >= created_at
@@ -175,7 +174,7 @@ def read_latent(row: StoredRow) -> KeptLatent:
 
 
 def noise_of(parameters: bytes, number: int) -> int:
-    """Return the seed in an entry's parameters; without one, a negative number that is unique to the entry."""
+    """Return the seed in an entry's parameters; if it has none, a negative number that is unique to the entry."""
     try:
         spec = GenerationSpec.FromString(parameters)
     except DecodeError:
@@ -184,7 +183,10 @@ def noise_of(parameters: bytes, number: int) -> int:
 
 
 def read_parameters(records: BlobRecords, numbers: Collection[int]) -> dict[int, bytes]:
-    """Return the parameters of entries, without entries that no longer exist. Raises StorageUnavailable, DataLoss."""
+    """Read the serialized parameters of entries. Omits entries that no longer exist.
+
+    Raises StorageUnavailable, DataLoss.
+    """
     wanted = list(numbers)
 
     def read(connection: sqlite3.Connection) -> dict[int, bytes]:

@@ -1,4 +1,4 @@
-"""The approximate cache as a service, and its metrics. `service.py` translates between the store and gRPC."""
+"""The approximate cache as a service, and its metrics. `service.py` converts between the store and gRPC."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class CacheServer(StoreServer):
-    """The server of an approximate cache.
+    """The approximate cache behind its gRPC server and its connections to workers.
 
     Raises ConfigError if a configured profile cannot be used, or an address cannot be bound.
     """
@@ -49,7 +49,7 @@ class CacheServer(StoreServer):
         )
 
     def load(self) -> fleet_pb2.Load:
-        """Return the load that is reported to the fleet."""
+        """Return the load to report to the fleet."""
         lookups = self.store.lookups()
         return fleet_pb2.Load(
             draining=self._draining,
@@ -58,7 +58,7 @@ class CacheServer(StoreServer):
         )
 
     async def _open(self) -> None:
-        """Open the store. Earlier entries are read in the background."""
+        """Open the store. Stored entries are read in the background."""
         await asyncio.to_thread(self._start_store)
 
     async def _close(self) -> None:
@@ -78,12 +78,13 @@ class CacheServer(StoreServer):
             except StorageUnavailable as error:
                 # Without the profile nothing is reused, but the cache can start.
                 _log.warning(
-                    "a profile could not be kept", extra={"model_hash": profile.model_hash, "text": error.message}
+                    "a configured profile could not be stored; its model reuses nothing",
+                    extra={"model_hash": profile.model_hash, "text": error.message},
                 )
 
 
 def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
-    """Return the store's settings in the configuration."""
+    """Convert the configuration to the store's settings."""
     return StoreSettings(
         folder=folder,
         budget_bytes=config.budget_bytes,
@@ -98,19 +99,19 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
 
 
 def read_profiles(config: CacheConfig) -> list[CacheProfile]:
-    """Return the profiles of the files that a configuration names. Raises ConfigError."""
+    """Read the profiles that the configuration names. Raises ConfigError."""
     return [read_profile(Path(path)) for path in config.profiles]
 
 
 def read_profile(path: Path) -> CacheProfile:
-    """Return the profile of a file. Raises ConfigError."""
+    """Read the profile in a file. Raises ConfigError."""
     try:
         profile = json_format.Parse(path.read_text(encoding="utf-8"), CacheProfile())
         rules.refuse(list(check_profile(profile)))
     except OSError as error:
         raise ConfigError(f"profiles: {path} cannot be read: {error.strerror}") from None
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"profiles: {path} is not a profile: {error}") from None
+        raise ConfigError(f"profiles: {path} is not a valid CacheProfile: {error}") from None
     except InvalidRequest as error:
         raise ConfigError(f"profiles: {path} cannot be used: {error.message}") from None
     return profile
@@ -124,35 +125,42 @@ def _policy(config: CacheConfig) -> EvictionPolicy:
 
 def _store_metrics(store: LatentStatistics) -> Iterator[Metric]:
     yield counter_by("outcome", f"{_PREFIX}_lookups", "Questions of workers, by outcome.", store.lookups)
-    yield counter_by("reason", f"{_PREFIX}_dropped", "Recordings that were not kept, by reason.", store.dropped)
+    yield counter_by("reason", f"{_PREFIX}_dropped", "Recordings that were not stored, by reason.", store.dropped)
     yield from counters(
         _PREFIX,
-        ("steps_skipped", "Denoising steps that pictures did not make because of its latents.", store.steps_skipped),
-        ("recorded", "Recordings that were kept.", store.recorded),
+        (
+            "steps_skipped",
+            "Denoising steps that pictures skipped by starting from cached latents.",
+            store.steps_skipped,
+        ),
+        ("recorded", "Recordings that were stored.", store.recorded),
         ("evictions", "Latents that were evicted.", store.evictions),
-        ("holes", "Hits with fewer steps than allowed, as the latent of that step was evicted.", store.holes),
+        ("holes", "Hits that skipped fewer steps than allowed, because the best latent was evicted.", store.holes),
         ("damaged", "Latents that were found to be damaged, and deleted.", store.damaged),
     )
     yield from gauges(
         _PREFIX,
-        ("bytes", "Bytes of latents and of the pictures of their entries.", store.bytes),
-        ("budget_bytes", "Bytes that latents and pictures may have.", store.budget_bytes),
-        ("entries", "Pictures of which there are latents.", sum(model.entries for model in store.models)),
+        ("bytes", "Bytes of stored latents and of the small pictures of their entries.", store.bytes),
+        ("budget_bytes", "Upper bound on the bytes of latents and small pictures.", store.budget_bytes),
+        ("entries", "Images with cached latents.", sum(model.entries for model in store.models)),
         ("latents", "Latents.", sum(model.latents for model in store.models)),
-        ("keys", "Kinds of requests that there are latents of.", sum(model.keys for model in store.models)),
+        ("keys", "Combinations of request settings with cached latents.", sum(model.keys for model in store.models)),
         ("waiting_bytes", "Bytes of recordings that wait to be written.", store.waiting_bytes),
-        ("in_trouble", "Whether nothing can be recorded now.", int(bool(store.trouble))),
+        ("in_trouble", "1 while nothing can be recorded, else 0.", int(bool(store.trouble))),
     )
 
 
 def _predictor_metrics(figures: PredictorStatistics) -> Iterator[Metric]:
     outcomes = {"hit": figures.predicted_hits, "miss": figures.predicted_misses}
-    text = "Searches that were predicted to find something, or nothing."
+    text = "Searches, by whether they were predicted to find something."
     yield counter_by("outcome", f"{_PREFIX}_predictions", text, outcomes)
-    yield from counters(_PREFIX, ("searches_spared", "Searches not made, as predicted.", figures.skipped))
+    yield from counters(
+        _PREFIX,
+        ("searches_spared", "Searches that were skipped because they were predicted to find nothing.", figures.skipped),
+    )
     yield from gauges(
         _PREFIX,
-        ("predictor_on", "Whether a prediction may spare a search.", float(figures.on)),
-        ("predictor_precision", "Share of the predicted hits that were, of late.", figures.rates.precision),
-        ("predictor_recall", "Share of the hits that were predicted, of late.", figures.rates.recall),
+        ("predictor_on", "1 if searches that are predicted to find nothing are skipped, else 0.", float(figures.on)),
+        ("predictor_precision", "Share of recently predicted hits that were hits.", figures.rates.precision),
+        ("predictor_recall", "Share of recent hits that were predicted.", figures.rates.recall),
     )

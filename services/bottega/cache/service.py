@@ -1,4 +1,4 @@
-"""The gRPC service of an approximate cache: it translates between wire messages and the store's types."""
+"""The gRPC service of an approximate cache: it converts between messages and the store's types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
-# The limits of a list in the contract.
+# Default and upper bound of a list's length, as in cache.proto.
 _DEFAULT_LIMIT = 100
 _MAX_LIMIT = 500
 _HASH = re.compile(r"[0-9a-f]{1,128}")
@@ -37,11 +37,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._store = store
 
     async def GetCacheStats(self, _request: pb.GetCacheStatsRequest, _context: _Context) -> pb.GetCacheStatsResponse:
-        """Return the current figures."""
+        """Return the current statistics."""
         return _stats(await asyncio.to_thread(self._store.statistics))
 
     async def GetCacheEntry(self, request: pb.GetCacheEntryRequest, _context: _Context) -> pb.GetCacheEntryResponse:
-        """Return one entry with its picture."""
+        """Return an entry with its picture."""
         entry = request.entry.partition("@")[0]
         rules.refuse(list(_check_entry(entry)))
         return await asyncio.to_thread(self._entry, entry)
@@ -57,7 +57,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def ClearCache(self, request: pb.ClearCacheRequest, _context: _Context) -> pb.ClearCacheResponse:
-        """Delete the entries of a model, or all."""
+        """Delete the entries of a model, or all entries."""
         rules.refuse(list(_check_model_hash(request.model_hash)))
         return pb.ClearCacheResponse(entries=await asyncio.to_thread(self._store.clear, request.model_hash))
 
@@ -83,7 +83,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
 
 def _png(picture: np.ndarray) -> bytes:
-    """Return a picture, uint8 [height, width, 3] of at most 256 pixels a side, as PNG."""
+    """Encode a picture as PNG: uint8 [height, width, 3], at most 256 pixels a side."""
     height, width, _ = picture.shape
     return images.encode(Pixels(width=width, height=height, data=picture.tobytes()), IMAGE_FORMAT_PNG, 0, {})
 
@@ -104,18 +104,18 @@ def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
 
 
 def _check_entry(entry: str) -> Iterator[Violation]:
-    """Yield the violations of an entry's name, without a step."""
+    """Yield the violations of an entry's name (without @ and a step)."""
     if ENTRY_PATTERN.fullmatch(entry) is None:
         yield Violation(field="entry", description="must be 32 hex digits, with @ and a step behind them or without")
 
 
 def _check_model_hash(model_hash: str) -> Iterator[Violation]:
-    """Yield the violations of a model hash, where "" means all models."""
+    """Yield the violations of a model hash; "" means all models."""
     if model_hash and _HASH.fullmatch(model_hash) is None:
         yield Violation(field="model_hash", description="must be 1 to 128 hex digits, or empty for all models")
 
 
 def _check_limit(limit: int) -> Iterator[Violation]:
-    """Yield the violations of a list's limit; 0 means the contract's default."""
+    """Yield the violations of a list's limit; 0 means the default."""
     if not 0 <= limit <= _MAX_LIMIT:
-        yield Violation(field="limit", description=f"must be 0 to {_MAX_LIMIT}")
+        yield Violation(field="limit", description=f"must be from 0 to {_MAX_LIMIT}")

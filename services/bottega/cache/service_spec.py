@@ -5,7 +5,7 @@ from __future__ import annotations
 from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 _PROFILE = "cache_profile.json"
-"""File in a model's folder with the profile that was measured for it."""
+"""Name of the file with a measured profile, in the folder of a model."""
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:

@@ -1,6 +1,7 @@
-"""Links of workers: queries for latents to start from, and recordings of new pictures.
+"""Connections of workers: questions about latents to start from, and recordings of new pictures.
 
-The receiving thread answers queries and stores recordings. A worker that does not read responses gets only refusals.
+The receiving thread answers questions and stores recordings. A worker that does not read its answers gets only
+refusals.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from bottega.transport import (
 )
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording, CacheStarts
 
-# A recording has five latents: in float32 at 4096x4096 pixels they take 20 MiB.
+# Upper bound on a message. The five latents of a recording take 20 MiB in float32 at 4096x4096 pixels.
 _LIMITS = Limits(slots=4, slot_bytes=32 << 20)
-# Tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
+# Number of tensors of a message before its latents: kind, header, embedding, and the picture of a recording.
 _EMBEDDING, _PICTURE, _LATENTS = 2, 3, 4
 _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
 class CacheWorkerLink(StoreLinkHandler):
-    """The link of one worker.
+    """The connection of one worker.
 
     Args:
-        store: The link's thread calls its `ask`, `record` and `count_starts`.
+        store: The connection's thread calls its `ask`, `record` and `count_starts`.
     """
 
     def __init__(self, connection: Connection, *, store: LatentStore) -> None:
@@ -46,12 +47,12 @@ class CacheWorkerLink(StoreLinkHandler):
         self._store = store
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Process a query, a recording, or a report of used latents. Each is copied before it is read."""
+        """Process a question, a recording, or a report of used latents. Each is copied before it is read."""
         layout = incoming.layout
         with incoming:
             kind = CacheMessageKind(kind_of(layout))
             if kind is CacheMessageKind.ANSWER:
-                raise ValueError("a worker sends no answer")
+                raise ValueError("a worker must not send an answer")
             if kind is not CacheMessageKind.STARTS:
                 messages.check_embedding(layout)
             views = connection.wait_all(incoming)
@@ -64,7 +65,7 @@ class CacheWorkerLink(StoreLinkHandler):
                 self._store.count_starts(starts)
 
     def on_end(self, cause: BottegaError) -> None:
-        """Return at once, because no thread waits for this link."""
+        """Return at once, because no thread waits for this connection."""
 
     def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
         number, question = messages.read_header(layout, views, CacheQuestion)
@@ -86,7 +87,7 @@ class CacheWorkerLink(StoreLinkHandler):
 
 
 class CacheLinks(StoreLinks[CacheWorkerLink]):
-    """The server of workers' links. Raises ConfigError if an address cannot be bound."""
+    """The server of workers' connections. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: LinksConfig, *, store: LatentStore) -> None:
         self._store = store
@@ -95,7 +96,7 @@ class CacheLinks(StoreLinks[CacheWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> CacheWorkerLink:
-        """Return the handler of one worker's link."""
+        """Return the handler of one worker's connection."""
         return CacheWorkerLink(connection, store=self._store)
 
 

@@ -1,8 +1,8 @@
-"""The similarity index of an approximate cache: for each exact key, the entries with the nearest embeddings.
+"""The similarity index of an approximate cache: finds the entries of a key whose embeddings are most similar.
 
-A store uses an `EntryIndex`, which `KeyedIndex` implements with an index for each key. The index of a key is a
-`KeyIndex`: a `FlatIndex` or, for many entries, a `SketchedIndex`. Indexes are not stored; they are rebuilt from the
-stored embeddings.
+A key is a hash of all settings of a request except its prompt; an entry is a cached image. A store uses an
+`EntryIndex`, which `KeyedIndex` implements with an index for each key. The index of a key is a `KeyIndex`: a
+`FlatIndex` or, for many entries, a `SketchedIndex`. Indexes are rebuilt at each start from the stored embeddings.
 """
 
 from bottega.cache.index.keyed_index import IndexStatistics, KeyedIndex

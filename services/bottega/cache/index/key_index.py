@@ -1,6 +1,6 @@
 """The index of one key. With few vectors, a search compares all of them; with many, it compares sketches first.
 
-Adding a vector to the exact index of few vectors and removing one take no longer than copying one vector.
+In the exact index, adding or removing a vector takes no longer than copying one vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEAST_ROWS = 4
 
 
 class FlatIndex:
-    """An exact `VectorIndex`, for one thread at a time."""
+    """An exact `VectorIndex`. Only one thread may use it at a time."""
 
     def __init__(self, width: int) -> None:
         self._vectors: Vectors = np.empty((_LEAST_ROWS, width), np.float32)
@@ -32,12 +32,12 @@ class FlatIndex:
 
     @property
     def width(self) -> int:
-        """Width of its vectors."""
+        """Number of dimensions of its vectors."""
         return int(self._vectors.shape[1])
 
     @property
     def size_bytes(self) -> int:
-        """Size of its vectors, including room for more."""
+        """Bytes of its arrays, including unused rows."""
         return self._vectors.nbytes + self._numbers.nbytes
 
     def add(self, number: int, vector: Vectors) -> bool:
@@ -53,7 +53,7 @@ class FlatIndex:
         return True
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> None:
-        """Add many vectors, none of which is in the index yet."""
+        """Add many vectors whose numbers are not in the index yet."""
         first = len(self._rows)
         last = first + len(numbers)
         if last > len(self._numbers):
@@ -62,7 +62,7 @@ class FlatIndex:
         self._rows.update(zip(numbers.tolist(), range(first, last), strict=True))
 
     def remove(self, number: int) -> bool:
-        """Remove a vector; the last row fills the gap."""
+        """Remove a vector. The last row of the array fills the gap."""
         row = self._rows.pop(number, None)
         if row is None:
             return False
@@ -93,11 +93,11 @@ class FlatIndex:
         return None if row is None else self._vectors[row].copy()
 
     def numbers(self) -> Numbers:
-        """Return a copy of all numbers."""
+        """Return a copy of the numbers of all vectors."""
         return self._numbers[: len(self._rows)].copy()
 
     def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:
-        """Return copies of the vectors with these numbers, and the numbers that exist."""
+        """Return the given numbers that exist, and copies of their vectors."""
         here = [(number, row) for number in numbers.tolist() if (row := self._rows.get(number)) is not None]
         made = np.array(here, np.int64).reshape(-1, 2)
         return made[:, 0], self._vectors[made[:, 1]]
@@ -131,11 +131,11 @@ class KeyIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its vectors in memory."""
+        """Bytes of its vectors in memory."""
         return self._part.size_bytes
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """Add or replace a vector; return whether it is new. Raises LookupError after `close`."""
+        """Add or replace a vector, and return whether its number is new. Raises LookupError after `close`."""
         with self._lock:
             self._check_open()
             is_new = self._part.add(number, vector)
@@ -143,7 +143,7 @@ class KeyIndex:
         return is_new
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> int:
-        """Add or replace many vectors; return how many are new. Raises LookupError after `close`."""
+        """Add or replace many vectors, and return how many numbers are new. Raises LookupError after `close`."""
         with self._lock:
             self._check_open()
             replaced = sum(self._part.remove(number) for number in numbers.tolist())
@@ -156,7 +156,7 @@ class KeyIndex:
             return self._part.remove(number)
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        """Return the most similar vectors. It waits for changes and other searches, some milliseconds each."""
+        """Return the most similar vectors. Waits some milliseconds for each change or other search."""
         with self._lock:
             return self._part.search(vector, count)
 
@@ -169,23 +169,23 @@ class KeyIndex:
             return self._part.numbers()
 
     def vectors(self, numbers: Numbers) -> Vectors:
-        """Return the vectors that exist, in any order."""
+        """Return the vectors of those numbers that exist, in any order."""
         with self._lock:
             return self._part.vectors(numbers)[1]
 
     def close_if_empty(self) -> bool:
-        """Close the index if it has no vectors; return whether it is closed."""
+        """Close the index if it has no vectors. Return whether it is closed."""
         with self._lock:
             self._closed = self._closed or len(self._part) == 0
             return self._closed
 
     def close(self) -> None:
-        """Accept no more vectors. It may be called again."""
+        """Refuse new vectors from now on. May be called again."""
         with self._lock:
             self._closed = True
 
     def _sketch_if_many(self) -> None:
-        """Switch to sketches, once, which takes a tenth of a second. The sketches stay if vectors are removed again."""
+        """Switch to sketches once, which takes a tenth of a second. There is no way back when vectors are removed."""
         flat = self._part
         if isinstance(flat, SketchedIndex) or len(flat) < self._settings.flat_entries:
             return

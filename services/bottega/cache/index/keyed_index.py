@@ -1,4 +1,4 @@
-"""An index for each exact key, so that a search finds only entries that were added under its key.
+"""An index for each key, so that a search finds only entries that were added under its key.
 
 A key without entries has no index.
 """
@@ -18,24 +18,24 @@ from bottega.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStatistics:
-    """Figures of an index."""
+    """Statistics of an index."""
 
     keys: int
     """Number of keys with entries."""
     entries: int
     sketched_entries: int
-    """Number of entries with a sketch."""
+    """Number of entries that have a sketch."""
     size_bytes: int
-    """Size of vectors and sketches in memory."""
+    """Bytes of vectors and sketches in memory."""
 
 
 class KeyedIndex:
-    """An `EntryIndex` with an index for each key. Any number of threads may use it. Close it.
+    """An `EntryIndex` with an index for each key. Any thread may use it. Close it at the end.
 
-    Vectors need not have length 1; their similarity is their cosine.
+    Vectors need not have length 1. Their similarity is their cosine.
 
     Args:
-        max_entries: Maximum number of entries of all keys.
+        max_entries: Upper bound on the number of entries of all keys.
     """
 
     def __init__(self, *, max_entries: int = 2_000_000, settings: IndexSettings | None = None) -> None:
@@ -50,32 +50,32 @@ class KeyedIndex:
         return self._entries
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
-        """Add many entries, for example when a service starts. If it raises, none was added.
+        """Add many entries, for example when a service starts. If this raises, none was added.
 
         Args:
-            numbers: [n], each once.
+            numbers: [n], without duplicates.
             vectors: [n, width].
 
-        Raises like `add`.
+        Raises the same errors as `add`.
         """
         made = unit_vectors(vectors)
         if made.ndim != 2 or len(made) != len(numbers) or len(np.unique(numbers)) != len(numbers):
-            raise ValueError("there is to be one vector for each number, and each number once")
+            raise ValueError("numbers must be unique, with one vector for each")
         if len(numbers):
             _check_number(int(numbers.min()))
             self._add(key, numbers, made)
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
-        """Add an entry, or replace the key's entry with that number (at least 0).
+        """Add an entry, or replace the entry of the key with that number (0 or more).
 
-        Raises ValueError if the vector is zero, not finite or of another width than the key's, and QueueFull if there
-        are too many entries.
+        Raises ValueError if the vector is zero, not finite or of another width than the others of the key, and
+        QueueFull if there are too many entries.
         """
         _check_number(number)
         self._add(key, np.array([number], np.int64), unit_vectors(vector)[None])
 
     def remove(self, key: str, number: int) -> bool:
-        """Remove an entry, which later searches do not find; return whether it existed."""
+        """Remove an entry, so that later searches do not find it. Return whether it existed."""
         index = self._indexes.get(key)
         removed = index is not None and index.remove(number)
         if removed:
@@ -87,10 +87,10 @@ class KeyedIndex:
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
         """Return up to `count` (1 to 64) of the key's most similar entries, the most similar first.
 
-        Raises ValueError if the vector could not be added to the key.
+        Raises ValueError if the vector is zero, not finite or of the wrong width.
         """
         if not 1 <= count <= MAX_COUNT:
-            raise ValueError(f"a search finds 1 to {MAX_COUNT} entries")
+            raise ValueError(f"count must be from 1 to {MAX_COUNT}")
         wanted = unit_vectors(vector)
         index = self._indexes.get(key)
         if index is None:
@@ -99,9 +99,9 @@ class KeyedIndex:
         return index.search(wanted, count)
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """Return the cosine of a vector and an entry's vector; None if the entry does not exist.
+        """Return the cosine of a vector and an entry's vector, or None if the entry does not exist.
 
-        Raises like `search`.
+        Raises the same errors as `search`.
         """
         index = self._indexes.get(key)
         stored = None if index is None else index.vector(number)
@@ -112,7 +112,7 @@ class KeyedIndex:
         return min(float(stored @ wanted), 1.0)
 
     def sample(self, key: str, count: int) -> Vectors:
-        """Return the vectors of up to `count` random entries of the key, all equally likely: [at most count, width]."""
+        """Return the vectors of up to `count` random entries of the key, [at most count, width], all equally likely."""
         index = self._indexes.get(key)
         if index is None:
             return np.empty((0, 0), np.float32)
@@ -125,7 +125,7 @@ class KeyedIndex:
         return 0 if index is None else len(index)
 
     def statistics(self) -> IndexStatistics:
-        """Return the current figures."""
+        """Return the current statistics."""
         with self._lock:
             indexes = list(self._indexes.values())
         return IndexStatistics(
@@ -136,7 +136,7 @@ class KeyedIndex:
         )
 
     def close(self) -> None:
-        """Accept no more entries. It may be called again."""
+        """Refuse new entries from now on. May be called again."""
         with self._lock:
             self._closed = True
             indexes = list(self._indexes.values())
@@ -153,7 +153,7 @@ class KeyedIndex:
                 self._entries -= len(numbers) - new
 
     def _add_to(self, key: str, numbers: Numbers, vectors: Vectors) -> int:
-        """Add to the key's index; return how many entries were new."""
+        """Add entries to the key's index. Return how many numbers were new."""
         while True:
             index = self._index(key, vectors.shape[1])
             _check_width(index, vectors)
@@ -170,7 +170,7 @@ class KeyedIndex:
             if self._closed:
                 raise LookupError("the index is closed")
             if self._entries + entries > self._max_entries:
-                raise QueueFull(f"an index has at most {self._max_entries} entries (max_entries)")
+                raise QueueFull(f"the index is full: it has {self._max_entries} entries (max_entries)")
             self._entries += entries
 
     def _index(self, key: str, width: int) -> KeyIndex:
@@ -188,9 +188,9 @@ class KeyedIndex:
 
 def _check_number(number: int) -> None:
     if number < 0:
-        raise ValueError("a number is at least 0")
+        raise ValueError("an entry's number must be at least 0")
 
 
 def _check_width(index: KeyIndex, vectors: Vectors) -> None:
     if vectors.shape[-1] != index.width:
-        raise ValueError(f"vectors of this key have {index.width} numbers, not {vectors.shape[-1]}")
+        raise ValueError(f"vectors of this key must have {index.width} dimensions, not {vectors.shape[-1]}")

@@ -1,9 +1,10 @@
-"""An index of many vectors: a search compares all sketches, and then the vectors of the nearest ones.
+"""An index of many vectors. A search compares the sketches of all vectors, and then only the vectors that are near.
 
-The first halves of a million sketches take 16 MB, which a core compares in two milliseconds. Nothing is trained or
-built, adding and removing change one row, and it does not matter how prompts cluster. Alternatives were measured with a
-million prompts of width 768, in small sessions and topics of very different size (`make bench-index`): a graph (HNSW)
-found .83 of the nearest, lists around centres .95, because both lead to the topic and miss the session.
+A sketch is a vector reduced to some bytes. The first halves of a million sketches take 16 MB, which a core compares in
+two milliseconds. Nothing is trained or built, adding and removing change one row, and it does not matter how prompts
+cluster. Alternatives were measured with a million prompts of width 768, in small sessions and topics of very different
+size (`make bench-index`): a graph (HNSW) found .83 of the nearest, lists around centres .95, because both lead to the
+topic and miss the session.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from bottega.cache.index.vector_index import MAX_COUNT, IndexSettings, Match, Numbers, Vectors
 
 Codes = NDArray[np.uint8]
-"""[n, CODE_BYTES]: one bit for each plane."""
+"""Sketches, [n, CODE_BYTES]: one bit for each plane."""
 
 _PLANES = 256
 CODE_BYTES = _PLANES // 8
@@ -34,7 +35,7 @@ _PLACE_BYTES = 100
 
 
 class _Block:
-    """Rows of one allocation."""
+    """A fixed number of rows that are allocated together."""
 
     def __init__(self, width: int) -> None:
         self.vectors = np.empty((_BLOCK_ROWS, width), np.float16)
@@ -43,17 +44,17 @@ class _Block:
         self.numbers: Numbers = np.empty(_BLOCK_ROWS, np.int64)
 
     def write(self, rows: slice, numbers: Numbers, vectors: Vectors, codes: Codes) -> None:
-        """Write vectors and their codes into rows."""
+        """Write vectors and their sketches into rows."""
         self.numbers[rows], self.vectors[rows] = numbers, vectors
         self.first[rows], self.second[rows] = codes[:, :FIRST_BYTES], codes[:, FIRST_BYTES:]
 
     def copy_row(self, row: int, source: _Block, other: int) -> None:
-        """Overwrite a row with one of another block."""
+        """Overwrite a row with a row of another block."""
         self.numbers[row], self.vectors[row] = source.numbers[other], source.vectors[other]
         self.first[row], self.second[row] = source.first[other], source.second[other]
 
     def sift(self, code: Codes, used: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows with the sketches nearest to `code` ([1, CODE_BYTES]), and their distances in bits."""
+        """Return the rows whose sketches are nearest to `code` ([1, CODE_BYTES]), and their distances in bits."""
         if used <= _SIFTED:
             rows = np.arange(used)
             differ = np.bitwise_count(self.first[:used] ^ code[:, :FIRST_BYTES]).sum(axis=1, dtype=np.int64)
@@ -67,7 +68,7 @@ class _Block:
 
 
 class SketchedIndex:
-    """A `VectorIndex` with sketches, for one thread at a time. Vectors are kept in half precision.
+    """A `VectorIndex` with sketches. One thread may use it at a time. Vectors are stored in half precision.
 
     Args:
         centre: [width], the mean of some of the vectors, see Sketcher.
@@ -85,7 +86,7 @@ class SketchedIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size of vectors, sketches and numbers."""
+        """Approximate bytes of vectors, sketches and numbers."""
         return len(self._rows) * (_HALF_BYTES * self.width + CODE_BYTES + _NUMBER_BYTES + _PLACE_BYTES)
 
     def add(self, number: int, vector: Vectors) -> bool:
@@ -97,7 +98,7 @@ class SketchedIndex:
         return is_new
 
     def add_all(self, numbers: Numbers, vectors: Vectors) -> None:
-        """Add many vectors, none of which is in the index yet."""
+        """Add many vectors whose numbers are not in the index yet."""
         first = len(self._rows)
         self._rows.update(zip(numbers.tolist(), range(first, first + len(numbers)), strict=True))
         done = 0
@@ -107,7 +108,7 @@ class SketchedIndex:
             done += count
 
     def remove(self, number: int) -> bool:
-        """Remove a vector; the last row fills the gap."""
+        """Remove a vector. The last row fills the gap."""
         row = self._rows.pop(number, None)
         if row is None:
             return False
@@ -146,19 +147,19 @@ class SketchedIndex:
         return np.asarray(block.vectors[place], np.float32)
 
     def numbers(self) -> Numbers:
-        """Return a copy of all numbers."""
+        """Return a copy of the numbers of all vectors."""
         parts = [block.numbers[:used] for block, used in self._used()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:
-        """Return copies of the vectors with these numbers, and the numbers that exist."""
+        """Return the given numbers that exist, and copies of their vectors."""
         here = [number for number in numbers.tolist() if number in self._rows]
         found = [self.vector(number) for number in here]
         made = np.array(found, np.float32).reshape(len(here), self.width)
         return np.array(here, np.int64), made
 
     def _limit(self, differ: NDArray[np.int64]) -> int:
-        """Return the maximum distance of candidates in bits."""
+        """Return the largest distance in bits at which a row is a candidate."""
         count = max(MAX_COUNT, self._settings.candidates)
         if count >= len(differ):
             return int(differ.max())
@@ -174,7 +175,7 @@ class SketchedIndex:
         return self._blocks[row // _BLOCK_ROWS], row % _BLOCK_ROWS
 
     def _used(self) -> Iterator[tuple[_Block, int]]:
-        """Yield the blocks with rows, and their numbers of rows."""
+        """Yield the blocks that have rows, each with its number of rows."""
         for place, block in enumerate(self._blocks):
             used = min(len(self._rows) - place * _BLOCK_ROWS, _BLOCK_ROWS)
             if used > 0:
@@ -182,12 +183,12 @@ class SketchedIndex:
 
 
 class Sketcher:
-    """Makes sketches of vectors: on which side of random planes each vector lies.
+    """Computes sketches of vectors: bits that say on which side of random planes a vector lies.
 
-    The share of planes between two vectors is approximately the angle between them. Over 256 planes, the share of a
-    pair with a cosine of .96 is .09, give or take .02, and that of two prompts of one topic (.55) is .31. The planes go
-    through the centre of a key's vectors, because prompts lie in a narrow cone: most of them would lie on one side of
-    planes through the origin. Source: Charikar, STOC 2002.
+    The share of planes between two vectors is approximately proportional to their angle. Over 256 planes, the share of
+    a pair with a cosine of .96 is .09, give or take .02, and that of two prompts of one topic (.55) is .31. The planes
+    go through the centre of a key's vectors, because prompts lie in a narrow cone: most of them would lie on one side
+    of planes through the origin. Source: Charikar, STOC 2002.
 
     Args:
         centre: [width], the point through which the planes go.
@@ -198,11 +199,11 @@ class Sketcher:
         self._offsets = centre @ self._planes
 
     def codes(self, vectors: Vectors) -> Codes:
-        """Return the codes of vectors [n, width]."""
+        """Return the sketches of vectors [n, width]."""
         return np.packbits(vectors @ self._planes > self._offsets, axis=1)
 
 
 @functools.lru_cache(maxsize=8)
 def _planes(width: int) -> NDArray[np.float32]:
-    """Return the planes' normals: [width, planes], the same for all keys."""
+    """Return the normals of the planes, [width, planes]. They are the same for all keys."""
     return np.random.default_rng(width).standard_normal((width, _PLANES), dtype=np.float32)

@@ -9,35 +9,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vectors = NDArray[np.float32]
-"""[width] or [n, width], of length 1, so that an inner product is a cosine."""
+"""[width] or [n, width], scaled to length 1, so that an inner product is a cosine."""
 
 Numbers = NDArray[np.int64]
-"""[n]: the numbers that identify the vectors."""
+"""[n]: the integer IDs of vectors."""
 
 MAX_COUNT = 64
-"""Maximum number of matches of one search; a job asks for eight pictures at most."""
+"""Upper bound on the matches of one search. A job asks for at most eight images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A vector that a search found."""
+    """A vector that a search has found."""
 
     number: int
     similarity: float
-    """Cosine of it and the searched vector, -1 to 1."""
+    """Cosine of this vector and the query, from -1 to 1."""
 
 
 class VectorIndex(Protocol):
-    """Unit vectors of one width, by number. Several threads may use it."""
+    """Unit vectors of one width, identified by integers ("numbers"). Several threads may use it."""
 
     def __len__(self) -> int: ...
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """Add a vector, or replace the one with its number; return whether it is new."""
+        """Add a vector, or replace the one with this number. Return whether the number is new."""
         ...
 
     def remove(self, number: int) -> bool:
-        """Remove a vector, which later searches do not find; return whether it existed."""
+        """Remove a vector, so that later searches do not find it. Return whether it existed."""
         ...
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
@@ -45,7 +45,7 @@ class VectorIndex(Protocol):
         ...
 
     def vector(self, number: int) -> Vectors | None:
-        """Return the vector with that number, if it exists."""
+        """Return the vector with that number, or None."""
         ...
 
     def numbers(self) -> Numbers:
@@ -54,16 +54,16 @@ class VectorIndex(Protocol):
 
 
 class EntryIndex(Protocol):
-    """Embeddings of entries by key and number. A search finds only entries of its key. Any thread may call it.
+    """Embeddings of entries, by key and number. A search finds only entries of its key. Any thread may call it.
 
-    All calls raise ValueError for a vector that is zero, not finite or of another width than its key's.
+    All methods raise ValueError for a vector that is zero, not finite or of another width than the others of its key.
     """
 
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
         """Add many entries.
 
         Args:
-            numbers: [n], each once.
+            numbers: [n], without duplicates.
             vectors: [n, width].
         """
         ...
@@ -73,7 +73,7 @@ class EntryIndex(Protocol):
         ...
 
     def remove(self, key: str, number: int) -> bool:
-        """Remove an entry, which later searches do not find; return whether it existed."""
+        """Remove an entry, so that later searches do not find it. Return whether it existed."""
         ...
 
     def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
@@ -81,7 +81,7 @@ class EntryIndex(Protocol):
         ...
 
     def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
-        """Return the cosine of a vector and an entry's vector; None if the entry does not exist."""
+        """Return the cosine of a vector and an entry's vector, or None if the entry does not exist."""
         ...
 
     def sample(self, key: str, count: int) -> Vectors:
@@ -93,7 +93,7 @@ class EntryIndex(Protocol):
         ...
 
     def close(self) -> None:
-        """Accept no more entries. It may be called again."""
+        """Refuse new entries from now on. May be called again."""
         ...
 
 
@@ -109,12 +109,12 @@ def unit_vectors(vectors: NDArray[np.floating]) -> Vectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings:
-    """Settings of an index."""
+    """Settings of the index of a key."""
 
     flat_entries: int = 10_000
-    """From this many entries on, searches of a key compare sketches first."""
+    """Number of entries of a key from which on its searches compare sketches first."""
     candidates: int = 256
-    """Number of entries whose vectors are then compared, plus ties.
+    """Number of entries, plus ties, whose vectors are compared after the sketches.
 
     More candidates find the nearest entries more often, and take longer (`make bench-index`).
     """

@@ -1,5 +1,5 @@
-"""The store of cached latents: `LatentStore`, over one table of entries.
+"""The store of cached latents: `LatentStore` and its parts.
 
-`lookup` and `selector` answer queries of workers. `writer` adds recordings and evicts the least useful latents, in a
-thread of their own.
+`lookup` and `selector` answer questions of workers. `writer` adds recordings and evicts the least useful latents, in a
+separate thread.
 """

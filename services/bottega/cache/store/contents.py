@@ -1,6 +1,6 @@
-"""The in-memory state of a store: entry table, index of embeddings, rows of pictures by prompt, and match predictor.
+"""The in-memory state of a store: entry table, embedding index, recent pictures by prompt, and match predictor.
 
-They change together: an entry in the table is also in the index. Any thread may call it.
+They change together, so that an entry in the table is also in the index. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bottega.cache.store.rows import PromptRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The memory of a store."""
+    """The in-memory state of a store."""
 
     table: EntryTable
     index: EntryIndex
     predictor: MatchPredictor | None
     rows: PromptRows
-    """The last pictures of each prompt, which decide which entries it may not use now."""
+    """The recent pictures of each prompt, which decide which entries the prompt may not use now."""
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
-        """Add earlier entries of one key. Call `loaded` after the last ones."""
+        """Add stored entries of one key. Call `loaded` after the last ones."""
         numbers = np.array([record.entry.number for record in records], np.int64)
         vectors = np.stack([_vector(record) for record in records])
         self.index.load(key, numbers, vectors)
@@ -37,16 +37,16 @@ class Contents:
             self.table.add(record)
 
     def loaded(self) -> None:
-        """Finish loading, after all earlier entries were added."""
+        """Finish loading, after all stored entries were added."""
         for key in self.table.all_keys():
             self._tell_predictor(key)
 
     def prepare(self, record: EntryRecord) -> None:
-        """Add an entry to the index before it is written. Raises ValueError, QueueFull if the index refuses it."""
+        """Add an entry to the index before it is written. Raises ValueError or QueueFull if the index refuses it."""
         self.index.add(record.entry.key, record.entry.number, _vector(record))
 
     def take_back(self, record: EntryRecord) -> None:
-        """Remove an entry that could not be written from the index."""
+        """Remove an entry from the index because it could not be written."""
         self.index.remove(record.entry.key, record.entry.number)
 
     def add(self, record: EntryRecord) -> None:
@@ -55,7 +55,7 @@ class Contents:
         self._tell_predictor(record.entry.key)
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Remove entries that have no latents left in the table."""
+        """Remove entries whose last latent was removed from the table."""
         changes: Counter[str] = Counter()
         for entry in entries:
             self.index.remove(entry.key, entry.number)

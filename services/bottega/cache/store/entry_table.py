@@ -1,6 +1,6 @@
 """The table of entries in memory: their latents, their usage, and the order of eviction.
 
-Every change must also be written to the disk; `take_changes` returns the changes. Any thread may call it, and no call
+Every change must also be written to the disk: `take_changes` returns the changes. Any thread may call it, and no call
 waits long, because the table uses neither disk nor index.
 """
 
@@ -22,19 +22,19 @@ from bottega.v1.cache_pb2 import CacheModelStats
 
 @dataclass(slots=True, kw_only=True)
 class Removal:
-    """The result of removing latents."""
+    """The result of removing latents from the table."""
 
     entries: list[Entry] = field(default_factory=list)
     """Entries whose last latent was removed."""
     latents: int = 0
     """Number of removed latents."""
     files: list[str] = field(default_factory=list)
-    """Names of files to delete."""
+    """Names of the files to delete."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """An entry with the digests of its latents by step."""
+    """An entry, with the digests of its latents by step."""
 
     entry: Entry
     digests: dict[int, bytes]
@@ -42,7 +42,7 @@ class _Kept:
 
 
 class EntryTable:
-    """The table of a store's entries.
+    """The entries of a store, with the usage of their latents.
 
     Args:
         policy: Determines which latents are evicted first.
@@ -67,21 +67,21 @@ class EntryTable:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all latents, and of the pictures of their entries."""
+        """Bytes of all latents, and of the small pictures of their entries."""
         return self._heap.size_bytes + self._picture_bytes
 
     @property
     def now(self) -> float:
-        """The time on the policy's clock, which counts queries."""
+        """The current time on the policy's clock, which counts questions of workers."""
         return self._now
 
     def tick(self) -> None:
-        """Advance the clock by one query."""
+        """Advance the policy's clock by one question."""
         with self._lock:
             self._now += 1.0
 
     def add(self, record: EntryRecord) -> None:
-        """Add a written entry."""
+        """Add an entry that was written to the disk."""
         entry = record.entry
         with self._lock:
             digests = {step: latent.digest for step, latent in record.latents.items()}
@@ -106,16 +106,16 @@ class EntryTable:
         return key in self._keys
 
     def named(self, name: str) -> Entry | None:
-        """Return the entry of that name."""
+        """Return the entry with that name, or None."""
         with self._lock:
             number = self._numbers.get(name)
             return self._kept[number].entry if number is not None else None
 
     def newest(self, model_hash: str, limit: int) -> list[Entry]:
-        """Return the newest entries, newest first.
+        """Return up to `limit` entries, newest first.
 
         Args:
-            model_hash: "" means any model.
+            model_hash: Hash of the model; "" means any model.
         """
         with self._lock:
             entries = [kept.entry for kept in self._kept.values()]
@@ -123,13 +123,13 @@ class EntryTable:
         return heapq.nlargest(limit, of_model, key=lambda entry: entry.number)
 
     def steps_and_hits(self, number: int) -> tuple[list[int], int]:
-        """Return the steps of an entry's latents, and how often pictures started from it; nothing if it is gone."""
+        """Return the steps of an entry's latents, and how many pictures started from it; ([], 0) if it was removed."""
         with self._lock:
             kept = self._kept.get(number)
             return (sorted(kept.digests), kept.hits) if kept is not None else ([], 0)
 
     def candidates(self, key: str, similarities: Iterable[tuple[int, float]]) -> list[Candidate]:
-        """Return these entries, given by number and similarity, as candidates. Leave out those with another key."""
+        """Return the entries with these numbers and similarities as candidates. Omit those of other keys."""
         found = []
         with self._lock:
             for number, similarity in similarities:
@@ -143,16 +143,16 @@ class EntryTable:
         return found
 
     def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:
-        """Return the entry of a latent and the latent's digest; None if the latent was removed."""
+        """Return the entry of a latent and the digest of the latent, or None if the latent was removed."""
         with self._lock:
             kept = self._kept.get(number)
             digest = kept.digests.get(step) if kept is not None else None
             return (kept.entry, digest) if kept is not None and digest is not None else None
 
     def take_back_hit(self, number: int) -> None:
-        """Undo the count of a start, because the latent was too late or did not fit.
+        """Subtract a start from an entry's count, because the latent arrived too late or did not fit.
 
-        Ignore entries that were removed.
+        Does nothing if the entry was removed.
         """
         with self._lock:
             kept = self._kept.get(number)
@@ -161,7 +161,7 @@ class EntryTable:
                 self._changes.uses[number] = (kept.hits,)
 
     def use(self, number: int, step: int) -> None:
-        """Count that a latent was sent to start a picture from. Ignore latents that were removed."""
+        """Count that a latent was sent to start a picture from. Does nothing if the latent was removed."""
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and step in kept.digests:
@@ -202,13 +202,13 @@ class EntryTable:
         return removal
 
     def take_changes(self) -> RecordChanges:
-        """Return the changes since the last call, to be written."""
+        """Return the changes since the last call, which have to be written to the disk."""
         with self._lock:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
     def models(self) -> list[CacheModelStats]:
-        """Return the counts of each model. The caller sets `has_profile`."""
+        """Return the number of entries, latents and keys of each model. The caller sets `has_profile`."""
         with self._lock:
             return [
                 CacheModelStats(
@@ -221,7 +221,7 @@ class EntryTable:
             ]
 
     def _drop(self, number: int, step: int, removal: Removal) -> None:
-        """Remove a latent from everything but the heap."""
+        """Remove a latent from everything but the eviction heap."""
         kept = self._kept[number]
         entry = kept.entry
         del kept.digests[step]
@@ -246,7 +246,7 @@ class EntryTable:
 
 
 def _less(counts: Counter[str], name: str) -> bool:
-    """Decrement a count, and delete it at 0; return whether it was deleted."""
+    """Decrement a count, and delete it at 0. Return whether it was deleted."""
     counts[name] -= 1
     if not counts[name]:
         del counts[name]
@@ -255,5 +255,5 @@ def _less(counts: Counter[str], name: str) -> bool:
 
 
 def new_usage(step: int, at: float) -> Usage:
-    """Return the usage of a latent that is recorded now."""
+    """Return the usage of a latent that is recorded at the time `at` of the policy's clock."""
     return Usage(step=step, used_at=at, created_at=at)

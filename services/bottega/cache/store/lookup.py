@@ -1,7 +1,7 @@
-"""Finds the latents that a job's pictures may start from: it searches the index, selects, and reads the latents.
+"""Finds the latents from which a job's pictures may start: searches the index, selects, and reads the latents.
 
-Every returned latent has a key of the query, and was checked by its digest. Any thread may call it, and waits
-for the disk only to read its latents.
+Every returned latent belongs to a key of the question, and its digest was checked. Any thread may call it, and waits
+for the disk only to read the latents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart
 from bottega.v1.trace_pb2 import StoreTimes
 
-# Number of matches for each picture. More than one, because some have lost the needed latents or have only late ones.
+# Number of matches for each picture. More than one, because some no longer have the needed latents or only late ones.
 _MATCHES_PER_PICTURE = 4
 _LEAST_MATCHES = 8
 
@@ -42,21 +42,21 @@ class _Found:
 
     key: str
     latest: int
-    """The last step after which a latent may have been recorded."""
+    """The last step after which a usable latent may have been recorded."""
     matches: list[tuple[int, float]]
-    """Numbers and similarities of entries."""
+    """Numbers and similarities of the entries that were found."""
 
 
 @dataclass(slots=True)
 class _Served:
-    """The latents that were read so far."""
+    """The latents that were read so far for one answer."""
 
     key: str = ""
-    """Key of the query."""
+    """Key of the question."""
     starts: list[CacheStart] = field(default_factory=list)
     latents: list[RecordedLatent] = field(default_factory=list)
     failed: set[tuple[int, int]] = field(default_factory=set)
-    """Latents that the disk failed to read."""
+    """Latents that could not be read, as entry number and step."""
     holes: int = 0
 
     def answer(self, outcome: CacheOutcome.ValueType) -> StoreAnswer:
@@ -65,11 +65,11 @@ class _Served:
 
 
 class Lookup:
-    """Finds the latents that the pictures of a job may start from.
+    """Finds the latents from which the pictures of a job may start.
 
     Args:
         lost: Called with latents that were removed because they are damaged.
-        has_read: Returns whether all earlier entries are known.
+        has_read: Returns whether all stored entries have been read.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Lookup:
         self._has_read = has_read
 
     def similar(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """Return latents of similar prompts, each of another entry, at most one for each picture."""
+        """Return latents of similar prompts: at most one for each picture, each of another entry."""
         profile = self._profiles.skip_profile(question.model_hash, question.fidelity, width=embedding.size)
         if profile is None:
             return _Served().answer(cache_pb2.CACHE_OUTCOME_NO_PROFILE)
@@ -120,9 +120,9 @@ class Lookup:
         return answer
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """Return the latents that the query names, without a check of similarity. Missing ones are left out.
+        """Return the latents that the question names, without checking their similarity. Missing latents are omitted.
 
-        As long as earlier entries are still being read, a missing latent makes the outcome UNAVAILABLE.
+        While stored entries are still being read, a missing latent makes the outcome UNAVAILABLE.
         """
         timer, known = LapTimer(), self._has_read()
         keys = {key for key, _ in self._keys(question)}
@@ -150,7 +150,7 @@ class Lookup:
     def _search(
         self, key: str, latest: int, question: CacheQuestion, embedding: Vector, profile: SkipProfile
     ) -> _Found | None:
-        """Return the matches of a search; None if it is predicted to find nothing."""
+        """Search a key. Return None if the search is predicted to find nothing."""
         prediction = self._predictor.predict(key, embedding) if self._predictor else None
         if prediction is not None and not prediction.weight:
             return None
@@ -172,7 +172,8 @@ class Lookup:
     def _are_without_latents(self, found: _Found, question: CacheQuestion, profile: SkipProfile) -> bool:
         """Return whether to search for more matches: too few have a usable latent, and others may be similar enough.
 
-        That happens if latents of early steps, which any prompt may start from, were evicted, or if entries rest.
+        That happens if latents of early steps, from which any prompt may start, were evicted, or if entries may not be
+        used now because of the prompt's recent pictures.
         """
         farthest = found.matches[-1][1]
         similar = skip_steps(profile, similarity=farthest, words=question.words, steps=question.steps)
@@ -180,12 +181,15 @@ class Lookup:
         return bool(similar) and len(awake) < question.images
 
     def _awake(self, question: CacheQuestion, selected: Sequence[Selection]) -> list[Selection]:
-        """Return the selections that do not rest for the question's prompt."""
+        """Return the selections that the prompt may use now, given its recent pictures."""
         resting = self._rows.resting(question.key, question.prompt_digest)
         return [selection for selection in selected if selection.noise not in resting]
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
-        """Return all latents that are similar enough, including resting ones; those of the first search come first."""
+        """Return all latents that are similar enough, those of the first search first.
+
+        Ignores the prompt's recent pictures.
+        """
         selected: list[Selection] = []
         for found in searches:
             selected += select_latents(
@@ -215,7 +219,7 @@ class Lookup:
             selection = next((candidate for candidate in awake if candidate.number not in taken), None)
             if selection is None:
                 break
-            # Another question about the prompt may have taken it, or an earlier latent of this answer has the same
+            # Another question about the prompt may have reserved it, or an earlier latent of this answer has the same
             # noise.
             if not self._rows.reserve(key, prompt, selection.noise, picture_s(question)):
                 taken.add(selection.number)
@@ -241,7 +245,7 @@ class Lookup:
         return served.answer(outcome)
 
     def _read(self, number: int, step: int, similarity: float, served: _Served) -> bool:
-        """Read a latent into `served`, and return whether that worked. Remove it if it is damaged."""
+        """Read a latent into `served`, and return whether that worked. If the latent is damaged, remove it."""
         place = self._table.latent(number, step)
         if place is None:
             return False
@@ -250,7 +254,7 @@ class Lookup:
         try:
             data = self._files.read(name, digest=digest, size_bytes=entry.latent_bytes)
         except StorageUnavailable as error:
-            _log.warning("a cached latent cannot be read", extra={"latent": name, "text": error.message})
+            _log.warning("a cached latent cannot be read and is skipped", extra={"latent": name, "text": error.message})
             served.failed.add((number, step))
             return False
         if data is None:
@@ -264,27 +268,27 @@ class Lookup:
         return True
 
     def _lose(self, number: int, step: int, name: str) -> None:
-        """Remove a damaged latent. One that was evicted while it was read is not damaged."""
+        """Remove a damaged latent, unless it was evicted while it was read."""
         removal = self._table.remove(number, step)
         if removal.latents:
-            _log.error("a cached latent is damaged, and is deleted", extra={"latent": name})
+            _log.error("a cached latent is damaged and was deleted", extra={"latent": name})
             self._counts.add("damaged")
             self._lost(removal)
 
 
 def picture_s(question: CacheQuestion) -> float:
-    """Return the seconds that a picture of the query takes; 0 if the worker did not report its step time."""
+    """Return the seconds that a picture of the question takes; 0 if the worker did not report its step time."""
     return question.steps * max(0.0, question.step_s)
 
 
 def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
-    """Return the seconds that the hits save; None if the worker did not report its step time."""
+    """Return the seconds that the selected latents save; None if the worker did not report its step time."""
     steps = _saved_steps(question, found[: question.images])
     return steps * question.step_s if question.step_s > 0.0 else None
 
 
 def _saved_steps(question: CacheQuestion, starts: Iterable[CacheStart | Selection]) -> int:
-    """Return the steps that these starts save in total."""
+    """Return how many steps these starts save in total."""
     return sum(max(0, start.step - max(0, question.repeated_steps)) for start in starts)
 
 

@@ -1,4 +1,4 @@
-"""Recordings of workers, checked and copied."""
+"""Recordings that workers send, checked and copied."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ Vector = npt.NDArray[np.float32]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
-# A request has at most some hundred steps (bottega.rules); file names have room for this many.
+# Upper bound on a step that fits into a file name. A request has at most some hundred steps (bottega.rules).
 MAX_STEP = 999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedRecording:
-    """A recording that follows the rules of cache.proto."""
+    """A recording that follows the rules of cache.proto. The class owns its data."""
 
     key: str
     model_hash: str
     parameters: bytes
     embedding: Vector
-    """Embedding of its prompt."""
+    """Embedding of the recorded prompt."""
     picture: bytes
-    """RGB, as bytes."""
+    """Its small picture: RGB, as bytes."""
     height: int
     width: int
     dtype: DType
     shape: tuple[int, ...]
     latents: dict[int, bytes]
-    """By step."""
+    """Bytes of the latents, by step."""
 
     @property
     def each_bytes(self) -> int:
-        """Size of each of its latents."""
+        """Bytes of each of its latents."""
         return math.prod(self.shape) * self.dtype.item_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Size of all its latents and its picture."""
+        """Bytes of all its latents and its picture."""
         return self.each_bytes * len(self.latents) + len(self.picture)
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size in memory."""
+        """Approximate bytes in memory."""
         return self.file_bytes + self.embedding.nbytes + len(self.parameters)
 
 
@@ -63,11 +63,11 @@ def to_recording(
     """Return a checked copy of a recording. Raises ValueError if it breaks a rule of cache.proto."""
     check_key(header.key)
     if not _MODEL_HASH.fullmatch(header.model_hash):
-        raise ValueError("the model hash of a recording has 1 to 128 hex digits")
+        raise ValueError("the model hash of a recording must have 1 to 128 hex digits")
     if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-        raise ValueError("the picture of a recording is not RGB")
+        raise ValueError("the picture of a recording must be RGB")
     if not 0 < max(picture.shape) <= MAX_PICTURE_SIDE or not picture.size:
-        raise ValueError(f"the picture of a recording has 1 to {MAX_PICTURE_SIDE} pixels a side")
+        raise ValueError(f"the picture of a recording must have 1 to {MAX_PICTURE_SIDE} pixels a side")
     dtype, shape = _check_latents(header.steps, latents)
     return CheckedRecording(
         key=header.key,
@@ -84,31 +84,31 @@ def to_recording(
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError if the text is not a key, 64 hex digits."""
+    """Raise ValueError if the text is not a key (64 hex digits)."""
     if not _KEY.fullmatch(key):
         raise ValueError("the key of a cached latent must have 64 hex digits")
 
 
 def checked_embedding(embedding: Vector) -> Vector:
-    """Return the embedding itself. Raises ValueError if it is zero, not finite or malformed."""
+    """Return the embedding unchanged. Raises ValueError if it is zero, not finite or malformed."""
     if embedding.dtype != np.float32 or embedding.ndim != 1 or not 0 < embedding.size <= MAX_EMBEDDING:
-        raise ValueError(f"an embedding is a vector of at most {MAX_EMBEDDING} numbers in float32")
+        raise ValueError(f"an embedding must be a float32 vector of at most {MAX_EMBEDDING} numbers")
     # In single precision, like the index, because squares of finite numbers may overflow.
     with np.errstate(over="ignore"):
         length = float(np.linalg.norm(embedding))
     if not (math.isfinite(length) and length > 0.0):
-        raise ValueError("an embedding is finite, and not zero")
+        raise ValueError("an embedding must be finite and not zero")
     return embedding
 
 
 def _check_latents(steps: Sequence[int], latents: Sequence[RecordedLatent]) -> tuple[DType, tuple[int, ...]]:
     if len(steps) != len(latents) or not 1 <= len(latents) <= MAX_LATENTS:
-        raise ValueError(f"a recording has 1 to {MAX_LATENTS} latents, as many as it names steps")
+        raise ValueError(f"a recording must have 1 to {MAX_LATENTS} latents, one for each of its steps")
     if len(set(steps)) != len(steps) or not all(1 <= step <= MAX_STEP for step in steps):
-        raise ValueError(f"latents are recorded after different steps, 1 to {MAX_STEP}")
+        raise ValueError(f"the steps of a recording must be unique and from 1 to {MAX_STEP}")
     first = latents[0]
     if len(first.shape) != 3 or any((latent.dtype, latent.shape) != (first.dtype, first.shape) for latent in latents):
-        raise ValueError("the latents of a recording differ in shape")
+        raise ValueError("the latents of a recording must have the same shape")
     size_bytes = math.prod(first.shape) * first.dtype.item_bytes
     if not size_bytes or any(memoryview(latent.data).nbytes != size_bytes for latent in latents):
         raise ValueError("the bytes of a recording's latent do not fit its shape")

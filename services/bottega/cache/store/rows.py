@@ -1,10 +1,11 @@
-"""Decides which entries a prompt's next picture may start from, so that pictures of one prompt stay diverse.
+"""Decides which entries a prompt's next picture may not start from, so that pictures of one prompt stay diverse.
 
-Pictures that start from one latent share its composition, and so does the picture from which it was recorded. So in a
-row of pictures of one prompt, at most one comes from the same noise as another. Of the 15 pairs of six pictures one is
-then alike, which adds less than .05 to their mean similarity, unless pictures from noise have almost nothing in common.
-An entry that would make a second such picture rests until the row has moved on. Entries with the same seed began with
-the same noise and count as one. This module knows neither latents nor similarities.
+Pictures that start from one latent share its composition, and so does the picture from which it was recorded. A row is
+the last pictures of one prompt. In a row, at most one picture may come from the same initial noise as another. Of the
+15 pairs of six pictures one is then alike, which adds less than .05 to their mean similarity, unless pictures from
+noise have almost nothing in common. An entry that would make a second such picture rests: it may not be used until the
+row has moved on. Entries with the same seed began with the same noise and count as one. This module knows neither
+latents nor similarities.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-# Maximum number of remembered prompts, half a kilobyte each. The least recently asked ones are forgotten first.
+# Maximum number of remembered prompts, half a kilobyte each. The least recently used ones are removed first.
 _MOST_PROMPTS = 16_384
-# Maximum number of pictures of a row that come from the same noise as another one of it.
+# Upper bound on the pictures of a row that come from the same noise as another picture of the row.
 _MOST_ALIKE = 1
 # A row ends if no picture comes within this many seconds, or within the time that this many of its pictures take: users
 # compare pictures that they drew just before, and wait for a picture that takes minutes.
@@ -29,24 +30,24 @@ class _Row:
     """The last pictures of a prompt."""
 
     noise: tuple[int, ...]
-    """Initial noise of each of them, newest last."""
+    """Initial noise (seed) of each picture, newest last."""
     until_s: float
-    """When the row ends unless another picture comes."""
+    """Time at which the row ends unless another picture comes."""
 
     @property
     def resting(self) -> frozenset[int]:
-        """Noises that the next picture must not use, because too many pictures of the row would be alike."""
+        """Noises that the next picture may not use, because too many pictures of the row would be alike."""
         different = frozenset(self.noise)
         return different if len(self.noise) - len(different) >= _MOST_ALIKE else frozenset()
 
 
 class PromptRows:
-    """The last pictures of each prompt, by the noise that they came from. Any thread may call it.
+    """The last pictures of each prompt, by their initial noise. Any thread may call it.
 
     Args:
         pictures: Number of pictures in a row; with 1, every picture may start from any entry.
-        now: Returns the time, in seconds.
-        most_prompts: Maximum number of remembered prompts.
+        now: Returns the time in seconds.
+        most_prompts: Upper bound on the number of remembered prompts.
     """
 
     def __init__(self, pictures: int, now: Callable[[], float], most_prompts: int = _MOST_PROMPTS) -> None:
@@ -57,11 +58,11 @@ class PromptRows:
         self._lock = threading.Lock()
 
     def resting(self, key: str, prompt: str) -> frozenset[int]:
-        """Return the noise that the prompt's next picture must not come from.
+        """Return the noises from which the prompt's next picture may not start.
 
         Args:
             key: Key of the question.
-            prompt: Digest of the prompt; "" if unknown, in which case no entry rests.
+            prompt: Digest of the prompt; "" if unknown: then nothing is returned.
         """
         if not prompt:
             return frozenset()
@@ -69,7 +70,9 @@ class PromptRows:
             return self._row(_name(key, prompt)).resting
 
     def reserve(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> bool:
-        """Record that a picture of the prompt starts from that noise; return False if it must rest.
+        """Record that a picture of the prompt starts from a noise.
+
+        Return False if the prompt may not use that noise now.
 
         Args:
             key: Key of the question.
@@ -87,21 +90,21 @@ class PromptRows:
         return True
 
     def note(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> None:
-        """Record that a picture of the prompt is drawn from a noise; see `reserve`."""
+        """Record that a picture of the prompt is drawn from a noise. The arguments are those of `reserve`."""
         if prompt:
             with self._lock:
                 self._note(_name(key, prompt), noise, picture_s)
 
     def note_once(self, key: str, prompt: str, noise: int) -> None:
-        """Record a picture like `note`, unless one of the row already came from that noise."""
+        """Record a picture of the prompt that was drawn from a noise, unless the row has one from that noise."""
         name = _name(key, prompt)
         with self._lock:
             if noise not in self._row(name).noise:
                 self._note(name, noise)
 
     def release(self, key: str, prompt: str, noise: int) -> None:
-        """Undo the latest reservation of that noise, because no picture has started from it."""
-        name = _name(key, prompt)  # an unknown prompt has no row
+        """Undo the latest reservation of a noise, because no picture has started from it."""
+        name = _name(key, prompt)  # an unknown prompt ("") has no row
         with self._lock:
             row = self._rows.get(name)
             if row is not None and noise in row.noise:
@@ -109,7 +112,7 @@ class PromptRows:
                 self._rows[name] = replace(row, noise=row.noise[:place] + row.noise[place + 1 :])
 
     def _row(self, name: bytes) -> _Row:
-        """Return the row that the prompt's next picture belongs to."""
+        """Return the row to which the prompt's next picture belongs."""
         now_s = self._now()
         row = self._rows.get(name)
         return row if row is not None and now_s <= row.until_s else _Row(noise=(), until_s=now_s)
@@ -118,7 +121,7 @@ class PromptRows:
         if not self._before:
             return
         row = self._row(name)
-        # What a picture takes may be known of an earlier one alone.
+        # The duration may be known only from an earlier picture.
         until_s = max(row.until_s, self._now() + max(_ROW_S, _ROW_PICTURES * picture_s))
         self._rows[name] = _Row(noise=(*row.noise, noise)[-self._before :], until_s=until_s)
         self._rows.move_to_end(name)

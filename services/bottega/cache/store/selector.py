@@ -1,4 +1,4 @@
-"""Selects the latents that a job's pictures start from, among those of similar prompts. It does not access files."""
+"""Selects the latents from which a job's pictures start, among those of similar prompts. It does not access files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from bottega.addons.cache.planning.skip_profile import SkipProfile, served_step, skip_steps
 
-# Decimals of a similarity. In single precision, cosines of one prompt's embeddings differ from 1 by less.
+# Decimals to which similarities are rounded. In single precision, the cosine of equal embeddings differs from 1 by
+# less.
 _DIGITS = 5
 
 
@@ -22,14 +23,14 @@ class Candidate:
     similarity: float
     """Cosine of the embeddings of the two prompts."""
     steps: Collection[int]
-    """Steps after which the entry has latents."""
+    """Steps after which latents of the entry were recorded."""
     hits: int = 0
-    """How many pictures have started from the entry."""
+    """Number of pictures that have started from the entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """A latent that a picture may start from."""
+    """A latent from which a picture may start."""
 
     number: int
     noise: int
@@ -39,7 +40,7 @@ class Selection:
     step: int
     """Number of steps after which the latent was recorded."""
     hole: bool
-    """Whether the similarity allows more steps, whose latent was evicted."""
+    """Whether the similarity would allow a later latent, which was evicted."""
 
 
 def select_latents(
@@ -47,13 +48,13 @@ def select_latents(
 ) -> list[Selection]:
     """Return at most one latent of each candidate, those that save most steps first.
 
-    Of equal ones the most similar prompt comes first, then the least used entry, so that the pictures of one prompt do
-    not all begin alike. Each latent is similar enough for its steps, according to the profile.
+    Among equal ones the most similar prompt comes first, then the least used entry, so that the pictures of one prompt
+    do not all start from the same latent. Each latent is similar enough for its steps, according to the profile.
 
     Args:
-        words: Words of the new prompt.
-        steps: Steps of the job.
-        latest: The last step of usable latents.
+        words: Number of words of the new prompt.
+        steps: Number of steps of the job.
+        latest: The last step after which a usable latent was recorded.
     """
     found: list[tuple[Selection, int]] = []
     for candidate in candidates:

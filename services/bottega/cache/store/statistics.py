@@ -13,16 +13,16 @@ from bottega.v1.cache_pb2 import CacheModelStats, CacheOutcome
 
 
 class Dropped(StrEnum):
-    """The reason why a recording was not kept."""
+    """The reasons for which a recording is not stored."""
 
     BUSY = "busy"
-    """Too much waits to be written."""
+    """Too many recordings wait to be written."""
     TROUBLE = "trouble"
     """The disk is full or fails."""
     TOO_LARGE = "too_large"
     """Its latents exceed the whole budget."""
     UNFIT = "unfit"
-    """Its embedding has another width than those of its key."""
+    """Its embedding has another width than the others of its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +35,22 @@ class LatentStatistics:
     lookups: dict[str, int]
     steps_skipped: int
     recorded: int
-    """Number of entries since the start."""
+    """Number of entries that were recorded since the start."""
     evictions: int
     holes: int
     damaged: int
-    """Number of latents that were damaged, and deleted."""
+    """Number of latents that were damaged and deleted."""
     dropped: dict[str, int]
     trouble: str
     predictor: PredictorStatistics | None
     waiting: int
-    """Number of recordings to be written."""
+    """Number of recordings that wait to be written."""
     waiting_bytes: int
-    """Size of recordings to be written."""
+    """Bytes of recordings that wait to be written."""
 
 
 class CacheCounts(StoreCounts[Dropped]):
-    """The counters of a cache, including the number of queries by outcome."""
+    """The counters of a cache, including the number of questions by outcome."""
 
     def __init__(self) -> None:
         super().__init__(Dropped)
@@ -62,7 +62,7 @@ class CacheCounts(StoreCounts[Dropped]):
             self._lookups[_name(outcome)] += 1
 
     def lookups(self) -> dict[str, int]:
-        """Return the numbers of questions by outcome."""
+        """Return the number of questions by outcome."""
         with self._lock:
             return dict(self._lookups)
 

@@ -1,6 +1,7 @@
-"""The store of an approximate cache. It keeps entries in memory and on disk, answers queries, and adds recordings.
+"""The store of an approximate cache: entries in memory and on disk, answers to workers' questions, and recordings.
 
-Any thread may call it. `service.py` translates between it and gRPC. Queries and recordings arrive over links.
+Any thread may call it. `service.py` converts between it and gRPC. Workers send questions and recordings over tensor
+connections.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 class LatentStore:
-    """A store of cached latents. Start it with `start`, end it with `close`, which closes the index, too.
+    """A store of cached latents. Call `start` first and `close` at the end, which also closes the index.
 
     Args:
-        clock: Gives the times of recordings and of prompts' last pictures.
+        clock: The clock for the times of recordings and of prompts' last pictures.
     """
 
     def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
@@ -83,25 +84,25 @@ class LatentStore:
         )
 
     def start(self) -> None:
-        """Lock the folder and open the store. Earlier entries are read in the background.
+        """Lock the folder and open the store. Stored entries are read in the background.
 
         A disk that fails is reported in the statistics, and tried again. Raises Unavailable if another process uses the
-        folder, StorageUnavailable if it cannot be created, and ConfigError if its records are not ours.
+        folder, StorageUnavailable if it cannot be created, and ConfigError if its database belongs to another program.
         """
         self._profiles.open()
         self._writer.start()
 
     def close(self) -> None:
-        """Write the pending entries, and stop. Do nothing if the store was not started."""
+        """Write the pending recordings, and stop. Does nothing if the store was not started."""
         self._writer.close()
         self._contents.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Return whether earlier entries were read and pending recordings written within that time."""
+        """Wait up to `timeout_s` until stored entries are read and recordings are written. Return whether they are."""
         return self._writer.flush(timeout_s)
 
     def ask(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """Return the latents that a job's pictures may start from, and whether its first picture is to be recorded.
+        """Return the latents from which a job's pictures may start, and whether its first picture is to be recorded.
 
         Raises ValueError if a rule of cache.proto is broken.
 
@@ -129,15 +130,15 @@ class LatentStore:
         return answer
 
     def count_starts(self, starts: CacheStarts) -> None:
-        """Count the steps that returned latents saved, and release unused ones for the prompt's next picture.
+        """Count the steps that a worker skipped, and release unused latents for the prompt's next picture.
 
         Raises ValueError if a rule of cache.proto is broken.
         """
         most = starts.pictures * MAX_STEP
         if not (0 <= starts.pictures <= _MOST_IMAGES and 0 <= starts.skipped_steps <= most):
-            raise ValueError(f"a worker reports 0 to {_MOST_IMAGES} pictures, and at most {MAX_STEP} steps of each")
+            raise ValueError(f"a report must be of 0 to {_MOST_IMAGES} pictures and at most {MAX_STEP} steps each")
         if len(starts.unused) > _MOST_IMAGES:
-            raise ValueError(f"an answer has at most {_MOST_IMAGES} entries")
+            raise ValueError(f"a report must name at most {_MOST_IMAGES} unused entries")
         _check_row(starts.key, starts.prompt_digest)
         self._counts.add("steps_skipped", starts.skipped_steps)
         for name in starts.unused:
@@ -154,13 +155,13 @@ class LatentStore:
         picture: npt.NDArray[np.uint8],
         latents: Sequence[RecordedLatent],
     ) -> None:
-        """Queue the latents of a picture for writing, and return at once. Without room, they are dropped and counted.
+        """Queue the latents of a picture for writing, and return at once. If the queue is full, drop and count them.
 
         Raises ValueError if a rule of cache.proto is broken.
 
         Args:
             picture: [height, width, 3]; copied.
-            latents: One for each of the header's steps, in their order; copied.
+            latents: One for each step in the header, in the same order; copied.
         """
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
         drawn = recording.parameters
@@ -168,11 +169,11 @@ class LatentStore:
             self._rows.note_once(recording.key, prompt_digest(drawn.prompt), drawn.seed)
 
     def lookups(self) -> dict[str, int]:
-        """Return the numbers of questions since the start, by outcome."""
+        """Return the number of questions since the start, by outcome."""
         return self._counts.lookups()
 
     def statistics(self) -> LatentStatistics:
-        """Return the current figures."""
+        """Return the current statistics."""
         counts, waiting = self._counts, self._writer.waiting
         predictor = self._contents.predictor
         return LatentStatistics(
@@ -193,7 +194,7 @@ class LatentStore:
         )
 
     def entry(self, name: str) -> EntryDetails | None:
-        """Return an entry; None if it does not exist. Raises StorageUnavailable, DataLoss."""
+        """Return the entry with this name, or None. Raises StorageUnavailable, DataLoss."""
         entry = self._table.named(name)
         if entry is None:
             return None
@@ -201,15 +202,15 @@ class LatentStore:
         return EntryDetails(entry=found[0], picture=self._picture(entry)) if found else None
 
     def entries(self, model_hash: str, limit: int) -> list[CacheEntry]:
-        """Return the newest entries, newest first. Raises StorageUnavailable, DataLoss.
+        """Return up to `limit` entries, newest first. Raises StorageUnavailable, DataLoss.
 
         Args:
-            model_hash: "" means any model.
+            model_hash: Hash of the model; "" means any model.
         """
         return self._described(self._table.newest(model_hash, limit))
 
     def clear(self, model_hash: str = "") -> int:
-        """Remove the entries of a model, or of all models for ""; return how many. Raises StorageUnavailable."""
+        """Delete the entries of a model, or of all models for "". Return how many. Raises StorageUnavailable."""
         return self._writer.clear(model_hash)
 
     def profiles(self) -> list[CacheProfile]:
@@ -217,7 +218,7 @@ class LatentStore:
         return self._profiles.all()
 
     def set_profile(self, profile: CacheProfile) -> CacheProfile:
-        """Replace the model's profile; one without classes removes it.
+        """Replace the profile of a model. A profile without classes removes it.
 
         Raises ValueError if it is invalid, and StorageUnavailable.
         """
@@ -225,7 +226,7 @@ class LatentStore:
         return profile
 
     def add_profile(self, profile: CacheProfile) -> None:
-        """Add a profile if the model has none. Raises ValueError, StorageUnavailable."""
+        """Add a profile, unless the model has one. Raises ValueError, StorageUnavailable."""
         if not self._profiles.has(profile.model_hash):
             self._profiles.set(profile)
 
@@ -240,7 +241,7 @@ class LatentStore:
         return tuple(found)
 
     def _described(self, entries: Sequence[Entry]) -> list[CacheEntry]:
-        """Return the entries that still exist, in the same order."""
+        """Return the entries that still exist as messages, in the same order."""
         parameters = self._writer.parameters(entries)
         found = []
         for entry in entries:
@@ -270,38 +271,37 @@ def _check(question: CacheQuestion) -> None:
     if question.plain_key:
         check_key(question.plain_key)
     if not 0 <= question.images <= _MOST_IMAGES or len(question.pinned) > _MOST_IMAGES:
-        raise ValueError(f"a question is for at most {_MOST_IMAGES} pictures")
+        raise ValueError(f"a question must be for at most {_MOST_IMAGES} pictures")
     if question.steps < 1 or question.words < 0:
-        raise ValueError("a question needs at least 1 step and at least 0 words")
+        raise ValueError("a question must have at least 1 step and at least 0 words")
 
 
 def _check_row(key: str, digest: str) -> None:
-    """Raise ValueError if it is not a key, or not the digest of a prompt."""
+    """Raise ValueError if `key` is not a key, or `digest` not the digest of a prompt."""
     check_key(key)
     if digest and not _DIGEST.fullmatch(digest):
-        raise ValueError("the digest of a prompt has 64 hex digits")
+        raise ValueError("the digest of a prompt must have 64 hex digits")
 
 
-# Maximum number of remembered keys, 150 bytes each. The least recently asked ones are forgotten first.
+# Maximum number of remembered keys, 150 bytes each. The least recently used ones are removed first.
 _MOST_KEYS = 65_536
 
 
 class Doorkeeper:
-    """Remembers the keys of queries. Any thread may call it."""
+    """Remembers which keys were asked for before. Any thread may call it."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._most_keys = most_keys
-        # For each key, the job that asked about it; empty if any other job is accepted.
+        # By key: the first job that asked for it; empty once a second job has asked or if it is unknown.
         self._seen: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def admits(self, key: str, job: str) -> bool:
-        """Return whether another job has queried the key before, and remember this query.
+        """Return whether another job has asked for the key before, and remember this question.
 
         Args:
-            key: In hex.
-            job: The job that sent the query; its retries do not count as another job. "" is unknown, and counts as
-                another.
+            key: The key, in hex.
+            job: ID of the job that asks. Its retries do not count as another job. "" (unknown) counts as another job.
         """
         short, asker = bytes.fromhex(key), _short(job)
         with self._lock:

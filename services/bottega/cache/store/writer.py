@@ -1,7 +1,7 @@
-"""The writing thread of a store: it writes recordings, evictions, deletions and counts of uses.
+"""The writer thread of a store: it writes recordings, evictions, deletions and counts of uses.
 
-Recordings that wait are bounded in number and bytes. To keep some, the thread evicts to make room, writes files, then
-records, and then serves the entries.
+The number and bytes of waiting recordings are bounded. To store some, the thread first evicts latents, then writes
+files, then the database rows, and then makes the entries available to lookups.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bottega.cache.store.statistics import CacheCounts, Dropped
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 
-# Maximum number of recordings that are written at once, and their maximum share of the budgets.
+# Upper bound on the recordings that are written at once, and on their share of the budgets.
 _MOST_AT_ONCE = 64
 _SHARE_AT_ONCE = 0.5
 
 
 class Insertion:
-    """Inserts recordings and numbers the entries. If a call raises, none of its recordings was stored."""
+    """Stores recordings and assigns numbers to the entries. If a call raises, none of its recordings was stored."""
 
     def __init__(
         self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
@@ -42,11 +42,11 @@ class Insertion:
         self._next_number = 1
 
     def go_on_from(self, number: int) -> None:
-        """Continue the numbering after this number."""
+        """Assign numbers above this one from now on."""
         self._next_number = max(self._next_number, number + 1)
 
     def insert(self, recordings: Sequence[CheckedRecording]) -> None:
-        """Store all recordings or none. A recording that the index refuses is left out.
+        """Store all recordings or none. A recording that the index refuses is skipped.
 
         Raises StorageUnavailable, DataLoss.
         """
@@ -70,7 +70,7 @@ class Insertion:
         self._counts.add("recorded", len(written))
 
     def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
-        """Evict until the recordings fit into the budgets. An eviction frees some more room than needed."""
+        """Evict latents until the recordings fit into the budgets. Each eviction frees somewhat more than needed."""
         table, settings = self._contents.table, self._settings
         room_bytes = settings.budget_bytes - sum(recording.file_bytes for recording in recordings)
         room_entries = settings.max_entries - len(recordings)
@@ -84,13 +84,13 @@ class Insertion:
         self._counts.add("evictions", removal.latents)
 
     def _spare_bytes(self, recordings: Sequence[CheckedRecording]) -> int:
-        """Return the spare room in whole latents. With a budget for only a few latents, it is 0."""
+        """Return how many bytes to free in addition, in whole latents; 0 if the budget is only a few latents."""
         spare_bytes = int(self._settings.batch_share * self._settings.budget_bytes)
         latent_bytes = max((recording.each_bytes for recording in recordings), default=1)
         return spare_bytes - spare_bytes % latent_bytes
 
     def _prepare(self, recording: CheckedRecording) -> EntryRecord | None:
-        """Add the recording to the index and return its record; None if the index refuses it."""
+        """Add a recording to the index and return its record, or None if the index refuses it."""
         record = _to_record(recording, self._next_number, now=self._clock.wall(), asked=self._contents.table.now)
         self._next_number += 1
         try:
@@ -109,10 +109,10 @@ class Insertion:
 
 
 def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: float) -> EntryRecord:
-    """Return the record of a recording.
+    """Convert a recording to a record.
 
     Args:
-        asked: Time on the policy's clock.
+        asked: Current time of the policy's clock.
     """
     digest = _digest(recording.picture)
     entry = Entry(
@@ -148,7 +148,7 @@ def _files_of(record: EntryRecord) -> list[str]:
 
 
 class CacheWriter(BlobWriter):
-    """The writer of a cache. Earlier entries are read in the background."""
+    """The writer of a cache. Stored entries are read in the background."""
 
     def __init__(
         self, settings: StoreSettings, *, contents: Contents, disk: BlobDisk, counts: CacheCounts, clock: Clock
@@ -171,7 +171,7 @@ class CacheWriter(BlobWriter):
             return len(self._waiting), self._waiting_bytes
 
     def record(self, recording: CheckedRecording) -> None:
-        """Queue a recording to be written, or drop it."""
+        """Queue a recording to be written, or drop it if the queue is full."""
         reason = self._enqueue(recording)
         if reason is None:
             self._thread.post(self._write_waiting)
@@ -179,22 +179,22 @@ class CacheWriter(BlobWriter):
             self._counts.drop(reason)
 
     def lose(self, removal: Removal) -> None:
-        """Remove damaged latents that the table has removed; their files are deleted in the background."""
+        """Delete the files of damaged latents, which the table has already removed, in the background."""
         self._contents.forget(removal.entries)
         self._thread.post(lambda: self._disk.discard(removal.files))
         self._thread.post(self._tidy)
 
     def clear(self, model_hash: str) -> int:
-        """Remove the entries of a model, or of all models for ""; return how many. Raises StorageUnavailable."""
+        """Delete the entries of a model, or of all models for "". Return how many. Raises StorageUnavailable."""
         return self._thread.call(lambda: self._clear(model_hash))
 
     def parameters(self, entries: Sequence[Entry]) -> dict[int, bytes]:
-        """Return the parameters of entries by number. Raises StorageUnavailable, DataLoss."""
+        """Read the serialized parameters of entries, by number. Raises StorageUnavailable, DataLoss."""
         numbers = [entry.number for entry in entries]
         return self._thread.call(lambda: read_parameters(self._disk.records, numbers))
 
     def _enqueue(self, recording: CheckedRecording) -> Dropped | None:
-        """Queue a recording, or return why it is dropped."""
+        """Queue a recording, or return the reason why it is dropped."""
         if self._trouble:
             return Dropped.TROUBLE
         if recording.file_bytes > self._settings.budget_bytes:
