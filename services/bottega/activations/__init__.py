@@ -1,4 +1,5 @@
-"""The activation store: recorded block outputs of templates, in memory and on disk, served to workers over links.
+"""The activation store: recorded activations (block outputs) of edited images, in memory and on disk, for workers.
 
-`store` holds the logic; it knows neither gRPC nor an event loop. Nothing here imports torch.
+A template is an image whose activations were recorded by edits. A section is one forward pass of a template. `store`
+holds the logic and depends on neither gRPC nor an event loop. Nothing here imports torch.
 """

@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def build(settings: ActivationsConfig, folder: Path) -> tuple[Server, ActivationServer]:
-    """Return a store's server and its activation server, both not started. Requires a running event loop."""
+    """Create a store's gRPC server and its activation server without starting them. Requires a running event loop."""
     server = Server(kinds.ACTIVATIONS, settings.server)
     activations = ActivationServer(settings, folder=folder, listening=server)
     service = ActivationService(activations.store, holder=activations.name)

@@ -1,4 +1,4 @@
-"""Measured profiles of models: the seconds of each block, computed in full or for a masked part."""
+"""Measured profiles of models: the seconds that each block takes, computed in full or for the masked part only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
 _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_SHARES = 8
 _MAX_BLOCKS = 4096
-# For a module's path, as for tensor names on links.
+# Upper bound on the bytes of a module's path, the same as for tensor names in messages.
 _MAX_NAME_BYTES = 200
 _MAX_FILE_BYTES = 8 << 20
 
@@ -32,7 +32,7 @@ def profile_key(profile: BlockProfile) -> ProfileKey:
 
 
 def profile_folder(folder: Path) -> ProfileFolder[BlockProfile]:
-    """Return the block profiles of a folder."""
+    """Return the store of block profiles in a folder."""
     return ProfileFolder(
         folder,
         BlockProfile,
@@ -45,17 +45,17 @@ def profile_folder(folder: Path) -> ProfileFolder[BlockProfile]:
 
 
 def check_profile(profile: BlockProfile) -> Iterator[Violation]:
-    """Yield the violations of a block profile. One without blocks is valid; it names a profile to delete."""
+    """Yield the violations of a block profile. A profile without blocks is valid: it asks to delete the stored one."""
     if _MODEL_HASH.fullmatch(profile.model_hash) is None:
         yield Violation(field="profile.model_hash", description="must be 1 to 128 hex digits")
     if profile.dtype not in _DTYPES:
         yield Violation(field="profile.dtype", description=f"must be one of {', '.join(_DTYPES)}")
     for name in ("width", "height"):
         if not 1 <= getattr(profile, name) <= rules.MAX_SIDE:
-            yield Violation(field=f"profile.{name}", description=f"must be 1 to {rules.MAX_SIDE}")
+            yield Violation(field=f"profile.{name}", description=f"must be from 1 to {rules.MAX_SIDE}")
     yield from _check_shares(profile.shares)
     if len(profile.blocks) > _MAX_BLOCKS:
-        yield Violation(field="profile.blocks", description=f"must be at most {_MAX_BLOCKS}")
+        yield Violation(field="profile.blocks", description=f"must have at most {_MAX_BLOCKS} entries")
     else:
         for index, block in enumerate(profile.blocks):
             yield from _check_block(f"profile.blocks[{index}]", block, len(profile.shares))
@@ -70,7 +70,7 @@ def _check_shares(shares: Sequence[float]) -> Iterator[Violation]:
     # Written so that NaN breaks the rules.
     ascending = all(before < share for before, share in zip((0.0, *shares), shares, strict=False))
     if len(shares) > _MAX_SHARES or not (ascending and all(share <= 1 for share in shares)):
-        rule = f"must be at most {_MAX_SHARES}, ascending, above 0 and at most 1"
+        rule = f"must be at most {_MAX_SHARES} ascending numbers above 0 and at most 1"
         yield Violation(field="profile.shares", description=rule)
 
 
@@ -81,7 +81,7 @@ def _check_block(path: str, block: BlockCost, shares: int) -> Iterator[Violation
         yield Violation(field=f"{path}.size_bytes", description="must not be negative")
     yield from _check_seconds(f"{path}.full_s", block.full_s)
     if len(block.masked_s) != shares:
-        yield Violation(field=f"{path}.masked_s", description="must be one for each of profile.shares")
+        yield Violation(field=f"{path}.masked_s", description="must have one number for each of profile.shares")
     else:
         for index, seconds in enumerate(block.masked_s):
             yield from _check_seconds(f"{path}.masked_s[{index}]", seconds)
@@ -89,4 +89,4 @@ def _check_block(path: str, block: BlockCost, shares: int) -> Iterator[Violation
 
 def _check_seconds(path: str, seconds: float) -> Iterator[Violation]:
     if not (math.isfinite(seconds) and seconds >= 0):
-        yield Violation(field=path, description="must be finite, and not negative")
+        yield Violation(field=path, description="must be finite and not negative")

@@ -1,6 +1,6 @@
 """Templates and sections on the disk: rows of a database, and files named by the SHA-256 of their content.
 
-Layouts and maps, which sections share, are stored once.
+Layouts and maps, which several sections may have in common, are stored once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def activation_disk(folder: Path, *, min_free_bytes: int) -> BlobDisk:
 
 
 def load_templates(disk: BlobDisk) -> list[TemplateRecord]:
-    """Return all templates, with the sections whose files exist."""
+    """Read all templates, with those sections whose files exist."""
     found: list[TemplateRecord] = []
 
     def complete(stored: StoredRecord, names: set[str]) -> Completion:
@@ -82,7 +82,7 @@ def load_templates(disk: BlobDisk) -> list[TemplateRecord]:
 
 
 def new_rows(templates: Iterable[TemplateRecord] = (), sections: Iterable[tuple[int, SectionRecord]] = ()) -> NewRows:
-    """Return the rows of new templates with their sections, and of sections of known templates, by number."""
+    """Return the database rows of new templates with their sections, and of new sections of stored templates."""
     added = tuple(templates)
     parts = [(template.number, section) for template in added for section in template.sections.values()]
     parts += sections
@@ -94,12 +94,12 @@ def new_rows(templates: Iterable[TemplateRecord] = (), sections: Iterable[tuple[
 
 
 def use_values(use: TemplateUse) -> Values:
-    """Return the changing values of a template's row."""
+    """Return the changeable columns of a template's row."""
     return int(use.pinned), use.uses, use.used_s
 
 
 def section_place(number: int, key: SectionKey) -> Values:
-    """Return the key of a section's row."""
+    """Return the key columns of a section's row."""
     return number, key.timestep, key.noise_level, key.half, json.dumps(key.controls)
 
 
@@ -111,7 +111,7 @@ def layout_part(layout: SectionLayout) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def read_layout(part: bytes) -> SectionLayout:
-    """Parse the result of `layout_part`; equal bytes give the same object. Raise ValueError if it is malformed."""
+    """Parse the result of `layout_part`. Equal bytes give the same object. Raise ValueError if it is malformed."""
     try:
         return SectionLayout.from_wire(activations_pb2.SectionLayout.FromString(part))
     except DecodeError as error:
@@ -143,7 +143,7 @@ def _read_template(stored: StoredRecord) -> TemplateRecord:
 
 
 def _read_section(row: StoredRow, shared: SharedValues) -> SectionRecord | None:
-    """Return the section of a row; None if its layout or map is damaged."""
+    """Return the section of a row, or None if its layout or map is damaged."""
     _, timestep, noise_level, half, controls, digest, layout_digest, map_digest, prompt = row.values
     layout, valid = shared(layout_digest), shared(map_digest)
     if layout is None or valid is None:

@@ -1,4 +1,4 @@
-"""The activation store as a service, and its metrics. `service.py` translates between the store and gRPC."""
+"""The activation store as a service, and its metrics. `service.py` converts between the store and gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIX = "bottega_activations"
 
 
 class ActivationServer(StoreServer):
-    """An activation store with its links. Raises ConfigError if an address of the links cannot be bound."""
+    """An activation store with its servers. Raises ConfigError if an address for connections cannot be bound."""
 
     def __init__(self, config: ActivationsConfig, *, folder: Path, listening: Listening) -> None:
         self._config = config
@@ -37,7 +37,7 @@ class ActivationServer(StoreServer):
         )
 
     def load(self) -> fleet_pb2.Load:
-        """Return the load that the fleet shows."""
+        """Return the load to report to the fleet."""
         # Files in memory are not part of this process's resident memory. A worker that maps some counts them as well.
         memory_bytes = self._memory.resident_bytes + self.store.memory_bytes
         hits, misses = self.store.lookups()
@@ -45,7 +45,7 @@ class ActivationServer(StoreServer):
         return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
 
     async def drain(self) -> None:
-        """Refuse new links, and wait until no section is being sent. Edits compute blocks that they cannot load."""
+        """Refuse new connections, and wait until no section is being sent. Edits compute what they lack."""
         await super().drain()
         await asyncio.to_thread(self.store.wait_idle, self._config.server.drain_grace_s)
 
@@ -62,7 +62,7 @@ class ActivationServer(StoreServer):
 
 
 def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSettings:
-    """Return the store's settings from the configuration."""
+    """Convert the configuration to the store's settings."""
     return ActivationStoreSettings(
         folder=folder,
         memory_budget_bytes=config.budget_bytes,
@@ -76,22 +76,22 @@ def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSe
 
 def _counters(store: ActivationStatistics) -> Iterator[Metric]:
     lookups = {"hit": store.hits, "miss": store.misses}
-    text = "Look-ups by workers, by whether the template was recorded."
+    text = "Questions of workers, by whether the image was recorded."
     yield counter_by("outcome", f"{_PREFIX}_lookups", text, lookups)
-    text = "Sections given to workers: from memory, loaded into memory, or from disk because memory had no room."
+    text = "Sections given to workers: from memory, loaded into memory, or from disk because memory was full."
     yield counter_by("tier", f"{_PREFIX}_fetches", text, store.fetches)
-    text = "Sections and recordings that were not kept, by reason."
+    text = "Sections and recordings that were dropped, by reason."
     yield counter_by("reason", f"{_PREFIX}_dropped", text, store.dropped)
     yield from counters(
         _PREFIX,
         ("loads", "Files that were loaded into memory.", store.loads),
         ("loaded_bytes", "Bytes of the files that were loaded into memory.", store.loaded_bytes),
-        ("load_seconds", "Seconds that loading took.", store.load_s),
-        ("recorded", "Templates that were recorded.", store.recorded),
+        ("load_seconds", "Seconds that loading files into memory took.", store.load_s),
+        ("recorded", "Images that were recorded.", store.recorded),
         ("recorded_sections", "Sections that were recorded, including replacements.", store.recorded_sections),
-        ("evictions", "Templates that were evicted.", store.evictions),
+        ("evictions", "Images whose recordings were evicted.", store.evictions),
         ("memory_evictions", "Files that were evicted from memory.", store.memory_evictions),
-        ("damaged", "Damaged files that were found and dropped.", store.damaged),
+        ("damaged", "Damaged files that were found and deleted.", store.damaged),
     )
 
 
@@ -104,10 +104,14 @@ def _gauges(store: ActivationStatistics) -> Iterator[Metric]:
     yield from gauges(
         _PREFIX,
         ("templates", "Templates.", store.templates),
-        ("sections", "Sections of all templates.", store.sections),
-        ("pinned", "Templates that are never evicted.", store.pinned),
-        ("recording", "Templates that are being recorded.", store.recording),
+        ("sections", "Stored sections: recorded forward passes of all images.", store.sections),
+        ("pinned", "Pinned images, whose recordings are never evicted.", store.pinned),
+        ("recording", "Images that are being recorded.", store.recording),
         ("waiting_bytes", "Bytes of sections that wait to be written.", store.waiting_bytes),
-        ("disk_bytes_per_second", "Recent rate of loads from disk.", store.disk_bytes_per_s),
-        ("in_trouble", "1 if nothing can be recorded now.", int(bool(store.trouble))),
+        (
+            "disk_bytes_per_second",
+            "Recent rate of loads from disk in bytes per second; 0 if unknown.",
+            store.disk_bytes_per_s,
+        ),
+        ("in_trouble", "1 if nothing can be recorded now, else 0.", int(bool(store.trouble))),
     )

@@ -1,4 +1,4 @@
-"""The gRPC service of the activation store: translates ActivationService's messages to calls of the store and back."""
+"""The gRPC service of the activation store: converts ActivationService's messages to calls of the store and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bottega.v1 import activations_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ActivationService"].full_name
 
-# The limits in the contract.
+# The limits in activations.proto.
 _DEFAULT_LIMIT = 100
 _MAX_LIMIT = 1000
 _MAX_SOURCES = 64
@@ -27,7 +27,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
-    """bottega.v1.ActivationService. `holder` is the service's name in the fleet."""
+    """The servicer of bottega.v1.ActivationService. `holder` is the store's name in the fleet."""
 
     def __init__(self, store: ActivationStore, *, holder: str) -> None:
         self._store = store
@@ -43,12 +43,12 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
     async def DropStoredTemplate(
         self, request: pb.DropStoredTemplateRequest, _context: _Context
     ) -> pb.DropStoredTemplateResponse:
-        """Drop the templates whose ids begin with a prefix."""
+        """Delete the templates whose IDs begin with a prefix."""
         rules.refuse(list(_check_id(request.id)))
         return pb.DropStoredTemplateResponse(dropped=await asyncio.to_thread(self._store.drop, request.id))
 
     async def PinTemplate(self, request: pb.PinTemplateRequest, _context: _Context) -> pb.PinTemplateResponse:
-        """Pin templates, or unpin them."""
+        """Pin templates so that they are not evicted, or unpin them."""
         rules.refuse(list(_check_id(request.id, may_be_empty=False)))
         pinned = await asyncio.to_thread(self._store.pin, request.id, request.pinned)
         return pb.PinTemplateResponse(templates=pinned)
@@ -61,7 +61,7 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
     async def PrefetchTemplates(
         self, request: pb.PrefetchTemplatesRequest, _context: _Context
     ) -> pb.PrefetchTemplatesResponse:
-        """Start to load the templates of coming edits into memory."""
+        """Start to load the templates of upcoming edits into memory."""
         rules.refuse(list(_check_sources(request.sources)))
         templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
         return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)
@@ -98,22 +98,22 @@ class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
 
 
 def _check_id(template: str, *, may_be_empty: bool = True) -> Iterator[Violation]:
-    """Yield the violations of a template's id, or the prefix of one."""
+    """Yield the violations of a template's ID, or of a prefix of one."""
     if (template or not may_be_empty) and _ID.fullmatch(template) is None:
         empty = "empty, or " if may_be_empty else ""
-        yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of an id")
+        yield Violation(field="id", description=f"must be {empty}the first 8 to 32 hex digits of a template's ID")
 
 
 def _check_limit(limit: int) -> Iterator[Violation]:
-    """Yield the violations of a list's limit; 0 means the contract's default."""
+    """Yield the violations of a list's limit; 0 means the default."""
     if not 0 <= limit <= _MAX_LIMIT:
-        yield Violation(field="limit", description=f"must be 0 to {_MAX_LIMIT}")
+        yield Violation(field="limit", description=f"must be from 0 to {_MAX_LIMIT}")
 
 
 def _check_sources(sources: Sequence[str]) -> Iterator[Violation]:
-    """Yield the violations of sources of templates to prefetch."""
+    """Yield the violations of the sources whose templates are to be loaded."""
     if len(sources) > _MAX_SOURCES:
-        yield Violation(field="sources", description=f"must be at most {_MAX_SOURCES}")
+        yield Violation(field="sources", description=f"must have at most {_MAX_SOURCES} entries")
     for index, source in enumerate(sources[:_MAX_SOURCES]):
         if not rules.is_digest(source):
             yield Violation(field=f"sources[{index}]", description="must be 64 hex digits, in lower case")

@@ -13,19 +13,19 @@ from bottega.v1.activations_pb2 import RecordingHeader, TemplateAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionKey:
-    """Identifies one forward of a template."""
+    """Identifies a section: one forward pass of a template."""
 
     timestep: float
     noise_level: float
-    """Above 0. One timestep may have several noise levels."""
+    """Noise level of the step, above 0. One timestep may have several noise levels."""
     half: int
     """0 is the unconditional half of guidance, 1 the conditional one."""
     controls: tuple[int, ...] = ()
-    """Places of the ControlNets that are active in it."""
+    """Indices of the ControlNets that are active in it."""
 
     @property
     def order(self) -> tuple[float, float, int, tuple[int, ...]]:
-        """A sort key by the order of use: noise levels fall."""
+        """A sort key for the order of use: falling noise levels."""
         return -self.noise_level, -self.timestep, self.half, self.controls
 
     def to_wire(self) -> activations_pb2.SectionKey:
@@ -44,9 +44,9 @@ class SectionRecord:
     """SHA-256 of the file."""
     layout: SectionLayout
     map: bytes
-    """Where the template stood, as in `TemplateAnswer.maps`."""
+    """Bitmap of the tokens that are valid for edits; see `TemplateAnswer.maps`."""
     prompt: str
-    """Digest of the prompt, hex; empty if parts were computed with different prompts."""
+    """Digest of the prompt in hex; "" if parts of it were computed with different prompts."""
 
     @property
     def size_bytes(self) -> int:
@@ -61,7 +61,7 @@ class TemplateUse:
     pinned: bool = False
     uses: int = 0
     used_s: float = 0.0
-    """On the store's steady clock."""
+    """Time of the last use, on the store's steady clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,12 @@ class DrawnFile:
     digest: str
     """SHA-256 of the file."""
     shape: tuple[int, ...]
-    """Shape of each of the two."""
+    """Shape of the latent and of the noise."""
     size_bytes: int
 
 
 class TemplateRecord:
-    """A recorded template. `number` is unique for the life of the store."""
+    """A recorded template. `number` is its integer ID, unique in the store."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TemplateRecord:
         self.drawn = drawn
         self.use = use
         self.sections: Mapping[SectionKey, SectionRecord] = {}
-        """Never changed in place, so that any thread may read it."""
+        """The sections by key. This mapping is replaced, never changed, so that any thread may read it."""
         self.size_bytes = self.sections_bytes = 0
         self.set_sections(sections)
 
@@ -104,38 +104,38 @@ class TemplateRecord:
 
     @property
     def key(self) -> str:
-        """The key that it is found by."""
+        """The key by which edits find the template."""
         return self.header.key
 
     @property
     def recording(self) -> str:
-        """The recording's id, 32 hex digits."""
+        """ID of the recording, 32 hex digits."""
         return self.header.recording
 
     @property
     def is_idle(self) -> bool:
-        """Whether the template may be evicted: always, because running edits keep their activations."""
+        """Whether the template may be evicted. Always True, because running edits keep their activations."""
         return True
 
     @property
     def in_order(self) -> list[SectionRecord]:
-        """Its sections, in the order of use."""
+        """The sections in the order in which edits use them."""
         return sorted(self.sections.values(), key=lambda section: section.key.order)
 
     @property
     def files(self) -> list[str]:
-        """Digests of its files, once for each use."""
+        """Digests of the template's files, once for each use."""
         drawn = [self.drawn.digest] if self.drawn is not None else []
         return drawn + [section.digest for section in self.sections.values()]
 
     @property
     def step_count(self) -> int:
-        """Number of sampler steps."""
+        """Number of sampler steps that have sections."""
         return len({(key.timestep, key.noise_level) for key in self.sections})
 
     @property
     def valid_share(self) -> float:
-        """Share of the image that edits can reuse, in the section that has least."""
+        """Share of the image that edits can reuse, in the section with the smallest share."""
         area = max(1, self.header.latent_height * self.header.latent_width)
         maps = {section.map for section in self.sections.values()}
         return min((int.from_bytes(each).bit_count() / area for each in maps), default=0.0)
@@ -147,14 +147,14 @@ class TemplateReply:
 
     header: TemplateAnswer
     drawn: DrawnTensors | None = None
-    """Set if the header says so."""
+    """Image latent and noise, if `header` says that they follow."""
 
 
 def key_from_wire(key: activations_pb2.SectionKey) -> SectionKey:
-    """Return the key of a message."""
+    """Convert a section key from its message."""
     return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half, controls=tuple(key.controls))
 
 
 def map_bytes(height: int, width: int) -> int:
-    """Return the bytes of a map of a latent of this size."""
+    """Return the bytes of a bitmap for a latent of this size."""
     return -(-height * width // 8)

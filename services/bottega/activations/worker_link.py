@@ -1,7 +1,7 @@
-"""Links to workers: answers questions about templates, sends sections, and receives recordings.
+"""Connections to workers: answers questions about templates, sends sections, and receives recordings.
 
-The receiving thread answers questions. A worker that does not read its answers gets empty ones. The same thread takes
-in recordings, which the store writes later. `bottega.rpc.file_links` describes how sections are sent.
+The receiving thread answers questions. A worker that does not read its answers gets empty ones. The same thread
+receives recordings, which the store writes later. `bottega.rpc.file_links` describes how sections are sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOTHING = TemplateAnswer()
 _LIMITS = FileLimits(
     piece_bytes=messages.CHUNK_BYTES,
     slots=messages.WORKER_LIMITS.slots,
-    # A worker has some tens of edits that each request the sections of coming steps.
+    # Upper bound on a worker's requests: it has some tens of edits that request the sections of upcoming steps.
     most_open=4096,
     most_at_once=16,
 )
@@ -49,14 +49,14 @@ _LIMITS = FileLimits(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionRequested(FileRequest):
-    """A worker's request for a section. Its owner is an edit."""
+    """A worker's request for a section. Its `owner` is an edit."""
 
     tensors: tuple[int, ...]
-    """Places of the requested tensors in the section; empty for all."""
+    """Indices of the requested tensors in the section; empty means all."""
 
 
 class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
-    """The link of one worker, limited to `bytes_per_s` unless 0. The store identifies the worker by this object."""
+    """The connection of one worker, which sends at most `bytes_per_s` (0: no bound) and identifies the worker."""
 
     def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
         super().__init__(connection, what="sections", bytes_per_s=bytes_per_s, limits=_LIMITS)
@@ -64,7 +64,7 @@ class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
         self._recorded = SectionReceiver(store, self, on_not_granted=self._say_not_granted)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a message. Headers are read from copies; a section's tensors are copied by the store."""
+        """Handle a message. Headers are read from copies; the store copies a section's tensors."""
         layout = incoming.layout
         with incoming:
             kind = ActivationMessageKind(kind_of(layout))
@@ -86,7 +86,7 @@ class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
         self._store.link_ended(self)
 
     def check(self) -> None:
-        """Expire an idle section; called when no message has come for a moment."""
+        """Drop a section that has been idle for too long. Called when no message has arrived for a moment."""
         self._recorded.expire()
 
     def _borrow(self, request: SectionRequested) -> Future[CacheLease]:
@@ -135,11 +135,11 @@ class ActivationWorkerLink(FileLinkHandler[SectionRequested]):
                 self._store.abandon(messages.read_abandon(layout, views), self)
                 self._recorded.expire()
             case _:
-                raise ValueError(f"a worker sends no {kind} message")
+                raise ValueError(f"a worker must not send a {kind} message")
 
 
 class ActivationLinks(StoreLinks[ActivationWorkerLink]):
-    """The links of all workers. Raises ConfigError if an address cannot be bound."""
+    """The server of all workers' connections. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: LimitedLinksConfig, *, store: ActivationStore) -> None:
         self._store = store
@@ -152,12 +152,12 @@ class ActivationLinks(StoreLinks[ActivationWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> ActivationWorkerLink:
-        """Return the handler of one worker's link."""
+        """Return the handler of one worker's connection."""
         return ActivationWorkerLink(connection, store=self._store, bytes_per_s=self._bytes_per_s)
 
 
 class SectionTransfer(FileTransfer):
-    """A section that is being sent. Raises InvalidRequest if tensors are requested that the section does not have."""
+    """A section that is being sent. Raises InvalidRequest if a requested tensor is not in the section."""
 
     def __init__(self, request: SectionRequested, lease: CacheLease, layout: SectionLayout) -> None:
         super().__init__(request, lease)
@@ -171,11 +171,11 @@ class SectionTransfer(FileTransfer):
 
     @property
     def done(self) -> bool:
-        """Whether everything requested was sent."""
+        """Whether all requested tensors were sent."""
         return self._pieces.done
 
     def send_piece(self, link: Link, max_bytes: int) -> int:
-        """Send the next chunk; the first one has the store's times."""
+        """Send the next chunk. The first one includes the times that the store took."""
         times = None if self._begun else self._request.times(self.lease)
         self._begun = True
         return send_chunk(
@@ -188,7 +188,7 @@ class SectionTransfer(FileTransfer):
 
 
 class SectionReceiver:
-    """Receives the sections of one link, in the receiving thread.
+    """Receives the sections of one connection, in its receiving thread.
 
     `on_not_granted` is called for sections of a recording that the worker may not make.
     """
@@ -203,7 +203,7 @@ class SectionReceiver:
         self._intake: SectionIntake | None = None
 
     def begin(self, number: int, header: SectionHeader, layout: SectionLayout) -> None:
-        """Begin a section, dropping one that is incomplete. Raise ValueError if the header breaks a rule."""
+        """Begin a section, dropping an incomplete one. Raise ValueError if the header breaks a rule."""
         self.drop()
         self._number = number
         begun = self._store.begin_section(header, layout, self._link)
@@ -212,19 +212,19 @@ class SectionReceiver:
         self._intake = begun if isinstance(begun, SectionIntake) else None
 
     def take(self, number: int, chunk: ChunkHeader, data: memoryview) -> None:
-        """Add the next chunk. Raise ValueError if it is out of order or of another section."""
+        """Add the next chunk. Raise ValueError if it is out of order or belongs to another section."""
         if number != self._number:
-            raise ValueError("a chunk must belong to the section that the worker has begun")
+            raise ValueError("a chunk must belong to the section that the worker began last")
         if self._intake is not None and self._intake.is_open:
             self._intake.write(chunk.tensor, chunk.start, data)
 
     def expire(self) -> None:
-        """Drop the section if it is idle or its recording was abandoned. Call it periodically."""
+        """Drop the section if it is idle or its recording was abandoned. Call this periodically."""
         if self._intake is not None:
             self._intake.expire(self._store.record_idle_s)
 
     def drop(self) -> None:
-        """Drop the section that has begun, if any."""
+        """Drop the incomplete section, if there is one."""
         if self._intake is not None:
             self._intake.drop(DropReason.ABANDONED)
             self._intake = None

@@ -183,10 +183,7 @@ def noise_of(parameters: bytes, number: int) -> int:
 
 
 def read_parameters(records: BlobRecords, numbers: Collection[int]) -> dict[int, bytes]:
-    """Read the serialized parameters of entries. Omits entries that no longer exist.
-
-    Raises StorageUnavailable, DataLoss.
-    """
+    """Read the serialized parameters of existing entries. Raises StorageUnavailable, DataLoss."""
     wanted = list(numbers)
 
     def read(connection: sqlite3.Connection) -> dict[int, bytes]:

@@ -71,7 +71,7 @@ async def _lifespan(
 
 
 def _with_socket(engine: ControlNetEngineConfig) -> ControlNetEngineConfig:
-    """Return the configuration with a unix socket path if none is set, the same for every engine of this process."""
+    """Fill in the path of the unix socket. All engine processes of this server use the same path."""
     if engine.links.socket != "":
         return engine
     return replace(engine, links=replace(engine.links, socket=str(default_socket_path("controlnet"))))

@@ -1,8 +1,8 @@
-"""The engine's compute thread: it computes the steps of all links, in as few forwards as possible.
+"""The engine's compute thread: it computes the steps of all workers, in as few forward passes as possible.
 
-Tenants share the device by seconds: a forward is led by the oldest step of the tenant that has used least for its
-weight (`bottega.fair_order`), so one tenant's many rows do not delay another's few by more than the running forward.
-Rows of one ControlNet and one shape share a forward, even if they come from different workers.
+Tenants share the device by seconds: a forward pass is led by the oldest step of the tenant that has used least for its
+weight (`bottega.fair_order`), so one tenant's many rows delay another's few by the running forward pass at most. Rows
+of one ControlNet and one shape share a forward pass, even if they come from different workers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Residuals:
-    """The result of a forward for one row: index `place` of each [rows, channels, height, width] tensor, at scale 1."""
+    """The residuals of one batch row: index `place` of each [rows, channels, height, width] tensor, at scale 1."""
 
     by_point: Sequence[Tensor]
     place: int
     shared: bool = False
-    """Whether the row was not computed alone (`computes_one_session`)."""
+    """Whether the row shared its forward pass with others (`computes_one_session`)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """A step of a worker.
+    """A denoising step of a worker: the rows whose residuals are to be computed.
 
     Args:
-        owner: The link that sent the step; see `drop_owner`.
+        owner: The connection that sent the step; see `drop_owner`.
         done: Called once, in the compute thread, when every row has its residuals or the step has failed.
-        alone: Whether each of its sessions has forwards of its own, without padding.
+        alone: Whether each of its sessions gets forward passes of its own, without padding.
     """
 
     owner: object
@@ -53,15 +53,15 @@ class StepRequest:
     residuals: dict[int, Residuals] = field(default_factory=dict)
     alone: bool = False
     retried: bool = False
-    """Whether a forward that it shared has failed, so that it shares none with other steps."""
+    """Whether a shared forward pass has failed, so that the step is now computed without other steps."""
 
     @property
     def shares(self) -> Iterator[Share]:
-        """The tenants of its rows."""
+        """The tenants of its rows, with their weights."""
         return (row.session.share for row in self.rows)
 
     def key(self, index: int) -> Hashable:
-        """Return the key that rows of one forward must share."""
+        """Return the key that the rows of one forward pass must have in common."""
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
         own = (self, row.session) if self.alone else self if self.retried else None
@@ -71,14 +71,14 @@ class StepRequest:
 class BatchExecutor:
     """Computes steps. Any thread may call `submit`; one thread calls `run_batch` in a loop.
 
-    `batches`, `rows` and `seconds` count its work so far. `progress` counts signs of life: forwards, and calls of
-    `report_progress`.
+    `batches`, `rows` and `seconds` count its forward passes, their rows and their duration so far. `progress` counts
+    forward passes and calls of `report_progress`.
 
     Args:
-        max_rows: Maximum number of rows of a forward.
-        fixed_rows: Pads every forward to this many rows; 0 is off.
-        device: Device that computes; default is the CPU.
-        memory: Estimates how many rows fit, and learns from forwards that ran out of memory.
+        max_rows: Upper bound on the rows of a forward pass.
+        fixed_rows: Number of rows to which every forward pass is padded; 0 turns padding off.
+        device: Device that computes; None means the CPU.
+        memory: Estimates how many rows fit, and is updated when a forward pass runs out of memory.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class BatchExecutor:
             self._changed.notify()
 
     def report_progress(self) -> None:
-        """Count progress of a running forward."""
+        """Count progress of a running forward pass."""
         self.progress += 1
 
     def drop_owner(self, owner: object) -> None:
@@ -117,9 +117,9 @@ class BatchExecutor:
             self._waiting = deque(work for work in self._waiting if work.owner is not owner)
 
     def run_batch(self, timeout_s: float) -> None:
-        """Run one forward, or wait at most `timeout_s` for a step.
+        """Run one forward pass, or wait at most `timeout_s` for a step.
 
-        Raises the device's error if it can compute nothing any more. The process then has to be replaced.
+        Raises the device's error if the device can compute nothing any more. The process then has to be replaced.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout_s):
@@ -130,13 +130,13 @@ class BatchExecutor:
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may succeed
             if not self._splits(group, error):
                 self._retry_exclusively(group, error)
-            # An error that broke the GPU's context would affect all later steps, too. This call raises it.
+            # An error that broke the GPU's context affects all later steps. This call raises it.
             self._device.synchronize()
 
     def _group(self) -> list[tuple[StepRequest, int]]:
-        """Return the first row of the step that is next, and the rows that can share its forward.
+        """Return the first row of the next step, and the rows that can share its forward pass.
 
-        Call it under the lock. The group is filled with rows of the leading step, then of the others by arrival.
+        Call it under the lock. Further rows of that step come first, then those of the others by arrival.
         """
         leader: Hashable = None
         max_rows = self._max_rows
@@ -156,8 +156,8 @@ class BatchExecutor:
     def _next_step(self) -> StepRequest:
         """Return the oldest waiting step of the tenant that has used least of the device.
 
-        A step with rows of several tenants counts as a step of the one that has used least: a worker has put them into
-        one turn, which ends with the last of its rows.
+        A step with rows of several tenants counts as a step of the one that has used least, because the worker needs
+        all of them for one forward pass.
         """
         tags = {share.tenant: self._order.next_tag(share.tenant) for work in self._waiting for share in work.shares}
         leading = min(self._waiting, key=lambda work: min(tags[share.tenant] for share in work.shares))
@@ -171,7 +171,7 @@ class BatchExecutor:
         shared = not computes_one_session(rows) or len(rows) < fixed_rows
         by_point = run_group(rows, fixed_rows=fixed_rows)
         done = self._device.record()
-        # Wait for this forward only: loads and answers under way do not delay it.
+        # Wait for this forward pass only, not for running loads and answers.
         done.wait()
         self.batches += 1
         self.report_progress()
@@ -188,12 +188,12 @@ class BatchExecutor:
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
 
     def _max_rows_with(self, row: ControlRow) -> int:
-        """Return the maximum number of rows of a forward with this one."""
+        """Return the largest number of rows that a forward pass with this row may have."""
         fitting = None if self._fixed_rows else self._memory.most_rows(_area(row), decoded_area=0)
         return self._max_rows if fitting is None else min(fitting, self._max_rows)
 
     def _splits(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> bool:
-        """Return whether the device had too little memory, and the rows' next forward will be smaller."""
+        """Return whether the device had too little memory and the next forward pass of these rows will be smaller."""
         row = group[0][0].rows[group[0][1]]
         if self._fixed_rows or len(group) == 1 or not is_out_of_memory(error):
             return False
@@ -201,10 +201,12 @@ class BatchExecutor:
         return self._max_rows_with(row) < len(group)
 
     def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
-        """Retry the steps of a failed forward one by one. A step that ran alone has failed."""
+        """Retry the steps of a failed forward pass one by one. A step that ran alone fails."""
         works = list(dict.fromkeys(work for work, _ in group))
         if len(works) > 1:
-            _log.warning("a forward failed; its steps are tried one by one", extra={"why": type(error).__name__})
+            _log.warning(
+                "a shared forward pass failed; its steps are retried one by one", extra={"why": type(error).__name__}
+            )
             for work in works:
                 work.retried = True
             return
@@ -213,7 +215,7 @@ class BatchExecutor:
     def _end(self, work: StepRequest, outcome: Sequence[Residuals] | BottegaError) -> None:
         with self._changed:
             if work not in self._waiting:
-                return  # its owner has gone
+                return  # its connection has ended
             self._waiting.remove(work)
         work.done(outcome)
 

@@ -1,7 +1,7 @@
 """The catalogue of a server's ControlNets by name and folder, and measured profiles by digest.
 
-ControlNets are configured, or callers have added them. The added ones and the profiles are kept in one SQLite file. The
-catalogue does not read the folders' files.
+ControlNets are configured, or callers have added them. The added ones and the profiles are stored in one SQLite file.
+The catalogue does not read the ControlNets' files.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from bottega.v1.hosted_pb2 import ResidualProfile
 
 _log = logging.getLogger(__name__)
 
-# Maximum number that a server may report of itself, by the contract of Load.
+# Upper bound on the ControlNets of a server, as in its load report (fleet.proto).
 _MAX_CONTROLNETS = 1024
 _MAX_PATH_CHARACTERS = 4096
 # Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
-# Maximum number of ControlNets, several times what a server hosts. Those that were profiled first are forgotten first.
+# Upper bound on ControlNets with profiles, several times what a server hosts. The oldest profiles are removed first.
 _MAX_PROFILED = 4096
 
 _ADDED = RecordTable(name="controlnets", fixed=("name TEXT", "folder TEXT"))
@@ -51,14 +51,14 @@ SCHEMA = SqliteSchema(
     application_id=0x4274436E,  # "BtCn"
     version=2,
     tables=(_ADDED.statement, _PROFILES.statement, "CREATE INDEX profiles_digest ON profiles (digest)"),
-    remedy="bottega controlnets add adds ControlNets again, and bottega controlnets profile measures them",
+    remedy="add ControlNets again with bottega controlnets add, and measure them with bottega controlnets profile",
 )
 
 
 def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
     """Lock the file of the catalogue and the profiles, because two servers would overwrite each other's changes.
 
-    Raises Unavailable that names the file and the other process, and StorageUnavailable.
+    Raises Unavailable, which names the file and the other process, and StorageUnavailable.
     """
     file = _catalogue_file(config, state_folder)
     lock = ProcessLock(file.with_suffix(".lock"), of=file)
@@ -75,7 +75,7 @@ def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
 
 
 def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
-    """Return the configured catalogue, and the profiles in the same file. Raises ConfigError."""
+    """Return the configured catalogue, and the store of profiles in the same file. Raises ConfigError."""
     file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
     database = SqliteDatabase(file, SCHEMA)
@@ -88,19 +88,19 @@ def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
 
 
 class ControlNetCatalogue:
-    """The catalogue. Call `open` before anything else.
+    """The ControlNets of a server, by name. Call `open` before anything else.
 
-    Raises ConfigError if a fixed name is not valid.
+    Raises ConfigError if a configured name is not valid.
 
     Args:
-        root: Folder that must contain the folders that are added; None forbids adding.
-        fixed: ControlNets of the configuration.
+        root: Folder that must contain all added folders; None forbids adding.
+        fixed: ControlNets of the configuration: folders by name.
     """
 
     def __init__(self, database: SqliteDatabase, *, root: Path | None, fixed: Mapping[str, str]) -> None:
         for name in fixed:
             if not rules.is_adapter_name(name):
-                raise ConfigError(f"controlnets: {name!r} cannot be the name of a ControlNet")
+                raise ConfigError(f"controlnets: {name!r} is not a valid name of a ControlNet")
         self._database = database
         self.root = root.resolve() if root is not None else None
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
@@ -115,7 +115,7 @@ class ControlNetCatalogue:
         except StorageUnavailable as error:
             if self._database.path.exists():
                 raise
-            _log.warning("the list of added ControlNets cannot be saved", extra={"text": error.message})
+            _log.warning("the list of added ControlNets cannot be written", extra={"text": error.message})
             return
         rows = await self._database.transact(lambda connection: _sound_rows(connection, _ADDED))
         self._added = await asyncio.to_thread(self._usable, dict(rows))
@@ -126,17 +126,17 @@ class ControlNetCatalogue:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folder of each ControlNet, by name. The configuration's names have priority over added ones."""
+        """The folder of each ControlNet, by name. Configured names have priority over added ones."""
         return {**{name: Path(folder) for name, folder in self._added.items()}, **self._fixed}
 
     def root_of(self, name: str) -> Path | None:
-        """Return the folder that must contain all its files, with links followed; None for one of the configuration."""
+        """Return the folder that must contain a ControlNet's files, symlinks resolved; None if it is configured."""
         return None if name in self._fixed else self.root
 
     def checked(self, name: str, folder: str) -> Path:
-        """Return the folder that a caller may add under this name. It waits for the disk.
+        """Return the folder, if a caller may add it under this name. Reads the disk.
 
-        Raises InvalidRequest, ControlNetExists for a name of the configuration, and TooLarge if there are too many.
+        Raises InvalidRequest, ControlNetExists for a configured name, and TooLarge if there are too many.
         """
         violations = []
         if not rules.is_adapter_name(name):
@@ -153,7 +153,7 @@ class ControlNetCatalogue:
         return self._below_root(folder)
 
     async def add(self, name: str, folder: Path) -> None:
-        """Add a ControlNet and remember it. Raises StorageUnavailable if it could not be remembered."""
+        """Add a ControlNet and store it. Raises StorageUnavailable if it could not be stored."""
         await self._database.transact(lambda connection: _ADDED.add(connection, [((name, str(folder)), ())]))
         self._added = {**self._added, name: str(folder)}
         self.left_out.pop(name, None)
@@ -179,12 +179,15 @@ class ControlNetCatalogue:
         """Return the added ControlNets that may still be hosted."""
         kept = {}
         for name, folder in added.items():
-            if name in self._fixed:  # kept, because the configuration may drop it again
+            if name in self._fixed:  # kept in the file, because the name may be removed from the configuration
                 kept[name] = folder
                 why = "the configuration has a ControlNet of that name; add it under another name"
                 self.left_out[f"{name} (added)"] = why
                 facts = {"controlnet": name, "folder": folder}
-                _log.warning("an added ControlNet is not hosted: the configuration has its name", extra=facts)
+                _log.warning(
+                    "an added ControlNet is not hosted, because the configuration has another one of that name",
+                    extra=facts,
+                )
                 continue
             try:
                 kept[name] = str(self._checked_again(name, folder))
@@ -194,7 +197,7 @@ class ControlNetCatalogue:
         return kept
 
     def _checked_again(self, name: str, folder: str) -> Path:
-        """Return the folder of a remembered ControlNet if it is still allowed. Raises InvalidRequest."""
+        """Return the folder of a stored ControlNet if it is still allowed. Raises InvalidRequest."""
         if not rules.is_adapter_name(name):
             raise _refused(f"the name must be {rules.ADAPTER_NAMES}")
         return self._below_root(folder)
@@ -205,7 +208,7 @@ def _refused(rule: str) -> InvalidRequest:
 
 
 class ProfileStore:
-    """The profiles of a server's ControlNets. The catalogue opens the database before `read`."""
+    """The stored profiles of a server's ControlNets. The catalogue must open the database before `read`."""
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
@@ -216,7 +219,7 @@ class ProfileStore:
         try:
             rows = await self._database.transact(lambda connection: _sound_rows(connection, _PROFILES))
         except StorageUnavailable as error:
-            _log.warning("no profiles can be read", extra={"text": error.message})
+            _log.warning("the stored profiles cannot be read; none is used", extra={"text": error.message})
             return
         for _, digest, raw in rows:
             self._profiles[digest] = (*self.of(digest), *_usable_profile(digest, raw))
@@ -226,7 +229,7 @@ class ProfileStore:
         return self._profiles.get(digest, ())
 
     async def set(self, digest: str, profile: ResidualProfile) -> None:
-        """Store a profile in place of the one for its base model.
+        """Store a profile. It replaces the one for the same base model.
 
         Raises StorageUnavailable if it could not be stored.
         """
@@ -246,23 +249,25 @@ class ProfileStore:
 
 
 def _usable_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
-    """Yield the profile, unless it breaks today's rules."""
+    """Yield the profile, unless it breaks the current rules."""
     try:
         profile = ResidualProfile.FromString(raw)
         broken = next((str(violation) for violation in rules.check_profile("profile", profile)), "")
     except DecodeError:
         broken = "it cannot be decoded"
     if broken:
-        _log.warning("a profile is not used any more", extra={"digest": digest, "why": broken})
+        _log.warning(
+            "a stored profile breaks the current rules and is not used", extra={"digest": digest, "why": broken}
+        )
     else:
         yield profile
 
 
 def _sound_rows(connection: sqlite3.Connection, table: RecordTable) -> list[tuple[Any, ...]]:
-    """Return the undamaged rows of a table, by key. Damaged rows are logged."""
+    """Return the undamaged rows of a table, sorted by key. Log damaged ones."""
     rows = sorted(table.read(connection), key=lambda row: row.key)
     for row in rows:
         if not row.intact:
             facts = {"table": table.name, "row": str(row.values[0])}
-            _log.error("a row of the catalogue of ControlNets is damaged; it is left out", extra=facts)
+            _log.error("a row of the catalogue of ControlNets is damaged and is ignored", extra=facts)
     return [row.values for row in rows if row.intact]

@@ -28,30 +28,30 @@ class ControlNetEngineConfig:
     }
 
     device: DeviceName = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """Device of the engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Data type of the workers' models.
+    """Data type of the computation, which must be that of the workers' models.
 
-    auto: each worker's own; a ControlNet is then loaded once for each data type in use.
+    auto: the data type of each worker; a ControlNet is then loaded once for each data type in use.
     """
     threads: NotNegative = 0
-    """Threads of torch. 0: torch decides."""
+    """Number of torch's CPU threads. 0: torch decides."""
     exclusive_cores: bool = False
-    """The engine's cores run nothing else.
+    """Whether the engine's CPU cores run nothing else.
 
-    Its threads then wait for each other actively, which is faster, and slower if the cores are shared after all.
+    If so, its threads wait for each other actively, which is faster, but slower if the cores are shared.
     """
     device_memory_mib: NotNegative = 0
-    """Bound in MiB on the device memory of ControlNets, forward passes and links together.
+    """Upper bound in MiB on the device memory of ControlNets, forward passes and connections together.
 
-    0: what is free when the engine starts, less a reserve. On a CPU it is 0.
+    0: the memory that is free when the engine starts, less a reserve. On a CPU it must be 0.
     """
     budget_bytes: AtLeastOne = 8 << 30
-    """Bound on the bytes of weights that are loaded at once; three quarters of the device's memory if that is less."""
+    """Upper bound on the bytes of loaded weights; three quarters of the device's memory if that is less."""
     max_rows: AtLeastOne = 16
-    """Bound on the rows of one forward pass. A guided step has two for each of its images."""
+    """Upper bound on the batch rows of one forward pass. A guided step has two for each image."""
     fixed_rows: NotNegative = 0
-    """Number of rows of every forward pass; smaller ones are padded.
+    """Number of batch rows of every forward pass; smaller ones are padded.
 
     Images are then equal byte for byte whatever runs beside them. 0: off.
     """
@@ -60,25 +60,25 @@ class ControlNetEngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetConfig(MemberConfig):
-    """Settings of a ControlNet server."""
+    """The configuration of a ControlNet server."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
     engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
     engine_on_demand: bool = False
-    """Start the engine with the first request that needs it, and let that request wait.
+    """Whether the engine starts with the first request that needs it, which waits meanwhile.
 
-    false: start it with the server. An idle engine takes 350 MiB. A server that hosts ControlNets that callers added
-    starts it at once.
+    false: it starts with the server. An idle engine takes 350 MiB. If callers have added ControlNets, the engine always
+    starts with the server.
     """
     controlnets: dict[str, str] = field(default_factory=dict)
     """Folders of hosted ControlNets in Diffusers' layout, by name.
 
-    miniature/edges and miniature/layout belong to the embedded model.
+    miniature/edges and miniature/layout are the ControlNets of the small model that comes with Bottega.
     """
     left_out: dict[str, str] = field(default_factory=dict)
-    """ControlNets that are not hosted, and why, by name.
+    """ControlNets that are not hosted, by name, with the reasons.
 
     The fleet lists them. `bottega up` writes here which files beside the ControlNets of a model's folder it cannot use.
     """
@@ -90,11 +90,11 @@ class ControlNetConfig(MemberConfig):
     Only one server at a time may use it. Empty: controlnets.db in Bottega's state folder.
     """
     start_stall_s: Seconds = 120.0
-    """Seconds without progress of the engine's start after which the engine counts as hung and is replaced.
+    """Seconds without progress after which a starting engine counts as hung and is replaced.
 
-    Loading ControlNets has its own limit, and systemd waits as long.
+    Loading ControlNets has a limit of its own, and systemd waits for it.
     """
     hang_s: Seconds = 60.0
-    """Seconds without a message of a ready engine after which it is replaced."""
+    """Seconds without a message after which a running engine is replaced."""
     stall_s: Seconds = 120.0
-    """Seconds without a forward pass, while steps wait, after which the engine is replaced."""
+    """Seconds without a completed forward pass, while steps wait, after which the engine is replaced."""

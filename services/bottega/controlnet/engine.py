@@ -1,6 +1,6 @@
-"""The engine process: `python -m bottega.controlnet.engine --fd N --config-json JSON`, started by the server's front.
+"""The engine process: `python -m bottega.controlnet.engine --fd N --config-json JSON`, started by the front process.
 
-It reads its arguments and limits what is imported; `engine_loop` does the work.
+It reads its arguments and restricts imports; `engine_loop` does the work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bottega.rpc.operation import logs
 
 
 def main() -> int:
-    """Run the engine; return the exit code: 1 with a log line if it cannot start."""
+    """Run the engine and return the exit status: 1, after a log line, if it cannot start."""
     parser = argparse.ArgumentParser(
-        prog="python -m bottega.controlnet.engine", description="A server's engine process"
+        prog="python -m bottega.controlnet.engine", description="The engine process of a ControlNet server"
     )
-    parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of the pipe to the front process")
     parser.add_argument("--config-json", type=json.loads, required=True, help="ControlNetEngineConfig as JSON")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
@@ -30,7 +30,7 @@ def main() -> int:
     trim_at_rest()
     with lean_imports():
         from bottega.controlnet.engine_loop import run
-    config = parse(ControlNetEngineConfig, arguments.config_json, source="the configuration of the engine")
+    config = parse(ControlNetEngineConfig, arguments.config_json, source="the configuration of the engine process")
     return run(FramedPipe.from_fd(arguments.fd), config)
 
 

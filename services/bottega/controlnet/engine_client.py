@@ -1,4 +1,4 @@
-"""The client of the server's engine process in the front process. It speaks controlnet_engine.proto."""
+"""The front process's client of the engine process. They exchange controlnet_engine.proto messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, Open
 
 ENGINE_MODULE = "bottega.controlnet.engine"
 
-# For an offer, which the engine makes at once, in a thread of its own.
+# Seconds to wait for an offer. A separate thread of the engine answers at once.
 _OFFER_S = 5.0
 MAX_HOSTING_S = 300.0
-"""Seconds that hosting may take: all of a ControlNet is read, perhaps from a slow disk."""
+"""Seconds that hosting may take: all files of a ControlNet are read, perhaps from a slow disk."""
 
 
 class ControlNetEngineClient(
@@ -40,23 +40,23 @@ class ControlNetEngineClient(
         return pb.ControlNetEngineEvent.FromString(frame)
 
     def ready(self, event: pb.ControlNetEngineEvent) -> pb.ControlNetEngineReady | None:
-        """Return the ready message of an engine; None for other events."""
+        """Return the message that says that the engine is ready; None for other events."""
         return event.ready if event.HasField("ready") else None
 
     def turns(self, event: pb.ControlNetEngineEvent) -> int | None:
-        """Return the number of forwards in the heartbeat of an engine with work; None for other events."""
+        """Return the number of forward passes in the heartbeat of an engine with work; None for other events."""
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
     def prefetch(self, names: list[str]) -> None:
-        """Make the engine load ControlNets that it will need soon. Raises Unavailable if there is no engine."""
+        """Tell the engine to load ControlNets that it will need soon. Raises Unavailable if there is no engine."""
         self.send(pb.ControlNetEngineCommand(prefetch=pb.ControlNetEnginePrefetch(names=names)))
 
     def drain(self) -> None:
-        """Make the engine open no more sessions. Raises Unavailable if there is no engine."""
+        """Tell the engine to open no more sessions. Raises Unavailable if there is no engine."""
         self.send(pb.ControlNetEngineCommand(drain=pb.ControlNetEngineDrain()))
 
     async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
-        """Host a ControlNet.
+        """Make the engine host a ControlNet.
 
         Raises InvalidRequest, ControlNetUnusable, and Unavailable if there is no engine.
 
@@ -74,9 +74,9 @@ class ControlNetEngineClient(
         return answer.controlnet
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return the offer of a link to a worker, whose host is `caller`.
+        """Return the engine's offer of a connection for a worker, whose host is `caller`.
 
-        Raises the engine's refusal, and Unavailable if there is no engine.
+        Raises the error with which the engine refuses, and Unavailable if there is no engine.
         """
         incoming = IncomingLinkRequest(open=request, caller=caller)
 
@@ -89,7 +89,7 @@ class ControlNetEngineClient(
         return answer.opened.offer
 
     def on_event(self, event: pb.ControlNetEngineEvent) -> None:
-        """Complete the call whose response the event is, if it is one."""
+        """Complete the call that this event answers, if there is one."""
         kind = event.WhichOneof("event")
         if kind not in ("hosted", "link_result"):
             return

@@ -1,8 +1,8 @@
-"""The main loop of a server's engine process, which owns the device, the ControlNets and the ends of links.
+"""The main loop of a server's engine process, which owns the device, the ControlNets and workers' connections.
 
-It speaks controlnet_engine.proto over the pipe, and exits when the pipe closes. One thread computes, and also sends
-heartbeats between two blocks of a network, so a hanging engine falls silent and a slow one does not. Work that waits
-for disks and workers has its own threads.
+It exchanges controlnet_engine.proto messages over the pipe, and exits when the pipe closes. One thread computes, and
+also sends heartbeats between two blocks of a network, so a hanging engine falls silent and a slow one does not. Work
+that waits for disks and workers has its own threads.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
-# Share of the device's memory for weights if it is smaller than `budget_bytes`. The rest is for forwards and links.
+# Share of the device's memory for weights, if less than `budget_bytes`. The rest is for forward passes and connections.
 _WEIGHTS_SHARE = 0.75
 
 
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
-    """Serve until the front closes the pipe, and return the exit status.
+    """Serve until the front process closes the pipe, and return the exit status.
 
-    If it cannot start, it logs the reason. The status is then 1, or ConfigError's if another start would fail, too.
+    If the engine cannot start, the reason is logged. The status is then 1, or that of ConfigError if another start
+    would fail, too.
     """
     diffusers_logging.set_verbosity_error()
     compute_with(config.threads)
@@ -61,7 +62,7 @@ def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
 
 
 class ControlNetEngineLoop:
-    """Reads commands, computes, and sends events. The thread that creates it computes."""
+    """Reads commands, computes, and sends events. The thread that creates it must call `run`, and computes."""
 
     def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel

@@ -1,9 +1,9 @@
-"""An inspection process, which checks ControlNets that callers add until its pipe closes.
+"""The inspection process, which checks ControlNets that callers add, until its pipe closes.
 
 It is started as `python -m bottega.controlnet.inspection_process --fd N`. It builds untrusted configurations without
 weights, and compares them with the headers of their files. If that takes too much memory or time, only this process is
-lost. Its parent sets a deadline. The processor time and memory of a call are bounded here, so that the bounds hold
-without a parent, too. The first answer says that the process is ready.
+lost. Its parent sets a deadline. The process itself also bounds the processor time and memory of a call, so that the
+bounds hold without a parent, too. Its first answer says that it is ready.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-# The largest accepted ControlNet needs 1.2 s and 50 MiB, measured on the development machine.
+# Limits of one check. The largest accepted ControlNet needs 1.2 s and 50 MiB on the development machine.
 _CPU_S = 20.0
 _MEMORY_BYTES = 1 << 30
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _bound_memory() -> None:
-    """Bound memory to a little more than the libraries have reserved, which is gigabytes in some torch builds."""
+    """Limit the memory to a little more than the libraries have reserved: gigabytes in some builds of torch."""
     with Path("/proc/self/statm").open(encoding="ascii") as file:
         reserved = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (reserved + _MEMORY_BYTES,) * 2)

@@ -1,6 +1,6 @@
 """Checks a ControlNet that a caller adds in a process with limits, before the engine opens it.
 
-The process stays for a while, for a caller that adds several, because its libraries take seconds to import. This module
+The process stays for a while, for callers that add several, because its libraries take seconds to import. This module
 opens no untrusted file itself.
 """
 
@@ -16,12 +16,12 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 
 MODULE = "bottega.controlnet.inspection_process"
 
-# For one check. The process itself bounds its processor time.
+# Seconds for one check. The process itself limits its processor time.
 _DEADLINE_S = 60.0
-# The process ends after this long without a call.
+# Seconds without a call after which the process ends.
 _IDLE_S = 60.0
 _MAX_WAITING = 64
-# One thread is enough for the little that it computes.
+# One torch thread is enough for the little that it computes.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -29,8 +29,8 @@ class ControlNetInspector(ProcessPool):
     """A pool of one inspection process. Call `stop` after the last call.
 
     Args:
-        idle_s: The process ends after this long without a call.
-        deadline_s: Time limit of a call.
+        idle_s: Seconds without a call after which the process ends.
+        deadline_s: Upper bound on the seconds of a call.
     """
 
     def __init__(self, *, idle_s: float = _IDLE_S, deadline_s: float = _DEADLINE_S) -> None:
@@ -47,19 +47,19 @@ class ControlNetInspector(ProcessPool):
                 processes=1,
                 max_waiting=_MAX_WAITING,
                 limit="inspections",
-                waiting="ControlNets wait to be checked",
+                waiting="too many ControlNets wait to be checked",
                 attempts=1,
                 idle_s=idle_s,
             ),
         )
 
     async def inspect(self, name: str, folder: Path, root: Path | None) -> None:
-        """Raise unless the ControlNet in the folder can be hosted, as far as its configuration and headers show.
+        """Raise an error if the ControlNet cannot be hosted, judging by its configuration and file headers.
 
         Raises InvalidRequest, ControlNetUnusable, Unavailable, and InternalError if the process does not start.
 
         Args:
-            root: Folder that must contain all its files.
+            root: Folder that must contain all its files; None allows any place.
         """
 
         async def prepare() -> PreparedCall:

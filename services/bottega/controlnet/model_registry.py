@@ -27,7 +27,7 @@ from bottega.process import open_files
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Characters of a digest that distinguish two versions of a name in the cache.
+# Number of characters of a digest that distinguish two versions of a name.
 _VERSION_CHARACTERS = 12
 
 
@@ -37,23 +37,23 @@ class ControlNetReference:
 
     name: str
     digest: str
-    """Digest of the requested version; "" means any."""
+    """Digest of the requested version; "" means any version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegisteredModel:
-    """A ControlNet that is hosted."""
+    """A hosted ControlNet."""
 
     source: ControlNetSource
-    """In the configured element type, else in that of its files. Its name is unique for each version."""
+    """How to load it, in the configured data type, else in that of its files. Its name is unique for each version."""
     digest: str
 
     def key(self, dtype: torch.dtype) -> str:
-        """Return the ControlNet's cache key for an element type. Workers may use several element types."""
+        """Return the ControlNet's cache key for a data type. Workers may use several data types."""
         return f"{self.source.name} in {dtype_name(dtype)}"
 
     def in_dtype(self, dtype: torch.dtype) -> ControlNetSource:
-        """Return the ControlNet's source in an element type, with its cache key as name."""
+        """Return the ControlNet's source in a data type, with its cache key as name."""
         size_bytes = self.source.size_bytes // self.source.dtype.itemsize * dtype.itemsize
         return replace(self.source, name=self.key(dtype), dtype=dtype, size_bytes=size_bytes)
 
@@ -62,9 +62,9 @@ class ModelRegistry:
     """The ControlNets that the engine hosts. Any thread may call it; only `add` waits for the disk.
 
     Args:
-        device: Device that they are loaded onto.
-        dtype: The element type of all workers; None if each may have its own.
-        alive: Called often from inside the forwards of its ControlNets; must be fast.
+        device: Device onto which they are loaded.
+        dtype: The data type of all workers; None if each may have its own.
+        alive: Called often during the forward passes of its ControlNets; must be fast.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelRegistry:
         Raises InvalidRequest, ControlNetUnusable, TooManyOpenFiles.
 
         Args:
-            root: Folder that must contain all its files.
+            root: Folder that must contain all its files; None allows any place.
         """
         found = find_controlnet(name, folder, base=None, dtype=self._dtype, root=root)
         try:
@@ -108,10 +108,10 @@ class ModelRegistry:
     def borrow(
         self, wanted: Sequence[ControlNetReference], *, base: ControlLayout, dtype: torch.dtype
     ) -> ControlNetLease:
-        """Lease ControlNets together, for a worker's model with the layout `base` and an element type.
+        """Lease ControlNets together, for a worker's model with the layout `base` and a data type.
 
-        Raises ControlNetNotFound if one is not hosted in the requested version, ControlNetUnusable if one does not fit,
-        and the errors of ControlNetCache.borrow.
+        Raises ControlNetNotFound if one is not hosted in the requested version, ControlNetUnusable if one does not fit
+        the model, and the errors of ControlNetCache.borrow.
         """
         if self._dtype is not None and dtype != self._dtype:
             raise ControlNetUnusable(
@@ -137,7 +137,7 @@ class ModelRegistry:
         self.cache.expect([model.key(self._expected_dtype(model)) for model in models])
 
     def report(self, sessions: dict[str, int]) -> list[Hosted]:
-        """Return the state of all ControlNets, by name.
+        """Return the state of all ControlNets, sorted by name.
 
         Args:
             sessions: Number of open sessions, by name.
@@ -177,7 +177,7 @@ class ModelRegistry:
         )
 
     def _expected_dtype(self, model: _RegisteredModel) -> torch.dtype:
-        """Return the element type that the next session probably needs: the last one's, else the workers' default."""
+        """Return the data type that the next session probably needs: that of the last session, else the default."""
         of_files = model.source.dtype
         if of_files == torch.float16 and self._device.type == "cpu":
             of_files = torch.bfloat16
@@ -185,7 +185,7 @@ class ModelRegistry:
 
 
 def _best(states: Sequence[HostedState.ValueType]) -> HostedState.ValueType:
-    """Return the state of a ControlNet from its states in several element types."""
+    """Return the state of a ControlNet from its states in several data types."""
     for state in (hosted_pb2.HOSTED_STATE_LOADED, hosted_pb2.HOSTED_STATE_LOADING):
         if state in states:
             return state

@@ -1,6 +1,6 @@
-"""The ControlNet server: it hosts the ControlNets of its catalogue, offers links, and reports to the fleet.
+"""The ControlNet server: it hosts the ControlNets of its catalogue, offers connections, and reports to the fleet.
 
-It owns the engine process and the membership in the fleet. `service.py` translates between it and gRPC.
+It owns the engine process and the membership in the fleet. `service.py` converts between it and gRPC.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
-# Pause before a worker asks again for a link to an engine that is starting.
+# Seconds after which a worker asks again for a connection to an engine that is starting.
 _STARTING_S = 0.5
 
 
 class ControlNetServer:
-    """A ControlNet server behind its gRPC service. Start it with `start`, end it with `drain` and `stop`.
+    """A ControlNet server behind its gRPC service. Call `start` first, and `drain` and `stop` at the end.
 
     Args:
-        engine: Its engine, already spawned.
+        engine: The engine process, already spawned.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class ControlNetServer:
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
         self._refused: dict[str, str] = {}
-        """Reasons why the engine does not host some of the catalogue, by name."""
+        """Reasons why the engine does not host some ControlNets of the catalogue, by name."""
         self._device = ""
         self._start_s = 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
-        """Gets a result when the server cannot go on, because it gets no engine any more."""
+        """Done with an error when no engine can be started any more and the process has to exit."""
         self._tasks = BackgroundTasks("watching of the engine")
         self._engine_wanted = False
         self._on_demand = False
-        """Whether it serves without an engine until a request needs one."""
+        """Whether the server still runs without an engine, until a request needs one."""
         self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
         self._memory = MemoryMeter(self._pids)
@@ -94,18 +94,18 @@ class ControlNetServer:
 
     @property
     def hosted(self) -> list[Hosted]:
-        """The hosted ControlNets by name, as the engine last reported them, with their profiles."""
+        """The hosted ControlNets sorted by name, as the engine last reported them, with their profiles."""
         return list(self._hosted)
 
     async def start(self) -> None:
-        """Wait until the engine hosts all that it can, or until that is known if it is started on demand.
+        """Wait until the engine hosts everything that it can. With an engine on demand, wait until that is known.
 
         Raises ConfigError, DataLoss or StorageUnavailable if the catalogue cannot be used, and InternalError if the
         first engine does not start.
         """
         await self._catalogue.open()
         await self._profiles.read()
-        # Folders that callers added are untrusted: processes with limits check them, not this one.
+        # Added folders are untrusted: a process with limits checks them, not this one.
         if self._config.engine_on_demand and not any(map(self._catalogue.root_of, self._catalogue.folders)):
             await self._host_without_engine()
             return
@@ -114,9 +114,9 @@ class ControlNetServer:
         await self._first_hosting
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return a link's offer for a worker, whose host is `caller`.
+        """Return the offer of a connection for a worker, whose host is `caller`.
 
-        Raises Draining, Unavailable, and the engine's refusal.
+        Raises Draining, Unavailable, and the error with which the engine refuses.
         """
         if self._draining:
             raise Draining("the ControlNet server is stopping")
@@ -126,7 +126,7 @@ class ControlNetServer:
         return await self._engine.open_link(request, caller=caller)
 
     def prefetch(self, names: list[str]) -> list[str]:
-        """Load the hosted ones among these ahead, and return their names. Raises Unavailable if there is no engine."""
+        """Start to load the hosted ones of these ControlNets, and return their names. Raises Unavailable."""
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
         if accepted and not self._draining:
@@ -136,7 +136,7 @@ class ControlNetServer:
         return accepted
 
     async def add(self, name: str, folder: str) -> Hosted:
-        """Host one more ControlNet and remember it.
+        """Host another ControlNet and store it in the catalogue.
 
         Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
         """
@@ -148,13 +148,13 @@ class ControlNetServer:
             await self._catalogue.add(name, path)
         self._refused.pop(name, None)
         self._hosts_now(hosted)
-        _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
+        _log.info("a ControlNet was added and is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
 
     async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> Hosted:
-        """Store the measured profile of a hosted ControlNet.
+        """Store a measured profile of a hosted ControlNet.
 
-        Raises ControlNetNotFound if none of that name and digest is hosted, and StorageUnavailable.
+        Raises ControlNetNotFound if none with that name and digest is hosted, and StorageUnavailable.
         """
         async with self._adding:
             if not any(net.name == name and net.digest == digest for net in self._beat.controlnets):
@@ -169,7 +169,7 @@ class ControlNetServer:
         return next(net for net in self._hosted if net.name == name)
 
     def load(self) -> fleet_pb2.Load:
-        """Return the hosted ControlNets and the load, for the fleet."""
+        """Return the load to report to the fleet, with the hosted ControlNets."""
         beat = self._beat
         activity = fleet_pb2.Activity(
             steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
@@ -230,7 +230,7 @@ class ControlNetServer:
             self._first_hosting = asyncio.get_running_loop().create_future()  # of the engine that is started next
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """Ignore the event: this engine reports no stages; it is ready once its libraries are imported."""
+        """Ignore the event. This engine reports no stages: it is ready once its libraries are imported."""
 
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Make a new engine host the catalogue."""
@@ -239,12 +239,12 @@ class ControlNetServer:
         self._hosting.start(self._host_all())
 
     async def on_engine_event(self, event: ControlNetEngineEvent) -> None:
-        """Process an answer or a heartbeat of the engine."""
+        """Handle an answer or a heartbeat of the engine."""
         if not event.HasField("beat"):
             self._engine.on_event(event)
             return
         if self._on_demand and not self._first_hosting.done():
-            return  # it does not host all yet of what the fleet is told
+            return  # the engine does not host everything yet
         before, self._beat = self._beat, event.beat
         self._hosted = self._with_profiles(event.beat)
         self._metrics.on_beat(event.beat)
@@ -286,7 +286,7 @@ class ControlNetServer:
         self._join_fleet()
 
     async def _host_without_engine(self) -> None:
-        """Find the ControlNets that an engine could host, join the fleet and report those that are left out."""
+        """Find out which ControlNets an engine could host, join the fleet and report the others."""
         self._on_demand = True
         began = time.monotonic()
         for name, folder in self._catalogue.folders.items():
@@ -304,7 +304,7 @@ class ControlNetServer:
 
     def _refuse(self, name: str, folder: Path, error: BottegaError) -> None:
         facts = {"controlnet": name, "folder": str(folder), "text": error.message}
-        _log.error("a ControlNet cannot be hosted", extra=facts)
+        _log.error("a ControlNet cannot be hosted; the reason follows", extra=facts)
         self._refused[name] = error.message
 
     def _join_fleet(self) -> None:
@@ -318,7 +318,7 @@ class ControlNetServer:
             self._membership.start()
 
     async def _host(self, name: str, folder: Path) -> Hosted:
-        """Host a ControlNet. One that a caller added is first checked in a process with limits."""
+        """Host a ControlNet. If a caller added it, a process with limits checks it first."""
         root = self._catalogue.root_of(name)
         if root is not None:
             await self._inspector.inspect(name, folder, root)
@@ -330,7 +330,7 @@ class ControlNetServer:
             await membership.stop()
 
     def _hosts_now(self, net: Hosted) -> None:
-        """Publish a hosted ControlNet at once; the engine's next heartbeat also contains it."""
+        """Publish a hosted ControlNet at once. The engine's next heartbeat also contains it."""
         nets = {hosted.name: hosted for hosted in [*self._beat.controlnets, net]}
         beat = ControlNetEngineBeat()
         beat.CopyFrom(self._beat)
@@ -340,7 +340,7 @@ class ControlNetServer:
         self._report()
 
     def _with_profiles(self, beat: ControlNetEngineBeat) -> list[Hosted]:
-        """Add the profiles to the heartbeat's ControlNets, and return these."""
+        """Return the heartbeat's ControlNets with their profiles."""
         for net in beat.controlnets:
             del net.profiles[:]
             net.profiles.extend(self._profiles.of(net.digest))

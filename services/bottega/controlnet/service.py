@@ -1,4 +1,4 @@
-"""The gRPC service of a ControlNet server: it translates between wire messages and the server's types."""
+"""The gRPC service of a ControlNet server: it converts between messages and the server's types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega.v1 import controlnet_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlNetService"].full_name
 
-# The limit in the contract.
+# The limit in controlnet.proto.
 _MAX_NAMES = 256
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,7 +28,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         self._server = server
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
-        """Load ControlNets ahead."""
+        """Load ControlNets before they are needed."""
         rules.refuse(list(_check_names(request)))
         return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names)))
 
@@ -40,7 +40,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         return pb.ListControlNetsResponse(controlnets=server.hosted, budget_bytes=server.budget_bytes, root=server.root)
 
     async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:
-        """Host one more ControlNet."""
+        """Host another ControlNet."""
         return pb.AddControlNetResponse(controlnet=await self._server.add(request.name, request.folder))
 
     async def SetProfile(self, request: pb.SetProfileRequest, _context: _Context) -> pb.SetProfileResponse:
@@ -57,6 +57,6 @@ def _check_name(field: str, name: str) -> Iterator[Violation]:
 
 def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:
     if len(request.names) > _MAX_NAMES:
-        yield Violation(field="names", description=f"must be at most {_MAX_NAMES}")
+        yield Violation(field="names", description=f"must have at most {_MAX_NAMES} entries")
     for index, name in enumerate(request.names[:_MAX_NAMES]):
         yield from _check_name(f"names[{index}]", name)

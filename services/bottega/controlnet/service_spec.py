@@ -8,11 +8,11 @@ _COUNT = ServiceOption(name="controlnet_servers", help="ControlNet server proces
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a server for the model folder's own ControlNets and those that are added."""
+    """Return the configuration of a server for the ControlNets in the model's folder and those that are added."""
     from bottega.model_files.own_files import own_controlnets  # imported here because the manifest does not need it
 
     own = own_controlnets(suite.model_folder)
-    # All servers together get the cores of one more worker.
+    # All ControlNet servers together get as many cores as a worker.
     threads = suite.threads_of(suite.options[_COUNT.name], beside=suite.options["workers"])
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""Links of workers: their sessions, requests and responses. All sessions and requests of a link end with it.
+"""Connections of workers: their sessions, requests and answers. All sessions and requests of a connection end with it.
 
 One of its two threads checks incoming messages and the other sends, so a worker that does not read its answers delays
 no other worker.
@@ -51,11 +51,11 @@ from bottega.transport import (
     read_number,
 )
 
-# Maximum number of sessions of a worker. It runs some tens of requests with at most eight ControlNets each.
+# Upper bound on a worker's sessions. It runs some tens of requests with at most eight ControlNets each.
 _MAX_SESSIONS = 512
-# Maximum number of rows of a step. A step of sixteen rows with eight ControlNets has 128.
+# Upper bound on the rows of a step. A step of sixteen rows with eight ControlNets has 128.
 _MAX_ROWS = 512
-# Maximum number of pixels of the drawn picture, and of a control image.
+# Upper bound on the pixels of the drawn image, and of a control image.
 _MAX_PIXELS = 16 << 20
 # Allocated only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
@@ -71,7 +71,7 @@ class _SessionLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenSession:
-    """A session whose ControlNet is loaded, so that it can compute residuals."""
+    """A session whose ControlNet is loaded, so that residuals can be computed."""
 
     control: ControlSession
     shape: tuple[int, int, int]
@@ -79,7 +79,7 @@ class _OpenSession:
 
 
 class ControlNetWorkerLink(LinkHandler):
-    """The server's end of a worker's link.
+    """The server's side of a worker's connection.
 
     Args:
         draining: Returns whether new sessions are refused.
@@ -104,11 +104,11 @@ class ControlNetWorkerLink(LinkHandler):
 
     @property
     def progress(self) -> int:
-        """Counter that increases while forwards make progress."""
+        """A counter that rises while forward passes make progress."""
         return self._executor.progress
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Process a message. A step keeps its slot until it is answered, which bounds the memory for steps."""
+        """Handle a message. A step keeps its receive buffer until it is answered, which bounds the memory for steps."""
         parts = connection.wait_all_parts(incoming)
         layout = incoming.layout
         kind = ControlMessageKind(kind_of(layout))
@@ -122,7 +122,7 @@ class ControlNetWorkerLink(LinkHandler):
                 case ControlMessageKind.CLOSE:
                     self._give_back(read_number(layout, parts))
                 case _:
-                    raise ValueError(f"a worker sends no {kind} message")
+                    raise ValueError(f"a worker must not send a {kind} message")
 
     def on_end(self, cause: BottegaError) -> None:
         """End all leases of the worker."""
@@ -131,7 +131,7 @@ class ControlNetWorkerLink(LinkHandler):
             self._give_back(number)
 
     def _open(self, opening: Opening) -> None:
-        """Begin a lease. Faults of the message are raised; a lease that cannot be served is refused."""
+        """Start a lease. Raise an error for an invalid message; refuse a lease that cannot be served."""
         self._check(opening)
         wanted = [ControlNetReference(name=session.name, digest=session.digest) for session in opening.sessions]
         try:
@@ -148,12 +148,12 @@ class ControlNetWorkerLink(LinkHandler):
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
         if opening.lease in self._leases or len(numbers) < len(opening.sessions) or numbers & self._sessions.keys():
-            raise ValueError("a lease or a session has the number of another one")
+            raise ValueError("a lease or session must have a number that no other one has")
         if sum(len(lease.opening.sessions) for lease in self._leases.values()) + len(numbers) > _MAX_SESSIONS:
-            raise ValueError(f"a worker has at most {_MAX_SESSIONS} sessions")
+            raise ValueError(f"a worker must have at most {_MAX_SESSIONS} sessions")
         for session, control in zip(opening.sessions, opening.controls, strict=True):
             if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MAX_PIXELS:
-                raise ValueError(f"a picture has at most {_MAX_PIXELS} pixels")
+                raise ValueError(f"an image must have at most {_MAX_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:
         """Open the sessions of a lease whose ControlNets are loaded or have failed. Called by the sending thread."""
@@ -175,7 +175,7 @@ class ControlNetWorkerLink(LinkHandler):
         self._connection.send_now(link, number_message(ControlMessageKind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
-        """End a lease if there is one. A refused lease is closed, too."""
+        """End a lease, if there is one. A refused lease is ended, too."""
         with self._changing:
             lease = self._leases.pop(number, None)
             for session in lease.opening.sessions if lease is not None else ():
@@ -186,7 +186,7 @@ class ControlNetWorkerLink(LinkHandler):
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Check a step and queue it."""
         if len(step.entries) > _MAX_ROWS:
-            raise ValueError(f"a step has at most {_MAX_ROWS} rows")
+            raise ValueError(f"a step must have at most {_MAX_ROWS} rows")
         rows = []
         for entry in step.entries:
             session = self._sessions.get(entry.session)
@@ -194,7 +194,7 @@ class ControlNetWorkerLink(LinkHandler):
                 raise ValueError(f"a step is for session {entry.session}, which is not open for it")
             sample, timestep = step.samples[entry.sample], step.timesteps[entry.sample]
             if tuple(sample.shape) != session.shape:
-                raise ValueError(f"a step's samples are {tuple(sample.shape)}, not {session.shape}")
+                raise ValueError(f"a step's samples must have the shape {session.shape}, not {tuple(sample.shape)}")
             rows.append(ControlRow(session=session.control, half=entry.half, sample=sample, timestep=timestep))
 
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
@@ -215,13 +215,13 @@ class ControlNetWorkerLink(LinkHandler):
                 try:
                     send_residuals(link, number, rows, outcome)
                     return
-                except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the link lives
+                except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the connection still works
                     outcome = error
             self._connection.send_now(link, refusal(outcome, step=number))
 
 
 class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
-    """The server of workers' links. Raises ConfigError if an address cannot be bound."""
+    """The server of workers' connections. Raises ConfigError if an address cannot be bound."""
 
     def __init__(
         self,
@@ -241,14 +241,14 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         )
 
     def new_handler(self, connection: Connection) -> ControlNetWorkerLink:
-        """Return the handler of one worker's link."""
+        """Return the handler of one worker's connection."""
         return ControlNetWorkerLink(
             connection, registry=self._registry, executor=self._executor, draining=lambda: self.draining
         )
 
     @property
     def sessions(self) -> Counter[str]:
-        """Number of sessions of all links, by ControlNet."""
+        """Number of sessions of all connections, by ControlNet."""
         return sum((link.sessions for link in self.handlers), Counter[str]())
 
 
@@ -258,10 +258,10 @@ def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, in
 
 
 def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:
-    """Write the rows' scaled residuals into a slot, deepest first, and announce each point when it is written."""
+    """Write the rows' scaled residuals into a send buffer, deepest first, and announce each point once written."""
     by_point = residuals[0].by_point
     layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
-    # In a stream of this thread's own, so that the next forward does not delay the answer.
+    # In a CUDA stream of this thread, so that the next forward pass does not delay the answer.
     with beside(by_point[0].device), link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
         head = tensor_at(layout, outgoing.parts, 0)
         head[0], head[1] = number, int(any(row_residuals.shared for row_residuals in residuals))
@@ -279,12 +279,12 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
 
 
 def refusal(error: BottegaError, *, lease: int | None = None, step: int | None = None) -> TensorMessage:
-    """Return the message that a lease is not opened, or a step not computed."""
+    """Return the message that a lease is refused, or a step was not computed."""
     return refused_message(Refusal(lease=lease, step=step, error=job_error_to_json(error)))
 
 
 def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:
-    """Write one row's residuals point by point, deepest first."""
+    """Write the residuals of one row, point by point, deepest first."""
     alone = [tensor[residuals.place : residuals.place + 1] for tensor in residuals.by_point]
     in_place = alone[0].device == slots[0].device
     scaled = slots if in_place else [torch.empty_like(tensor[0]) for tensor in alone]

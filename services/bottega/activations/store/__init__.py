@@ -1,5 +1,5 @@
-"""The logic of the activation store, in `ActivationStore`, over one table of the templates.
+"""The logic of the activation store: `ActivationStore` and its parts.
 
-`answers` answers queries, and `recordings` receives sections. One thread writes recordings and evicts
-templates, in `writer` and `insertion`.
+`answers` answers questions, and `recordings` receives sections. One thread writes recordings and evicts templates, in
+`writer` and `insertion`.
 """

@@ -1,6 +1,7 @@
-"""Responses to queries of workers and gateways about templates, and loading of templates before edits use them.
+"""Answers to questions of workers and gateways about templates, and loading of templates before edits use them.
 
-Workers get the sections of a template, their layouts and maps, and block costs. Gateways get the template's location.
+Workers get the list of a template's sections, with their layouts and maps, and block costs. Gateways learn whether a
+template is in memory, on disk or missing.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from bottega.v1 import activations_pb2
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
 
-# Budget of cached image latents and noise: half a MiB for SDXL at 1024x1024.
+# Budget in bytes of cached image latents and noise. One template has half a MiB for SDXL at 1024x1024.
 _DRAWN_BYTES = 64 << 20
-# A source has one template for each set of LoRAs and ControlNets; it is not known which one comes next.
+# Number of templates to load for a source. It has one for each set of LoRAs and ControlNets; which one comes is
+# unknown.
 _MOST_OF_A_SOURCE = 2
-# Shorter loads do not show the disk's rate, but are used if nothing else is known.
+# Shorter loads do not show the disk's rate; they count only until there is a longer one.
 _LEAST_MEASURED_S = 0.01
 _NEW_SHARE = 0.5
 
 
 def template_answer(template: TemplateRecord, memory: TieredCache) -> TemplateAnswer:
-    """Return a template's sections in the order of use, with each different layout and map once."""
+    """Return a message with a template's sections in the order of use. Equal layouts and maps are in it once."""
     sections = template.in_order
     layouts = _places([layout_part(section.layout) for section in sections])
     maps = _places([section.map for section in sections])
@@ -48,13 +50,16 @@ def template_answer(template: TemplateRecord, memory: TieredCache) -> TemplateAn
 
 
 def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
-    """Add a block profile to an answer if it fits."""
+    """Add a block profile to an answer, if it is not None and the message does not get too large."""
     if profile is not None and answer.ByteSize() + profile.ByteSize() < MAX_HEADER_BYTES:
         answer.profile.CopyFrom(profile)
 
 
 class DrawnCache:
-    """A thread-safe cache of templates' image latents and noise; calls `lost` with the digest of an unusable file."""
+    """A thread-safe cache of templates' image latents and noise.
+
+    It calls `lost` with the digest of an unusable file.
+    """
 
     def __init__(self, files: BlobFiles, *, lost: Callable[[str], None]) -> None:
         self._files = files
@@ -63,7 +68,7 @@ class DrawnCache:
         self._cache: LruCache[_KeptDrawn] = LruCache(budget_bytes=_DRAWN_BYTES)
 
     def get(self, template: TemplateRecord) -> DrawnTensors | None:
-        """Return a template's image latent and noise, or None if they cannot be read. May block on the disk."""
+        """Return a template's image latent and noise, or None if they cannot be read. May wait for the disk."""
         drawn = template.drawn
         assert drawn is not None, "the template must have drawn tensors"
         with self._lock:
@@ -107,12 +112,12 @@ def _info(
 
 
 def _places(parts: Sequence[bytes]) -> dict[bytes, int]:
-    """Return the distinct parts, each with its index."""
+    """Return the distinct items of `parts`, each with an index."""
     return {part: place for place, part in enumerate(dict.fromkeys(parts))}
 
 
 class TemplateLoader:
-    """Loads templates into memory, which may take `budget_bytes`."""
+    """Loads templates into memory, in which they may take `budget_bytes`."""
 
     def __init__(self, memory: TieredCache, *, budget_bytes: int) -> None:
         self._memory = memory
@@ -121,18 +126,18 @@ class TemplateLoader:
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Recent rate of loads from disk; 0 if not known."""
+        """Recent rate of loads from disk in bytes per second; 0 if unknown."""
         return self._pace()
 
     def memory_bytes(self, template: TemplateRecord) -> int:
-        """Return a template's bytes in memory. If all sections are there, the drawn tensors count as well."""
+        """Return a template's bytes in memory. If all sections are there, the image latent and noise count as well."""
         there = sum(each.size_bytes for each in template.sections.values() if self._memory.state(each.digest))
         return template.size_bytes if there == template.sections_bytes else there
 
     def load(self, templates: Iterable[TemplateRecord]) -> list[int]:
-        """Start to load templates in this order, as long as memory has room for all of them.
+        """Start to load templates in this order, as long as memory has space for all of them.
 
-        Return for each the bytes that are not yet in memory, or -1 if not all of it will be loaded.
+        Return for each the bytes that are not in memory yet, or -1 if some of it will not be loaded.
         """
         left_bytes, found = self._budget_bytes, []
         for template in templates:
@@ -149,7 +154,7 @@ class TemplateLoader:
         return found
 
     def prefetch(self, sources: Sequence[tuple[str, Sequence[TemplateRecord]]]) -> list[pb.TemplateResidence]:
-        """Start to load each source's newest templates, and return the location of the newest one."""
+        """Start to load each source's newest templates. Return where the newest one of each source is now."""
         wanted = [template for _, templates in sources for template in templates[:_MOST_OF_A_SOURCE]]
         where = [self._where(source, templates) for source, templates in sources]
         self.load(wanted)
@@ -165,7 +170,7 @@ class TemplateLoader:
 
 
 class DiskPace:
-    """The rate of loads into memory, as a moving average in bytes per second. Thread-safe."""
+    """The rate of loads from disk into memory, as a moving average in bytes per second. Any thread may use it."""
 
     def __init__(self, memory: TieredCache) -> None:
         self._memory = memory

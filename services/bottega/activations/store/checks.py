@@ -1,4 +1,4 @@
-"""Checks of workers' messages: raise ValueError if they break a rule of activations.proto."""
+"""Checks of workers' messages. They raise ValueError if a message breaks a rule of activations.proto."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.addons.edits.wire.messages import MAX_HEADER_BYTES, MAX_MAP_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader, TemplateQuestion
 
 MAX_SECTIONS = 1024
-"""Upper bound for a template: 200 steps, two halves, and some sets of ControlNets."""
+"""Upper bound on the sections of a template: 200 steps, two halves of guidance, and some sets of ControlNets."""
 
 _MAX_LAYOUTS = 16
 _MAX_MAPS = 64
@@ -36,13 +36,13 @@ def check_question(question: TemplateQuestion) -> None:
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError if this is not a template's key."""
+    """Raise ValueError if this is not the key of a template."""
     if not _HEX_64.fullmatch(key):
         raise ValueError("the key of a template must be 64 hex digits")
 
 
 def check_recording(recording: str) -> None:
-    """Raise ValueError if this is not a recording's id."""
+    """Raise ValueError if this is not the ID of a recording."""
     if not _HEX_32.fullmatch(recording):
         raise ValueError("the id of a recording must be 32 hex digits")
 
@@ -53,9 +53,9 @@ def checked_section_key(header: SectionHeader) -> SectionKey:
     check_recording(header.recording)
     key = key_from_wire(header.section)
     if not math.isfinite(key.timestep) or key.half not in (0, 1):
-        raise ValueError("a section must have a finite timestep, and half 0 or 1")
+        raise ValueError("a section must have a finite timestep, and half (of guidance) 0 or 1")
     if not 0.0 < key.noise_level < math.inf:
-        raise ValueError("a section must have a noise level above 0; workers of earlier versions send none")
+        raise ValueError("a section must have a noise level above 0; upgrade workers that send none")
     if len(key.controls) > _MAX_CONTROLS or not all(0 <= place < _MAX_CONTROLS for place in key.controls):
         raise ValueError(f"a section may have at most {_MAX_CONTROLS} ControlNets")
     if header.prompt and not _HEX_64.fullmatch(header.prompt):
@@ -65,7 +65,7 @@ def checked_section_key(header: SectionHeader) -> SectionKey:
 
 
 def check_header(header: RecordingHeader, drawn: DrawnTensors | None) -> None:
-    """Raise ValueError if a recording's header breaks a rule or does not fit its tensors."""
+    """Raise ValueError if the header of a recording breaks a rule or does not match the tensors."""
     check_key(header.key)
     check_recording(header.recording)
     _check_source(header.source)
@@ -85,7 +85,7 @@ def check_header(header: RecordingHeader, drawn: DrawnTensors | None) -> None:
 
 
 def fits_answer(sections: Mapping[SectionKey, SectionRecord]) -> bool:
-    """Return whether an answer has room for these sections."""
+    """Return whether these sections fit into one answer."""
     # Most layouts are the same object, and comparing them is slow.
     layouts = set({id(section.layout): section.layout for section in sections.values()}.values())
     maps = {section.map for section in sections.values()}

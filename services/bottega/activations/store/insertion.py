@@ -1,6 +1,6 @@
-"""Turns finished recordings into templates: it frees space, writes files and then records, and publishes the template.
+"""Turns finished recordings into templates: frees space, writes files, then database rows, then publishes the template.
 
-Calls must come from one thread at a time. Errors of the disk are raised; the writer handles them.
+Only one thread at a time may call it. It raises errors of the disk; the writer handles them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from bottega.storage import os_errors
 from bottega.storage.blob_files import PROBE_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader
 
-# Typical upper bound on what a transaction adds to the records: a template's sections, layouts and maps.
+# Bytes that a transaction usually adds to the database at most: a template's sections, layouts and maps.
 _RECORD_BYTES = 256 << 10
-# Attempts at one write: others may use the room that evictions have freed.
+# Attempts at one write. Other programs may use the space that evictions have freed.
 _TRIES = 3
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IncomingSection:
-    """A section that has arrived, in sealed memory."""
+    """A section that a worker has sent completely, in sealed memory."""
 
     key: str
     """Key of its template."""
@@ -50,16 +50,16 @@ class IncomingSection:
     prompt: str
     descriptor: int
     pending: PendingRecording | None
-    """Its recording; None if it is for an existing template, with `number`."""
+    """The recording to which it belongs; None if it replaces a section of the existing template `number`."""
     number: int = 0
 
     def stored(self, digest: str) -> SectionRecord:
-        """Return its record, once its file is written."""
+        """Return the record of the section, once its file is written."""
         return SectionRecord(key=self.section, digest=digest, layout=self.layout, map=self.map, prompt=self.prompt)
 
 
 class TemplateInsertion:
-    """Adds templates to the table and the disk, and counts the uses of each file."""
+    """Adds templates to the table and the disk, and counts how many sections use each file."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TemplateInsertion:
         now: SteadyClock,
     ) -> None:
         self.room = DiskRoom(table=table, disk=disk, counts=counts, release=self.release)
-        """Room on the disk for writes."""
+        """Frees disk space for writes."""
         self._settings = settings
         self._table = table
         self._disk = disk
@@ -86,11 +86,11 @@ class TemplateInsertion:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of files of pending recordings."""
+        """Total bytes of the files of pending recordings."""
         return self._pending_bytes
 
     def load(self) -> None:
-        """Read the templates on the disk into the empty table."""
+        """Read the stored templates into the empty table."""
         self._uses.clear()
         ordered = sorted(load_templates(self._disk), key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
@@ -100,7 +100,7 @@ class TemplateInsertion:
             self._next_number = max(self._next_number, template.number + 1)
             is_new = self._table.get(template.key) is None
             gone = self._table.make_room(template.size_bytes) if is_new else None
-            if gone is None:  # The budget was reduced.
+            if gone is None:  # The configured budget was reduced.
                 self._table.strike(template.number)
                 self._disk.discard(template.files)
                 continue
@@ -109,7 +109,7 @@ class TemplateInsertion:
             self._uses.update(template.files)
 
     def write_section(self, incoming: IncomingSection) -> DropReason | None:
-        """Write a section and close its descriptor. Return the reason if it is dropped, else None.
+        """Write a section and close its descriptor. Return None, or the reason why it is dropped.
 
         Raises StorageUnavailable and DataLoss.
         """
@@ -128,7 +128,7 @@ class TemplateInsertion:
     def complete(
         self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
     ) -> DropReason | None:
-        """End a recording and make a template of it. Return the reason if it is dropped, else None.
+        """End a recording and make a template of it. Return None, or the reason why it is dropped.
 
         Raises StorageUnavailable and DataLoss.
         """
@@ -142,14 +142,14 @@ class TemplateInsertion:
         return reason
 
     def forget(self, pending: PendingRecording) -> None:
-        """End a recording. Files without other uses are deleted with the next tidying."""
+        """End a recording without a template. Files that nothing else uses are deleted at the next tidying."""
         self._pending_bytes -= pending.size_bytes
         pending.size_bytes = 0
         self.release(section.digest for section in pending.sections.values())
         pending.sections.clear()
 
     def release(self, digests: Iterable[str]) -> None:
-        """Release one use of each file. Files without uses are deleted with the next tidying."""
+        """Subtract one use of each file. Files without uses are deleted at the next tidying."""
         for digest in digests:
             self._uses[digest] -= 1
             if self._uses[digest] <= 0:
@@ -158,7 +158,7 @@ class TemplateInsertion:
                 self._disk.discard([digest])
 
     def make_room(self, size_bytes: int, *, but: str = "") -> bool:
-        """Evict templates until this many more bytes are within the budget, and return whether they are.
+        """Evict templates until so many more bytes are within the budget. Return whether they are.
 
         The template with key `but` stays. Raise StorageUnavailable if files cannot be deleted.
         """
@@ -170,7 +170,7 @@ class TemplateInsertion:
         return gone is not None
 
     def _reason_against(self, incoming: IncomingSection) -> DropReason | None:
-        """Return the reason why a section cannot be used now, or None if it can."""
+        """Return the reason why a section cannot be stored now, or None if it can."""
         if incoming.pending is not None and incoming.pending.over:
             return DropReason.ABANDONED
         sections = self._sections(incoming)
@@ -191,22 +191,22 @@ class TemplateInsertion:
         return None if sizes == expected else DropReason.UNFIT
 
     def _sections(self, incoming: IncomingSection) -> Mapping[SectionKey, SectionRecord] | None:
-        """Return the sections of its template; None if that is gone."""
+        """Return the sections of the section's template, or None if the template was deleted."""
         if incoming.pending is not None:
             return incoming.pending.sections
         template = self._table.get(incoming.key)
         return template.sections if template is not None and template.number == incoming.number else None
 
     def _write(self, digest: str, descriptor: int, layout: SectionLayout, key: str) -> bool:
-        """Write a section's file, put it into memory, and return whether there was room."""
+        """Write a section's file and put it into memory. Return False if the budget does not allow it."""
         if not self._write_file(digest, descriptor, layout.size_bytes, but=key):
             return False
-        with contextlib.suppress(OSError):  # Without free descriptors, it is read from the disk later.
+        with contextlib.suppress(OSError):  # If no descriptor is free, the section is read from the disk later.
             self._memory.adopt(digest, os.dup(descriptor), KnownFile(size_bytes=layout.size_bytes, group=key))
         return True
 
     def _write_file(self, digest: str, descriptor: int, size_bytes: int, *, but: str) -> bool:
-        """Write a file and return whether the budget had room. The template with key `but` stays."""
+        """Write a file. Return False if the budget does not allow it. The template with key `but` is not evicted."""
         if not self.make_room(size_bytes, but=but):
             return False
 
@@ -218,7 +218,7 @@ class TemplateInsertion:
         return True
 
     def _keep(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
-        """Record a section whose file is written. Raise StorageUnavailable or DataLoss."""
+        """Store the record of a section whose file is written. Raise StorageUnavailable or DataLoss."""
         self._uses[section.digest] += 1
         if incoming.pending is not None:
             self._add(section, incoming.pending)
@@ -249,7 +249,7 @@ class TemplateInsertion:
             self.release([section.digest])
             raise
         replaced = self._table.replace(incoming.number, incoming.key, section)
-        if replaced is None:  # The template was dropped meanwhile, with its records.
+        if replaced is None:  # The template was deleted meanwhile.
             self.release([section.digest])
             return DropReason.NOT_GRANTED
         self.release(replaced)
@@ -281,7 +281,7 @@ class TemplateInsertion:
         return None
 
     def _write_drawn(self, pending: PendingRecording, drawn: DrawnTensors) -> DrawnFile | None:
-        """Write image latent and noise; None if there is no room."""
+        """Write image latent and noise to a file. Return None if the budget does not allow it."""
         descriptor, size_bytes = drawn_file(drawn, pending.key)
         try:
             with os_errors.translated():
@@ -294,9 +294,9 @@ class TemplateInsertion:
 
 
 class DiskRoom:
-    """Makes room on a disk that is fuller than the budget assumes: it evicts templates for new ones.
+    """Frees space on a disk that has less than the budget assumes, by evicting templates for new ones.
 
-    The disk may be smaller than the budget, or filled by others; its free room is the budget then.
+    The disk may be smaller than the budget, or other programs may fill it. Then its free space is the budget.
 
     Args:
         release: Called with the digests of evicted templates' files, once for each use.
@@ -317,10 +317,10 @@ class DiskRoom:
         self._is_small = False
 
     def write(self, size_bytes: int, write: Callable[[], None], *, but: str = "") -> None:
-        """Call `write`; if the disk lacks room for `size_bytes`, evict the least recently used templates and retry.
+        """Call `write`. If the disk has no `size_bytes` free, evict the least recently used templates and retry.
 
-        The template with key `but` stays. Raise StorageUnavailable if that cannot free enough; nothing is evicted in
-        vain, as far as the disk reports its free room.
+        The template with key `but` stays. Raise StorageUnavailable, without evicting, if evictions cannot free enough,
+        as far as the disk reports its free space.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -332,12 +332,12 @@ class DiskRoom:
                 self._say_small(error)
 
     def probe(self) -> None:
-        """Test that the disk can be written. Raise StorageUnavailable if not."""
+        """Test whether the disk can be written. Raise StorageUnavailable if not."""
         self._disk.make_room()  # Deletes discarded files before templates are evicted.
         self.write(PROBE_BYTES, self._disk.files.probe)
 
     def _free(self, size_bytes: int, but: str) -> bool:
-        """Evict templates until this many bytes should fit on the disk, and return whether any were evicted."""
+        """Evict templates until so many bytes should fit on the disk. Return whether any were evicted."""
         # The disk's figures do not include quotas, or what a file system needs for itself.
         gone = self._table.free(max(self._disk.files.lack(size_bytes), size_bytes), but=but)
         if not gone:
@@ -351,5 +351,5 @@ class DiskRoom:
         """Log once that the disk is smaller than the budget."""
         if not self._is_small:
             self._is_small = True
-            text = "the disk has less room than disk_bytes: templates within the budget are evicted for new ones"
+            text = "the disk has less space than disk_bytes: old recordings are evicted for new ones within the budget"
             _log.warning(text, extra={"disk": error.message})

@@ -1,7 +1,7 @@
 """Recordings in progress: the worker of each, the sections that it has sent, and the section that is arriving.
 
-One worker at a time may record a template, as long as its link is open and it sends messages often enough.
-Thread-safe.
+One worker at a time may record a template, as long as its connection is open and it sends messages often enough. Any
+thread may call these classes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from bottega.activations.store.statistics import DropReason
 from bottega.activations.template import SectionKey, SectionRecord
 from bottega.errors import StorageUnavailable
 
-# Recordings of one worker, which has some tens of jobs. Completed ones that wait to be written do not count.
+# Upper bound on the recordings of one worker, which has some tens of jobs. Those that wait to be written do not count.
 _MOST_OF_A_LINK = 64
-# Remembered recordings that expired. Older ones are forgotten; their workers have to ask again.
+# Number of expired recordings that are remembered. For older ones, workers have to ask again.
 _MOST_EXPIRED = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingRecording:
-    """A template that `link` may record."""
+    """A template that the worker of `link` is recording."""
 
     key: str
     link: Hashable
     recording: str = ""
-    """Its id; empty until the worker has sent it."""
+    """ID of the recording; "" until the worker has sent it."""
     seen_s: float
     """Time of the worker's last message."""
     complete: bool = False
-    """Whether everything was sent and is being written."""
+    """Whether everything was sent and waits to be written."""
     over: bool = False
-    """Whether the recording was abandoned, so that further sections are dropped."""
+    """Whether the recording was abandoned, so that later sections are dropped."""
     sections: dict[SectionKey, SectionRecord] = field(default_factory=dict)
-    """Written sections. Used by the writing thread only, as `size_bytes` is."""
+    """Sections that are written. Only the writer thread uses this and `size_bytes`."""
     size_bytes: int = 0
 
 
@@ -44,8 +44,8 @@ class PendingRecordings:
     """The recordings in progress.
 
     Args:
-        idle_s: Seconds without a message after which a recording is given up.
-        on_over: Called under the lock with a recording that was given up; must not block.
+        idle_s: Seconds without a message after which a recording is abandoned.
+        on_over: Called under the lock with a recording that is abandoned; must not block.
     """
 
     def __init__(self, *, idle_s: float, now: Callable[[], float], on_over: Callable[[PendingRecording], None]) -> None:
@@ -54,21 +54,21 @@ class PendingRecordings:
         self._on_over = on_over
         self._lock = threading.Lock()
         self._pending: dict[str, PendingRecording] = {}
-        self._expired: dict[str, Hashable] = {}  # The link that may continue an expired recording, by key.
+        self._expired: dict[str, Hashable] = {}  # The connection that may continue an expired recording, by key.
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def grant(self, key: str, link: Hashable) -> bool:
-        """Return whether the worker may record the template. Only one worker may; it may call this repeatedly."""
+        """Return whether the worker of `link` may record the template, which only one worker may do."""
         with self._lock:
             return self._granted(key, link) is not None
 
     def begin_section(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
-        """Return the recording of a section that arrives, or None if the worker may not make it.
+        """Return the recording to which a new section belongs, or None if the worker may not record it.
 
-        An expired recording begins again. One that became a template which was dropped does not: the new sections alone
-        would never be completed.
+        An expired recording begins again. A recording whose template was deleted does not, because the new sections
+        alone would never be complete.
         """
         with self._lock:
             pending = self._pending.get(key)
@@ -83,13 +83,13 @@ class PendingRecordings:
             return found
 
     def is_being_written(self, key: str, recording: str, link: Hashable) -> bool:
-        """Return whether the worker has completed the recording and it is not yet a template."""
+        """Return whether the worker has sent the whole recording and it is not a template yet."""
         with self._lock:
             found = self._pending.get(key)
             return found is not None and found.complete and (found.link, found.recording) == (link, recording)
 
     def complete(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
-        """Mark a recording as completely sent and return it, or None. It stays until `remove`, even without a link."""
+        """Mark a recording as sent and return it, or None. It stays until `remove`, without its connection too."""
         with self._lock:
             found = self._pending.get(key)
             self._forget_expired(lambda expired, of: expired == key and of == link)
@@ -105,19 +105,19 @@ class PendingRecordings:
                 del self._pending[pending.key]
 
     def abandon(self, key: str, recording: str, link: Hashable) -> None:
-        """Give up a worker's recording, if there is one."""
+        """Abandon a worker's recording, if there is one."""
         with self._lock:
             self._end_those(lambda each: each.key == key and each.link == link and each.recording in ("", recording))
             self._forget_expired(lambda expired, of: expired == key and of == link)
 
     def end_link(self, link: Hashable) -> None:
-        """Give up all incomplete recordings of a link."""
+        """Abandon all incomplete recordings of a connection."""
         with self._lock:
             self._end_those(lambda each: each.link == link)
             self._forget_expired(lambda _, of: of == link)
 
     def end_all(self) -> list[PendingRecording]:
-        """Give up all recordings and return them."""
+        """Abandon all recordings and return them."""
         with self._lock:
             ended = list(self._pending.values())
             for each in ended:
@@ -125,7 +125,7 @@ class PendingRecordings:
             return ended
 
     def expire(self) -> None:
-        """Give up idle recordings."""
+        """Abandon idle recordings."""
         with self._lock:
             self._expired |= {each.key: each.link for each in self._end_those(self._is_idle)}
             while len(self._expired) > _MOST_EXPIRED:
@@ -168,11 +168,11 @@ class PendingRecordings:
 
 
 class SectionIntake:
-    """Receives one section, in the receiving thread of its link.
+    """Receives one section, in the receiving thread of its connection.
 
     Args:
-        pending: Its recording; None if it is for an existing template.
-        on_whole: Called with the sealed file's descriptor when all chunks have come.
+        pending: The recording; None if the section replaces one of an existing template.
+        on_whole: Called with the descriptor of the sealed file when all chunks have arrived.
         on_drop: Called with the reason if the section is dropped instead.
     """
 
@@ -199,7 +199,7 @@ class SectionIntake:
         return self._open
 
     def write(self, tensor: int, start: int, data: memoryview) -> None:
-        """Copy the next chunk, which begins at `start` of `tensor`. Without memory, the section is dropped.
+        """Copy the next chunk, which begins at `start` of `tensor`. If memory is short, the section is dropped.
 
         Raise ValueError if the chunk is not the next one.
         """
@@ -218,14 +218,14 @@ class SectionIntake:
         self._on_whole(descriptor)
 
     def drop(self, reason: DropReason) -> None:
-        """Drop the section, if it is incomplete."""
+        """Drop the section if it is incomplete."""
         if self._open:
             self._open = False
             self._file.close()
             self._on_drop(reason)
 
     def expire(self, idle_s: float) -> None:
-        """Drop the section if it was idle for so long, or if its recording has ended."""
+        """Drop the section if it was idle for `idle_s` seconds, or if its recording was abandoned."""
         over = self._pending is not None and self._pending.over
         if over or self._now() - self._seen_s > idle_s:
             self.drop(DropReason.ABANDONED)

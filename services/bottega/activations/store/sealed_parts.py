@@ -1,4 +1,4 @@
-"""Sealed files in memory that sections from workers are copied into once, and that other workers may map."""
+"""Sealed files in memory: a section from a worker is copied into one, and other workers may map it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bottega.transport.memory import new_file, reserve, seal
 
 
 class SectionFile:
-    """The file of a section while its tensors arrive. Not thread-safe.
+    """The memory file of a section while its tensors arrive. Only one thread may use it at a time.
 
-    Raises StorageUnavailable if there is no memory or no descriptor. `key` is the template's.
+    `key` is that of the template. Raises StorageUnavailable if there is no memory or no descriptor.
     """
 
     def __init__(self, layout: SectionLayout, key: str) -> None:
@@ -26,13 +26,13 @@ class SectionFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes have come."""
+        """Whether all bytes have arrived."""
         return self._pieces.done
 
     def write(self, tensor: int, start: int, data: memoryview) -> None:
         """Write the next bytes, which begin at `start` of `tensor` and may span several tensors.
 
-        Raise ValueError if they do not follow the previous ones or exceed the section, or StorageUnavailable.
+        Raise ValueError if they do not follow the previous ones or exceed the section, and StorageUnavailable.
         """
         if self._pieces.done or self._pieces.first != (tensor, start):
             raise ValueError("a chunk of a section does not begin where the previous one ended")
@@ -57,7 +57,7 @@ class SectionFile:
 
 
 def drawn_file(drawn: DrawnTensors, key: str) -> tuple[int, int]:
-    """Write drawn tensors to a sealed file; return its descriptor, which the caller closes, and its size.
+    """Write image latent and noise to a sealed memory file. Return its descriptor, for the caller to close, and size.
 
     Raise StorageUnavailable if there is no memory or no descriptor.
     """
@@ -68,7 +68,7 @@ def drawn_file(drawn: DrawnTensors, key: str) -> tuple[int, int]:
 
 
 def read_drawn(data: bytes, shape: tuple[int, ...]) -> DrawnTensors:
-    """Parse the bytes of a file that `drawn_file` wrote. Raise ValueError if they do not fit."""
+    """Parse the content of a file that `drawn_file` wrote. Raise ValueError if it does not match the shape."""
     view = memoryview(data)
     half = DrawnTensors.bytes_of(shape)
     return DrawnTensors(shape=shape, image_latent=view[:half], noise=view[half : 2 * half])
@@ -86,7 +86,7 @@ def _sealed(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) ->
 
 
 def _new(parts: Sequence[tuple[int, bytes | memoryview]], size_bytes: int) -> int:
-    """Create a file in memory with these parts; the rest is zeros."""
+    """Create a file in memory with these parts at their offsets; the rest is zeros."""
     with os_errors.translated():
         descriptor = new_file("section")
         try:

@@ -7,24 +7,24 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """The reason why a section, or the end of a recording, was dropped."""
+    """The reasons for which a section, or the end of a recording, is dropped."""
 
     BUSY = "busy"
-    """Too much is waiting to be written."""
+    """Too many sections wait to be written."""
     TROUBLE = "trouble"
     """The disk is full or fails, or memory is short."""
     NO_ROOM = "no_room"
-    """Pinned templates leave no room within the budget."""
+    """All of the budget is used by pinned templates."""
     TOO_LARGE = "too_large"
     """Its template would exceed the budget of one template, or the size of an answer."""
     NOT_GRANTED = "not_granted"
     """Another worker records or has recorded the template, or the recording is unknown."""
     EARLY = "early"
-    """Its recording is complete and still being written. A section that is sent again later replaces the old one."""
+    """Its recording is still being written. The worker may send the section again later, to replace the old one."""
     ABANDONED = "abandoned"
-    """The worker has abandoned its recording, or its link was lost."""
+    """The worker has abandoned the recording, or its connection was lost."""
     UNFIT = "unfit"
-    """It does not fit the rest of its recording, or the recording has no sections."""
+    """The section does not fit the rest of its recording, or the recording has no sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,33 +40,31 @@ class ActivationStatistics:
     memory_budget_bytes: int
     template_budget_bytes: int
     hits: int
-    """Queries whose template was recorded."""
+    """Number of questions whose template was recorded."""
     misses: int
     fetches: dict[str, int]
-    """Sections given to workers, by where they were: "memory", "loaded" (from disk for this) or "disk" (no room in
-    memory).
-    """
+    """Number of sections given to workers, by source: "memory", "loaded" (into memory) or "disk" (memory full)."""
     loads: int
-    """Files loaded into memory, as in `load_s` and `loaded_bytes`."""
+    """Number of files loaded into memory. `load_s` and `loaded_bytes` are the total time and size."""
     load_s: float
     loaded_bytes: int
     disk_bytes_per_s: float
     recorded: int
-    """Number of recorded templates."""
+    """Number of templates that were recorded."""
     recorded_sections: int
-    """Number of recorded sections, including replacements."""
+    """Number of sections that were recorded, including replacements."""
     dropped: dict[str, int]
-    """Sections and recordings, by `DropReason`."""
+    """Number of dropped sections and recordings, by `DropReason`."""
     evictions: int
-    """Number of templates evicted from disk."""
+    """Number of templates that were evicted from disk."""
     memory_evictions: int
-    """Number of files evicted from memory."""
+    """Number of files that were evicted from memory."""
     damaged: int
-    """Damaged files that were dropped."""
+    """Number of damaged files that were deleted."""
     recording: int
-    """Recordings in progress."""
+    """Number of recordings in progress."""
     waiting: int
-    """Sections that wait to be written."""
+    """Number of sections that wait to be written."""
     waiting_bytes: int
     trouble: str
-    """Why nothing can be recorded now; empty if it can."""
+    """Why nothing can be recorded now; "" if it can."""

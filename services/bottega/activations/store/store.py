@@ -1,7 +1,7 @@
-"""The activation store. It keeps templates in memory and on disk, answers queries, and adds recordings.
+"""The activation store: it keeps templates in memory and on disk, answers questions, and adds recordings.
 
-All calls are thread-safe, and those for links return at once: only a template's image latent and noise are read from
-disk, for an answer. `service.py` translates between the store and gRPC.
+Any thread may call it. Calls for worker connections return at once, except that an answer reads a template's image
+latent and noise from disk. `service.py` converts between the store and gRPC.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
 
-# Share of the process's descriptors for sections in memory; the others are for links, callers, and other sections.
+# Share of the process's descriptors for sections in memory. The others are for connections and other sections.
 _SHARE_OF_OPEN_FILES = 0.5
 
 
 class ActivationStore:
     """The store of one folder. Call `start` first and `close` last.
 
-    `link` arguments are any object that identifies a worker's link. A worker's recordings end with its link.
+    `link` arguments are any object that identifies a worker's connection. A worker's recordings end with its
+    connection.
     """
 
     def __init__(self, settings: ActivationStoreSettings, *, clock: Clock | None = None) -> None:
@@ -85,29 +86,29 @@ class ActivationStore:
     def start(self) -> None:
         """Lock the folder and read its content. A failing disk is reported in the statistics and retried.
 
-        Raise Unavailable if the folder is in use, StorageUnavailable if it cannot be created, or ConfigError if its
-        records are another program's.
+        Raise Unavailable if another process uses the folder, StorageUnavailable if it cannot be created, or ConfigError
+        if its database belongs to another program.
         """
         self._profiles.open()
         self._writer.start()
 
     def close(self) -> None:
-        """Write the pending templates, and stop. Do nothing if the store was not started."""
+        """Write the pending templates, and stop. Does nothing if the store was not started."""
         self._writer.close()
         self._memory.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Return whether all earlier changes were written within the timeout."""
+        """Wait up to `timeout_s` until all earlier changes are written. Return whether they are."""
         return self._writer.flush(timeout_s)
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until no section is lent, at most `seconds`. Return False if one still is."""
+        """Wait up to `seconds` until no section is leased. Return False if one still is."""
         return self._memory.wait_idle(seconds)
 
     # Calls for links.
 
     def answer(self, question: pb.TemplateQuestion, link: Hashable) -> TemplateReply:
-        """Return the recording of a template, or whether the worker may record it.
+        """Return the recorded sections of a template, or else whether the worker may record it.
 
         Raises ValueError if the question is malformed.
         """
@@ -128,10 +129,10 @@ class ActivationStore:
         return reply
 
     def fetch(self, digest: str) -> Future[CacheLease]:
-        """Return a future lease of a section's complete and checked file. Give it back with `give_back`.
+        """Lease a section's complete and verified file. Return the lease with `give_back`.
 
-        It fails with DataLoss if the file is damaged, Unavailable if it is missing, and StorageUnavailable if it cannot
-        be read now. After a failure, the section counts as missing.
+        The future fails with DataLoss if the file is damaged, Unavailable if it is missing, and StorageUnavailable if
+        it cannot be read now. After a failure, the section counts as missing.
         """
         file = self._table.file(digest)
         if file is None:
@@ -145,22 +146,22 @@ class ActivationStore:
         self._memory.give_back(lease)
 
     def layout_of(self, digest: str) -> SectionLayout | None:
-        """Return the layout of a section's tensors; None if the section no longer exists."""
+        """Return the layout of a section's tensors, or None if the section no longer exists."""
         section = self._table.section(digest)
         return section.layout if section is not None else None
 
     def begin_section(
         self, header: pb.SectionHeader, layout: SectionLayout, link: Hashable
     ) -> SectionIntake | DropReason:
-        """Return an object that receives a section's chunks, or the reason why the section is dropped.
+        """Return an object that receives the chunks of a new section, or the reason why the section is dropped.
 
-        A section of an existing template replaces the one with its key. Raise ValueError for a malformed header.
+        A section of an existing template replaces the one with the same key. Raise ValueError for a malformed header.
         """
         key = checked_section_key(header)
         template = self._table.get(header.key)
         pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
         if pending is None and (template is None or template.recording != header.recording):
-            # With NOT_GRANTED, the worker would forget what it has just recorded.
+            # With NOT_GRANTED, the worker would discard what it has just recorded.
             early = template is None and self._recordings.is_being_written(header.key, header.recording, link)
             refused = DropReason.EARLY if early else DropReason.NOT_GRANTED
             self._counts.drop(refused)
@@ -196,11 +197,11 @@ class ActivationStore:
 
     @property
     def record_idle_s(self) -> float:
-        """Seconds without a message after which a recording is given up."""
+        """Seconds without a message after which a recording is abandoned."""
         return self._settings.record_idle_s
 
     def complete(self, header: pb.RecordingHeader, drawn: DrawnTensors | None, link: Hashable) -> None:
-        """Make a template of a recording that was sent, unless it is one. Raise ValueError if it is malformed."""
+        """Make a template of a sent recording, unless it is one already. Raise ValueError if it is malformed."""
         check_header(header, drawn)
         template = self._table.get(header.key)
         if template is not None and template.recording == header.recording:
@@ -219,39 +220,39 @@ class ActivationStore:
             self._writer.complete(pending, header, drawn)
 
     def abandon(self, header: pb.AbandonHeader, link: Hashable) -> None:
-        """Give up a recording, if there is one. Raise ValueError for a malformed header."""
+        """Abandon a recording, if there is one. Raise ValueError for a malformed header."""
         check_recording(header.recording)
         check_key(header.key)
         self._recordings.abandon(header.key, header.recording, link)
 
     def link_ended(self, link: Hashable) -> None:
-        """Drop the recordings that the worker has not finished."""
+        """Drop the recordings that the worker of this connection has not finished."""
         self._recordings.end_link(link)
 
     # Calls for gateways and operators.
 
     def prefetch(self, sources: Sequence[str]) -> list[pb.TemplateResidence]:
-        """Begin to load the templates of these sources into memory, and return where each source's template is now."""
+        """Start to load the templates of these sources into memory. Return where each source's template is now."""
         return self._loader.prefetch([(source, self._table.expect(source)) for source in sources])
 
     def warm(self, prefix: str) -> pb.WarmTemplateResponse:
-        """Begin to load templates whose ids begin with `prefix` into memory, most recently used first."""
+        """Start to load templates whose IDs begin with `prefix` into memory, most recently used first."""
         found = [coming for coming in self._loader.load(self._table.matching(prefix)) if coming >= 0]
         return pb.WarmTemplateResponse(templates=len(found), loading_bytes=sum(found))
 
     def templates(self, limit: int) -> list[pb.Template]:
-        """Return templates, most recently used first. The caller sets `holder`."""
+        """Return up to `limit` templates, most recently used first. The caller sets `holder`."""
         return [self._describe(template) for template in self._table.newest(limit)]
 
     def drop(self, prefix: str) -> int:
-        """Drop templates whose ids begin with `prefix`, and return how many. Running edits keep their activations.
+        """Delete templates whose IDs begin with `prefix`, and return how many. Running edits keep their activations.
 
         Raise StorageUnavailable if the disk does not answer.
         """
         return self._writer.drop(prefix)
 
     def pin(self, prefix: str, pinned: bool) -> int:
-        """Pin templates whose ids begin with `prefix` so that they stay on disk, or unpin them; return how many.
+        """Pin templates whose IDs begin with `prefix` so that they are not evicted, or unpin them. Return how many.
 
         Raise StorageUnavailable if the disk does not answer.
         """
@@ -262,21 +263,21 @@ class ActivationStore:
         return self._profiles.all()
 
     def set_profile(self, profile: pb.BlockProfile) -> None:
-        """Set a block profile; one without blocks deletes the existing one. Raise ValueError or StorageUnavailable."""
+        """Store a block profile; one without blocks deletes the stored one. Raise ValueError or StorageUnavailable."""
         self._profiles.set(profile)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of sections in memory or being loaded."""
+        """Bytes of sections that are in memory or being loaded."""
         return self._memory.used_bytes
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Recent rate of loads from disk; 0 if not known."""
+        """Recent rate of loads from disk in bytes per second; 0 if unknown."""
         return self._loader.disk_bytes_per_s
 
     def lookups(self) -> tuple[int, int]:
-        """Return the numbers of questions whose template was recorded, and was not, since the start."""
+        """Return how many questions found their template recorded, and how many did not, since the start."""
         return self._counts.total("hits"), self._counts.total("misses")
 
     def statistics(self) -> ActivationStatistics:
@@ -312,7 +313,7 @@ class ActivationStore:
         )
 
     def _reply(self, template: TemplateRecord, times: StoreTimes) -> TemplateReply | None:
-        """Return a template's answer, or None if its drawn tensors cannot be read. Sets `read_s` of the times."""
+        """Return a template's answer; None if its image latent and noise are unreadable. Sets `times.read_s`."""
         if template.drawn is None:
             return TemplateReply(header=template_answer(template, self._memory))
         timer = LapTimer()
@@ -346,7 +347,7 @@ class ActivationStore:
         )
 
     def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
-        """Drop a section for which room was reserved."""
+        """Drop a section for which queue space was reserved."""
         self._writer.unreserve(layout.size_bytes)
         self._counts.drop(reason)
 
@@ -362,4 +363,4 @@ class ActivationStore:
 
 
 def _gone() -> Unavailable:
-    return Unavailable("the section is gone: its template was dropped, or the section was replaced or damaged")
+    return Unavailable("the section no longer exists: it was deleted, replaced or damaged")

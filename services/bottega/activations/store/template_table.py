@@ -1,7 +1,7 @@
-"""The table of existing templates: their content, uses, and order of eviction.
+"""The table of stored templates: their content, uses, and order of eviction.
 
-Changes must also be written to disk; `take_changes` returns them. Thread-safe, and never blocks for long: it knows
-neither disk nor memory of sections.
+Changes must also be written to disk: `take_changes` returns them. Any thread may call it, and no call waits long,
+because the table accesses neither the disk nor sections in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TemplateTable:
         self._changes = RecordChanges()
 
     def find(self, key: str, recording: str = "") -> TemplateRecord | None:
-        """Return a template and count the use, or None. `recording` is the only acceptable id."""
+        """Return a template and count the use, or None. `recording` is the only acceptable recording ID; "" is any."""
         with self._lock:
             found = self._templates.get(key)
             if found is None or recording not in ("", found.recording):
@@ -59,13 +59,13 @@ class TemplateTable:
             return self._templates.get(key)
 
     def section(self, digest: str) -> SectionRecord | None:
-        """Return the section with this file digest, or None."""
+        """Return the section whose file has this digest, or None."""
         with self._lock:
             template = self._template_of(digest)
             return _section_of(template, digest) if template is not None else None
 
     def file(self, digest: str) -> KnownFile | None:
-        """Return the file of a section for the memory cache, grouped by template, or None."""
+        """Describe the file of a section for the memory cache, which groups files by template; None if unknown."""
         with self._lock:
             template = self._template_of(digest)
             section = _section_of(template, digest) if template is not None else None
@@ -75,7 +75,7 @@ class TemplateTable:
 
     @property
     def pinned(self) -> frozenset[str]:
-        """Keys of templates that must stay. Needs no lock."""
+        """Keys of templates that must not be evicted. Needs no lock."""
         return self._templates.pinned
 
     def newest(self, limit: int | None = None) -> list[TemplateRecord]:
@@ -84,13 +84,13 @@ class TemplateTable:
             return self._all()[::-1][:limit]
 
     def matching(self, prefix: str) -> list[TemplateRecord]:
-        """Return templates whose ids begin with `prefix`, most recently used first."""
+        """Return templates whose IDs begin with `prefix`, most recently used first."""
         return [template for template in self.newest() if template.recording.startswith(prefix)]
 
     def expect(self, source: str) -> list[TemplateRecord]:
         """Return the templates of a source, most recently used first, and count the first one as used now.
 
-        Workers that have it in their own memory ask nothing, but the template should still be evicted late.
+        Workers that have it in their own memory do not ask for it, but it should still be evicted late.
         """
         with self._lock:
             found = (self._templates.get(key) for key in self._by_source.get(source, ()))
@@ -102,7 +102,7 @@ class TemplateTable:
             return there
 
     def add(self, template: TemplateRecord) -> None:
-        """Add a template that is written. Its key must be new."""
+        """Add a template that was written to disk. Its key must be new."""
         with self._lock:
             self._templates.add(template.key, template)
             self._index(template)
@@ -110,7 +110,7 @@ class TemplateTable:
                 self._templates.pinned |= {template.key}
 
     def replace(self, number: int, key: str, section: SectionRecord) -> list[str] | None:
-        """Add a section that is written, and return the digest that it replaced, if any; None without a template."""
+        """Add a section that is on disk. Return the digests that it replaced, or None without its template."""
         with self._lock:
             template = self._templates.get(key)
             if template is None or template.number != number:
@@ -121,14 +121,14 @@ class TemplateTable:
             return [before.digest] if before is not None else []
 
     def strike(self, number: int) -> None:
-        """Mark a template in the records for deletion."""
+        """Mark the rows of a template for deletion."""
         with self._lock:
             self._changes.gone.add(number)
 
     def lose(self, digest: str) -> list[str]:
-        """Forget the users of a damaged file, and return the digests of all released files, once for each use.
+        """Remove the sections that use a damaged file. Return the digests of all released files, once for each use.
 
-        A template goes as a whole if no section is left, or if the file held its image latent and noise.
+        The whole template is removed if no section is left, or if the file contained its image latent and noise.
         """
         with self._lock:
             template = self._template_of(digest)
@@ -144,21 +144,21 @@ class TemplateTable:
             return [digest] * len(lost)
 
     def make_room(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
-        """Evict templates until this many more bytes, and one more template, are within the budget; return them.
+        """Evict templates until so many more bytes, and one more template, are within the budget. Return them.
 
-        Evict none and return None if that is impossible. The template with key `but` stays.
+        If that is impossible, evict none and return None. The template with key `but` stays.
         """
         return self._evict(lambda: self._templates.make_room(size_bytes), but)
 
     def free(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
-        """Evict templates of this many bytes, though they are within the budget, and return them.
+        """Evict templates of so many bytes, although they are within the budget. Return them.
 
-        Evict none and return None if that is impossible. The template with key `but` stays.
+        If that is impossible, evict none and return None. The template with key `but` stays.
         """
         return self._evict(lambda: self._templates.free(size_bytes), but)
 
     def drop(self, prefix: str) -> list[TemplateRecord]:
-        """Drop templates whose ids begin with `prefix`, and return them."""
+        """Remove templates whose IDs begin with `prefix`, and return them."""
         with self._lock:
             gone = [each for each in self._all() if each.recording.startswith(prefix)]
             for template in gone:
@@ -167,7 +167,7 @@ class TemplateTable:
             return gone
 
     def pin(self, prefix: str, *, pinned: bool) -> int:
-        """Pin or unpin templates whose ids begin with `prefix`, and return how many."""
+        """Pin or unpin templates whose IDs begin with `prefix`, and return how many."""
         with self._lock:
             found = [each for each in self._all() if each.recording.startswith(prefix)]
             for template in found:
@@ -186,13 +186,13 @@ class TemplateTable:
         )
 
     def take_changes(self) -> RecordChanges:
-        """Return and clear the changes that are to be written."""
+        """Return and clear the changes that have to be written."""
         with self._lock:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
     def _evict(self, evict: Callable[[], int | None], but: str) -> list[TemplateRecord] | None:
-        """Evict and return templates; None if that is impossible."""
+        """Evict and return templates; return None if that is impossible."""
         with self._lock:
             pinned = self._templates.pinned
             self._templates.pinned = pinned | {but}
@@ -218,7 +218,7 @@ class TemplateTable:
         return self._templates.get(key) if key is not None else None
 
     def _index(self, template: TemplateRecord, gone: SectionRecord | None = None) -> None:
-        """Update the indices by file and source. Requires the lock."""
+        """Update the lookups by file and source. Requires the lock."""
         digests = template.files
         if gone is not None and gone.digest not in digests:
             self._key_of.pop(gone.digest, None)
@@ -227,7 +227,7 @@ class TemplateTable:
             self._by_source.setdefault(template.header.source, set()).add(template.key)
 
     def _forget(self, template: TemplateRecord | None) -> None:
-        """Clean up after a template that has left the cache. Requires the lock."""
+        """Clean up after a template that was removed from the cache. Requires the lock."""
         assert template is not None, "the caller must have found the template"
         self._templates.pinned -= {template.key}
         for digest in template.files:
@@ -245,5 +245,5 @@ def _section_of(template: TemplateRecord, digest: str) -> SectionRecord | None:
 
 
 def files_of(templates: Iterable[TemplateRecord]) -> Sequence[str]:
-    """Return the digests of all their files, once for each use."""
+    """Return the digests of all files of these templates, once for each use."""
     return [digest for template in templates for digest in template.files]

@@ -1,7 +1,7 @@
-"""The thread that writes for a store: sections, templates, deletions and uses.
+"""The writer thread of a store: it writes sections, templates, deletions and use counts.
 
-If the disk is full, templates are evicted for new ones, as they are beyond the budget. If nothing can be evicted, the
-store is read-only until there is room. Waiting sections are bounded in bytes.
+Beyond the budget, or if the disk is full, templates are evicted for new ones. If nothing can be evicted, the store is
+read-only until there is space. The bytes of waiting sections are bounded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.v1.activations_pb2 import RecordingHeader
 
-# Extra room for ends of recordings, half a MiB each, so that one waiting section too many does not cost a template.
+# Extra queue space for ends of recordings, half a MiB each, so that a full queue of sections loses no template.
 _SPARE_BYTES = 64 << 20
-# Share of the process's descriptors for waiting sections, one each, so that a hanging disk takes none from others.
+# Share of the process's descriptors for waiting sections, one each, so that a hanging disk leaves enough for others.
 _SHARE_OF_OPEN_FILES = 0.125
 
 _log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class ActivationWriter(BlobWriter):
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Number and bytes of waiting sections."""
+        """Number of waiting sections, and their bytes."""
         with self._lock:
             return self._waiting, self._waiting_bytes
 
     def reserve(self, size_bytes: int, *, is_end: bool = False) -> DropReason | None:
-        """Reserve room until a section is written, or return why there is none.
+        """Reserve queue space until a section is written. Return None, or the reason why there is no space.
 
-        The end of a recording may wait when no more sections may, because its sections are already here.
+        The end of a recording may still be queued when no more sections may, because its sections are already here.
         """
         if self._trouble:
             return DropReason.TROUBLE
@@ -75,35 +75,37 @@ class ActivationWriter(BlobWriter):
         return None
 
     def unreserve(self, size_bytes: int) -> None:
-        """Free the room of a section that was written or dropped."""
+        """Release the queue space of a section that was written or dropped."""
         with self._lock:
             self._waiting -= 1
             self._waiting_bytes -= size_bytes
 
     def write(self, incoming: IncomingSection) -> None:
-        """Queue a section for which room was reserved. The writer closes its descriptor."""
+        """Queue a section for which space was reserved. The writer closes its descriptor."""
         self._thread.post(lambda: self._write(incoming))
 
     def complete(self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None) -> None:
-        """Queue the end of a recording, which makes a template of its sections. Room was reserved for `drawn`."""
+        """Queue the end of a recording, which makes a template of its sections. Space was reserved for `drawn`."""
         self._thread.post(lambda: self._complete(pending, header, drawn))
 
     def forget(self, pending: PendingRecording) -> None:
-        """Queue the deletion of a recording that was given up."""
+        """Queue the deletion of an abandoned recording."""
         self._thread.post(lambda: self._insertion.forget(pending))
         self._thread.post(self._tidy)
 
     def lose(self, digest: str) -> None:
-        """Forget a damaged or missing file. The rest of its template stays."""
+        """Remove the sections that use a damaged or missing file. The rest of the template stays."""
         gone = self._table.lose(digest)
         if gone:
             self._counts.add("damaged")
-            _log.error("a section is damaged or missing, and was dropped", extra={"digest": digest})
+            _log.error(
+                "a section is damaged or missing and was deleted; edits compute it again", extra={"digest": digest}
+            )
             self._thread.post(lambda: self._insertion.release(gone))
             self._thread.post(self._tidy)
 
     def drop(self, prefix: str) -> int:
-        """Drop templates, and return how many. Raise StorageUnavailable if the disk does not answer."""
+        """Delete templates, and return how many. Raise StorageUnavailable if the disk does not answer."""
         return self._thread.call(lambda: self._drop(prefix))
 
     def pin(self, prefix: str, *, pinned: bool) -> int:

@@ -186,10 +186,7 @@ class Lookup:
         return [selection for selection in selected if selection.noise not in resting]
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
-        """Return all latents that are similar enough, those of the first search first.
-
-        Ignores the prompt's recent pictures.
-        """
+        """Return all latents that are similar enough, also ones that rest, those of the first search first."""
         selected: list[Selection] = []
         for found in searches:
             selected += select_latents(

@@ -70,9 +70,7 @@ class PromptRows:
             return self._row(_name(key, prompt)).resting
 
     def reserve(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> bool:
-        """Record that a picture of the prompt starts from a noise.
-
-        Return False if the prompt may not use that noise now.
+        """Record that a picture of the prompt starts from a noise. Return False if that noise rests.
 
         Args:
             key: Key of the question.
