@@ -109,8 +109,8 @@ async def test_a_configured_profile_counts_where_none_was_measured(tmp_path: Pat
     ("text", "said"),
     [
         (None, "cannot be read: No such file"),
-        ("{", "is not a profile"),
-        ('{"colour": "red"}', "is not a profile"),
+        ("{", "is not a valid CacheProfile"),
+        ('{"colour": "red"}', "is not a valid CacheProfile"),
         ('{"model_hash": "../x"}', "profile.model_hash"),
     ],
 )

@@ -152,7 +152,7 @@ async def test_a_certificate_is_a_tenants_only_where_the_gateway_knows_it(author
                     with pytest.raises(errors.Forbidden, match="needs an operator's certificate"):
                         await client.fleet()
                     continue
-                with pytest.raises(errors.Unauthenticated, match="no tenant of this gateway"):
+                with pytest.raises(errors.Unauthenticated, match="tenant is unknown to this gateway"):
                     await client.models()
 
 

@@ -203,7 +203,7 @@ async def test_what_does_not_end_within_the_grace_is_handed_over(start: Start) -
     for events in await asyncio.gather(*following):
         assert kinds(events)[-1] == "failed"
         assert events[-1].failed.reason == error_pb2.ERROR_REASON_DRAINING
-        assert "hands the attempt over" in events[-1].failed.message
+        assert "another worker draws the job" in events[-1].failed.message
 
 
 async def test_stopping_leaves_no_process(start: Start) -> None:

@@ -38,7 +38,7 @@ async def refused() -> AsyncIterator[Ask]:
 
 async def test_of_one_that_cannot_be_reached_no_address_and_no_word_of_grpc_is_told(refused: Ask) -> None:
     error = await refused(OutgoingLinkRequest(request=1, address=NOBODY))
-    assert (error.code, error.message) == (14, "the call for a link failed: UNAVAILABLE")
+    assert (error.code, error.message) == (14, "the call for a connection failed: UNAVAILABLE")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_the_fleets_listener_has_its_own_place_on_loopback() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told", "right"),
     [
-        ({"max_members": 500}, "fleet.max_calls is 1024; at least", {"fleet": {"max_calls": 1048}}),
+        ({"max_members": 500}, "fleet.max_calls is 1024; it must be at least 1048", {"fleet": {"max_calls": 1048}}),
         ({"results_bytes": 1000, "max_result_bytes": 1001}, "max_result_bytes is 1001", {"max_result_bytes": 1000}),
         ({"server": {"max_message_mib": 200}}, "max_requests_mib is 128", {"server": {}}),
         ({"max_attempts": 4096}, "4095", {"max_attempts": 4095}),

@@ -184,7 +184,7 @@ async def test_a_job_waits_for_a_worker_that_is_slow_to_start_for_twice_as_long_
         call = house.generate("order-1", prompt="a star")
         assert (await told(call)).WhichOneof("event") == "queued"
         error = await refusal(lambda: call, errors.NoWorker)
-        assert error.message == "no worker came back for model miniature"
+        assert error.message == "no worker of model miniature joined within the grace period"
         assert error.retry_after_s
         assert time.monotonic() - began >= 3.0
         await refusal(lambda: house.generate(prompt="another"), errors.NoWorker)

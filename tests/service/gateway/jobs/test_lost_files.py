@@ -44,7 +44,7 @@ async def test_no_job_is_acknowledged_in_vain_when_the_job_store_goes(
         acknowledged = [(await house.submit(f"before-{number}", prompt="a star")).job_id for number in range(5)]
         lose(state / "jobs.sqlite")
         acknowledged += await _submit_twenty(house)
-        assert any("is not in its place" in line.message for line in caplog.records if line.levelname == "ERROR")
+        assert any("file was moved or deleted" in line.message for line in caplog.records if line.levelname == "ERROR")
         await house.until_serving()
         await house.stop_early()
     async with running_gateway(state=str(state)) as house:

@@ -52,7 +52,7 @@ def test_similarity_is_the_cosine_whatever_the_lengths(index: KeyedIndex) -> Non
 
 def test_a_key_vanishes_with_its_last_entry_and_may_come_back_with_another_width(index: KeyedIndex) -> None:
     index.add("key", 1, _random(1)[0])
-    with pytest.raises(ValueError, match="8 numbers, not 3"):
+    with pytest.raises(ValueError, match="8 dimensions, not 3"):
         index.add("key", 2, np.ones(3))
     assert index.statistics().keys == 1
     assert index.remove("key", 1)
@@ -97,9 +97,9 @@ def test_a_search_is_for_one_to_64_entries(index: KeyedIndex, count: int) -> Non
 
 def test_a_search_with_another_width_than_the_key_s_is_refused(index: KeyedIndex) -> None:
     index.add("key", 1, _random(1)[0])
-    with pytest.raises(ValueError, match="8 numbers, not 2"):
+    with pytest.raises(ValueError, match="8 dimensions, not 2"):
         index.search("key", np.ones(2), 1)
-    with pytest.raises(ValueError, match="8 numbers, not 2"):
+    with pytest.raises(ValueError, match="8 dimensions, not 2"):
         index.similarity("key", 1, np.ones(2))
 
 
@@ -108,9 +108,9 @@ def test_numbers_are_not_negative_and_loaded_once_each(index: KeyedIndex) -> Non
         index.add("key", -1, _random(1)[0])
     with pytest.raises(ValueError, match="at least 0"):
         index.load("key", np.array([3, -1]), _random(2))
-    with pytest.raises(ValueError, match="each number once"):
+    with pytest.raises(ValueError, match="numbers must be unique"):
         index.load("key", np.array([3, 3]), _random(2))
-    with pytest.raises(ValueError, match="one vector for each number"):
+    with pytest.raises(ValueError, match="with one vector for each"):
         index.load("key", np.array([3, 4]), _random(3))
     assert len(index) == 0
 

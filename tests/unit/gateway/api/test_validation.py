@@ -386,7 +386,7 @@ async def test_all_that_is_wrong_with_image_and_mask_comes_at_once() -> None:
         "spec.image": "the bytes are no image",
         "spec.mask_image": "redraws nothing",
     }
-    with pytest.raises(BadImage, match="mask_image: is 48x40 pixels; at most 100 in all"):
+    with pytest.raises(BadImage, match="mask_image: is 48x40 pixels; at most 100 pixels are allowed"):
         await validation.check_images(
             GenerationSpec(mask_image=PNG), [], _Inspector(), max_pixels=100, share=Share(), model=MODEL
         )

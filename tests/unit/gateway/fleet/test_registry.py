@@ -227,7 +227,7 @@ def test_a_worker_that_starts_is_listed_and_serves_as_soon_as_it_says_its_model(
     assert fleet.workers("m") == [served] == fleet.members()
     assert watcher.told == ["joined w1", "changed w1", "lost w1", "joined w1"]
     other = worker(model="another")
-    with pytest.raises(InvalidRequest, match="must say the same when it connects again"):
+    with pytest.raises(InvalidRequest, match="must send the same registration as before"):
         fleet.join(other)
 
 
