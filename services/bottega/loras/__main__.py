@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
-    """Return a store's gRPC server and the store, both not started. Requires a running event loop."""
+    """Create a store and its gRPC server without starting them. Requires a running event loop."""
     server = Server(kinds.LORAS, settings.server)
     store = LoraStore(settings, folder=folder, listening=server)
     lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraService(store), server.grpc)

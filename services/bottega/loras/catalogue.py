@@ -1,7 +1,7 @@
-"""The catalogue of LoRAs, in one SQLite file: name, base model, digest and further facts of each LoRA.
+"""The catalogue of LoRAs in one SQLite file: a record with name, base model, digest and other properties of each LoRA.
 
-One thread makes all calls to SQLite, on its own connection. A change is on the disk when its call returns. A damaged
-row is skipped and logged. It stays in the file until its LoRA is uploaded again or restored.
+One thread makes all calls to SQLite, on its own connection. A change is durable when its call returns. A damaged row is
+skipped and logged. It stays in the file until its LoRA is uploaded again or restored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SCHEMA = SqliteSchema(
     application_id=0x42744C6F,
     version=3,
     tables=(LORAS.statement, "CREATE INDEX loras_digest ON loras (digest)"),
-    remedy="bottega loras rebuild restores it from the LoRAs' files",
+    remedy="restore it from the LoRAs' files with bottega loras rebuild",
 )
 
-# A row takes some hundred bytes. A catalogue of this size is still listed within a second.
+# Upper bound on the LoRAs. A row takes some hundred bytes; so many are still listed within a second.
 _MAX_LORAS = 100_000
 
 _log = logging.getLogger(__name__)
@@ -61,24 +61,24 @@ class LoraCatalogue:
         replaced. Raises LoraExists for another LoRA of that name, TooLarge if the catalogue is full.
 
         Args:
-            rewords: Whether a LoRA that exists already gets the trigger words of `record`.
+            rewords: Whether to replace the trigger words of a LoRA that stays as it is.
         """
         return await self._database.transact(lambda connection: self._add(connection, record, rewords))
 
     async def get(self, name: str) -> CatalogueRecord:
-        """Return the LoRA of a name. Raises LoraNotFound, and DataLoss for a damaged row."""
+        """Return the LoRA with a name. Raises LoraNotFound, and DataLoss for a damaged row."""
         return await self._database.transact(lambda connection: _get(connection, name))
 
     async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """Return up to `size` LoRAs by name, starting behind the name `after`. An empty `base` selects all."""
+        """Return up to `size` LoRAs sorted by name, from after the name `after`. `base` "" means any base model."""
         return await self._database.transact(lambda connection: self._page(connection, size, after, base))
 
     async def remove(self, name: str) -> None:
-        """Delete the row of a name. Raises LoraNotFound, and DataLoss for a damaged row."""
+        """Delete the row of a LoRA. Raises LoraNotFound, and DataLoss for a damaged row."""
         await self._database.transact(lambda connection: _remove(connection, name))
 
     async def change(self, name: str, changed: Callable[[CatalogueRecord], CatalogueRecord]) -> CatalogueRecord:
-        """Replace a LoRA's record with the one that `changed` returns, which has the same name, and return that.
+        """Replace a LoRA's record with the result of `changed`, which must have the same name. Return the new record.
 
         Raises LoraNotFound, DataLoss, and the errors of `changed`.
         """
@@ -89,18 +89,18 @@ class LoraCatalogue:
         return await self._database.transact(lambda connection: self._records(connection, ""))
 
     async def pinned(self) -> dict[str, int]:
-        """Return the size in bytes of each digest that has a pinned name."""
+        """Return the digests of all pinned LoRAs, with their sizes in bytes."""
         records = await self._database.transact(lambda connection: self._records(connection, "WHERE pinned"))
         return {record.digest: record.size_bytes for record in records}
 
     async def known(self, digests: Collection[str]) -> set[str]:
-        """Return those digests that a LoRA has. Pass a few hundred digests at most."""
+        """Return those of the given digests that a LoRA has. Pass a few hundred digests at most."""
         query = f"WHERE digest IN ({', '.join('?' * len(digests))})"
         records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
         return {record.digest for record in records}
 
     async def names(self, digest: str) -> list[str]:
-        """Return the names of the LoRAs with a digest."""
+        """Return the names of all LoRAs with this digest."""
         query = "WHERE digest = ? ORDER BY name"
         return [
             record.name for record in await self._database.transact(lambda found: self._records(found, query, digest))
@@ -110,7 +110,7 @@ class LoraCatalogue:
         return self._sound(LORAS.read(connection, query, parameters))
 
     def _page(self, connection: sqlite3.Connection, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """Return a page that is full if enough rows are intact: damaged rows do not count."""
+        """Return a page of LoRAs. Damaged rows do not count, so that the page is full if there are enough others."""
         query = "WHERE name > ? AND (? = '' OR base = ?) ORDER BY name LIMIT ?"
         found: list[CatalogueRecord] = []
         while True:
@@ -121,7 +121,7 @@ class LoraCatalogue:
             after = rows[-1].key[0]
 
     def _sound(self, rows: Iterable[StoredRow]) -> list[CatalogueRecord]:
-        """Return the records of the rows that are intact, and log the others."""
+        """Return the records of the undamaged rows, and log the damaged ones."""
         found = []
         for row in rows:
             try:
@@ -147,19 +147,19 @@ class LoraCatalogue:
             if (found.digest, found.base) == (record.digest, record.base):
                 return _write(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
             raise LoraExists(
-                f"{record.name} exists already, with other weights or for another base model; remove it first",
+                f"{record.name} exists already with other weights or for another base model; remove it first",
                 metadata={"loras": record.name, "digest": found.digest, "base": found.base},
             )
         ((count,),) = connection.execute("SELECT count(*) FROM loras")
         if count >= _MAX_LORAS:
-            raise TooLarge(f"the store has {_MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
+            raise TooLarge(f"the store is full: it has {_MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
         _write(connection, record)
         return record
 
     def _delete_damaged(self, connection: sqlite3.Connection, record: CatalogueRecord) -> None:
-        """Delete damaged rows of the record's name or digest, which the record replaces.
+        """Delete damaged rows with the record's name or digest, because the record replaces them.
 
-        Another name of the digest can be restored from its description beside the file.
+        If another LoRA had that digest, it can be restored from the description beside its file.
         """
         rows = list(LORAS.read(connection, "WHERE name = ? OR digest = ?", (record.name, record.digest)))
         sound = {found.name for found in self._sound(rows)}

@@ -1,4 +1,4 @@
-"""The configuration of a LoRA store, and the checks of it before the store starts."""
+"""The configuration of a LoRA store, and its checks before the store starts."""
 
 from __future__ import annotations
 
@@ -20,83 +20,83 @@ _MINIATURE = "miniature"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportConfig:
-    """Bounds on the import of untrusted files."""
+    """Limits on the import of untrusted files."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     root: str = ""
     """Folder that must contain all files and folders that callers register by path.
 
-    Empty: callers cannot register paths.
+    Empty: callers can only upload files.
     """
     max_bytes: AtLeastOne = 4 << 30
-    """Bound on the bytes of one file, or of a folder's files."""
+    """Upper bound on the bytes of one file, or of all files of a folder."""
     upload_s: Seconds = 600.0
     """Seconds in which all bytes of an upload must arrive."""
     idle_s: Seconds = 30.0
-    """Seconds in which the next 256 KiB of an upload must arrive."""
+    """Seconds in which each further 256 KiB of an upload must arrive."""
     uploads: AtLeastOne = 16
-    """Bound on unfinished uploads. One host may have half of them."""
+    """Upper bound on the number of unfinished uploads. One host may have half of them."""
     upload_bytes: AtLeastOne = 16 << 30
-    """Bound on the bytes that unfinished uploads announced. One host may have half of them."""
+    """Upper bound on the total announced bytes of unfinished uploads. One host may have half of them."""
     at_once: AtLeastOne = 2
-    """Bound on imports that run at once."""
+    """Upper bound on the number of simultaneous imports."""
     deadline_s: Seconds = 300.0
-    """Deadline of one import in seconds."""
+    """Upper bound on the seconds of one import."""
     cpu_s: AtLeastOne = 120
-    """Bound on the processor seconds of one import. Its memory is bounded by the size of its file."""
+    """Upper bound on the processor seconds of one import. The size of its file limits its memory."""
 
     def __post_init__(self) -> None:
         if self.upload_bytes < self.max_bytes:
-            raise ValueError(f"upload_bytes is {self.upload_bytes}; at least max_bytes, which is {self.max_bytes}")
+            raise ValueError(f"upload_bytes is {self.upload_bytes}; it must be at least max_bytes, {self.max_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLora:
-    """A LoRA that the store registers by itself."""
+    """A LoRA in the store's configuration."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     path: str
-    """File or folder of the LoRA. miniature/NAME is a LoRA of the embedded model."""
+    """File or folder of the LoRA. miniature/NAME is a LoRA of the small model that comes with Bottega."""
     base: str = "miniature"
-    """Name of the model that the LoRA is for."""
+    """Name of the model for which the LoRA was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig(StoreConfig):
-    """Settings of a LoRA store."""
+    """The configuration of a LoRA store."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     links: LimitedLinksConfig = field(default_factory=LimitedLinksConfig)
     imports: ImportConfig = field(default_factory=ImportConfig)
     bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
-    """Folder, in Diffusers' layout, of each base model, by the name of the model. "miniature" is the embedded model."""
+    """Folder, in Diffusers' layout, of each base model, by its name. "miniature" comes with Bottega."""
     loras: dict[str, OwnLora] = field(default_factory=dict)
-    """LoRAs that the store registers at every start, by name.
+    """LoRAs that the store adds at every start, by name.
 
-    A removed one is back after the next start. A name that is registered already keeps its LoRA.
+    One that was removed is added again at the next start. An existing LoRA of the same name stays.
     """
     left_out: dict[str, str] = field(default_factory=dict)
-    """LoRAs that are not registered, and why, by name.
+    """LoRAs that are not added, by name, with the reasons.
 
     The fleet lists them. `bottega up` writes here which files beside the LoRAs of a model's folder it cannot use.
     """
     budget_bytes: AtLeastOne = 4 << 30
-    """Bound on the bytes of LoRAs in memory; the least recently used one is evicted first.
+    """Upper bound on the bytes of LoRAs in memory; the least recently used one is evicted first.
 
-    The store also keeps at most half as many LoRAs in memory as the process may have open files.
+    The number of LoRAs in memory is also at most half of the files that the process may open.
     """
     disk_bytes: AtLeastOne = 256 << 30
-    """Bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of unfinished uploads."""
+    """Upper bound on the bytes of LoRAs on disk, with quarantined files and the announced bytes of uploads."""
     min_free_bytes: NotNegative = 1 << 30
     """Bytes of disk space that uploads and imports leave free for other programs.
 
-    A value above 5 % of the disk counts as 5 %.
+    At most 5 % of the disk counts.
     """
     loads_at_once: AtLeastOne = 4
-    """Bound on LoRAs that are loaded from disk at once."""
+    """Upper bound on the number of simultaneous loads from disk."""
     lease_s: Seconds = 10.0
     """Seconds for which a LoRA that a job needs is not deleted. Gateways report every 3 s which LoRAs they need."""
 
@@ -110,7 +110,7 @@ def check_configured(config: LoraConfig) -> dict[str, Path]:
         if not rules.is_adapter_name(name):
             raise ConfigError(f"loras.{name}: the name of a LoRA must be {rules.ADAPTER_NAMES}")
         if own.base not in config.bases:
-            raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")
+            raise ConfigError(f"loras.{name}.base: {own.base} is not in bases: {', '.join(sorted(config.bases))}")
     folders = {
         name: WEIGHTS if folder == _MINIATURE else Path(folder).absolute() for name, folder in config.bases.items()
     }

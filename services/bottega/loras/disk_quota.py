@@ -1,6 +1,6 @@
-"""Bounds what the store writes to its disk: a budget of its own, and space that stays free for other programs.
+"""Limits what the store writes to its disk: a budget of its own, and space that stays free for other programs.
 
-Space is reserved before it is written. Any thread may call it.
+Space is reserved before it is written. Any thread may call this module.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from bottega.errors import QueueFull, StorageUnavailable, TooLarge
 from bottega.storage import free_space, os_errors
 
-# Some running uploads have ended by then.
+# Seconds after which to retry: some running uploads have ended by then.
 _RETRY_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Reservation:
-    """Disk space for an upload or an import."""
+    """Reserved disk space for an upload or an import."""
 
     size_bytes: int
     files: list[Path] = field(default_factory=list)
-    """Files being written. Their present size is no longer counted against the free space."""
+    """Files that are being written. What they contain already is no longer counted as reserved."""
 
     @property
     def pending_bytes(self) -> int:
-        """Number of bytes that are not yet written."""
+        """Bytes of the reservation that are not written yet."""
         written = 0
         for file in self.files:
             with contextlib.suppress(OSError):  # the file has been renamed or deleted
@@ -40,10 +40,9 @@ class DiskQuota:
     """The disk space that the store may use.
 
     Args:
-        budget_bytes: Upper bound on the store's files, with reservations.
-        min_free_bytes: Bytes of disk space that stay free for other programs. A value above 5 % of the disk counts as
-            5 %.
-        kept_bytes: Returns the size of the files that the store keeps.
+        budget_bytes: Upper bound on the bytes of the store's files, including reservations.
+        min_free_bytes: Bytes of disk space that stay free for other programs. At most 5 % of the disk counts.
+        kept_bytes: Returns the total size of the files that the store keeps.
     """
 
     def __init__(self, folder: Path, *, budget_bytes: int, min_free_bytes: int, kept_bytes: Callable[[], int]) -> None:
@@ -60,7 +59,7 @@ class DiskQuota:
         return sum(reservation.size_bytes for reservation in tuple(self._reserved))
 
     def reserve(self, size_bytes: int) -> Reservation:
-        """Reserve space. The caller releases it.
+        """Reserve space. The caller must release it.
 
         Raises TooLarge if the budget can never hold it, QueueFull if running uploads have to end first, and
         StorageUnavailable if the disk is full.
@@ -80,12 +79,12 @@ class DiskQuota:
             reservation.size_bytes += max(0, min(left, max_bytes - reservation.size_bytes))
 
     def release(self, reservation: Reservation) -> None:
-        """Return reserved space, whether or not it was written to."""
+        """Release a reservation, whether or not its space was written to."""
         with self._lock:
             self._reserved.remove(reservation)
 
     def check_disk(self) -> None:
-        """Raise StorageUnavailable if the disk has less free space than it must keep."""
+        """Raise StorageUnavailable if the disk has less free space than must stay free."""
         free_bytes, _, min_free_bytes = self._disk()
         if free_bytes < min_free_bytes:
             raise _disk_full(f"{free_bytes} bytes are free, and {min_free_bytes} must stay free (min_free_bytes)")
@@ -120,7 +119,7 @@ class DiskQuota:
             )
 
     def _disk(self) -> tuple[int, int, int]:
-        """Return the disk's free bytes, and how many of them are reserved and how many must stay free."""
+        """Return the free bytes of the disk, how many of them are reserved, and how many must stay free."""
         free_bytes, kept_bytes = free_space.measure(self._folder, min_free_bytes=self._min_free_bytes)
         return free_bytes, sum(reservation.pending_bytes for reservation in tuple(self._reserved)), kept_bytes
 

@@ -1,12 +1,12 @@
-"""The store's files: canonical LoRAs by digest, each with its descriptions, and files that are being written.
+"""The store's files: canonical LoRAs by digest with their descriptions, and files that are being written.
 
     files/incoming/                            files being written; those found at the start were interrupted
     files/ab/<digest>.safetensors              complete weights
-    files/ab/<digest>.<16 digits>.json         the catalogue's record of one name of these weights
+    files/ab/<digest>.<16 digits>.json         a description: the catalogue's record of one name of these weights
     quarantine/                                weights and descriptions that the catalogue does not list
 
-Calls may wait for the disk. A file gets a digest's name only when it is complete. Complete files are deleted only when
-a caller or an operator says so. Callers make sure that one call at a time changes files.
+Calls may wait for the disk. A file gets a digest's name only when it is complete. Complete files are deleted only at
+the request of a caller or an operator. Only one call at a time may change files; the callers make sure of that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FolderScan:
     """The result of comparing the files with the catalogue."""
 
     lost: tuple[str, ...]
-    """Digests in the catalogue that have no weights."""
+    """Digests in the catalogue whose weights are missing."""
     moved: int
     """Number of files that were moved into quarantine."""
     moved_bytes: int
@@ -46,9 +46,9 @@ class LoraFolder:
     """The folder of the store's files. Every method may raise StorageUnavailable.
 
     Args:
-        quarantine: The files that the catalogue does not list, on the same disk.
-        budget_bytes: Upper bound on all files, including the quarantine and files being written.
-        min_free_bytes: Space that stays free on the disk, see DiskQuota.
+        quarantine: Folder of files that the catalogue does not list, on the same disk.
+        budget_bytes: Upper bound on the bytes of all files, including the quarantine and files being written.
+        min_free_bytes: Bytes that stay free on the disk, see DiskQuota.
     """
 
     def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
@@ -62,7 +62,7 @@ class LoraFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all LoRAs outside of quarantine."""
+        """Total bytes of all LoRAs outside of the quarantine."""
         return self._used_bytes
 
     def open(self) -> None:
@@ -74,8 +74,8 @@ class LoraFolder:
     def reconcile(self, records: Collection[CatalogueRecord]) -> FolderScan:
         """Make the files agree with the catalogue.
 
-        Files that no record refers to go into quarantine, weights that a record refers to come back from there, and
-        missing descriptions are written.
+        Files to which no record refers are moved into quarantine, weights to which a record refers are moved back from
+        there, and missing descriptions are written.
         """
         wanted = {record.digest for record in records}
         stems = {description_stem(record.digest, record.name) for record in records}
@@ -96,11 +96,14 @@ class LoraFolder:
         return FolderScan(lost=lost, moved=len(unlisted) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
-        """Return the path of a digest's weights, whether or not they exist. Raises ValueError for an invalid digest."""
+        """Return the path for the weights with a digest. They need not exist.
+
+        Raises ValueError for an invalid digest.
+        """
         return self._files.path(f"{digest}{WEIGHTS}")
 
     def has(self, digest: str) -> bool:
-        """Return whether the weights of a digest exist."""
+        """Return whether weights with this digest exist."""
         return self._size_in_place(digest) is not None
 
     def spool(self) -> Path:
@@ -108,7 +111,7 @@ class LoraFolder:
         return self._files.spool()
 
     def adopt(self, spool: Path) -> tuple[str, CanonicalLora]:
-        """Move a canonical file to its digest's path, and return the digest and the file's content.
+        """Move a canonical file to the path of its digest. Return the digest and the parsed content.
 
         An existing file is replaced, because it may be damaged. Raises BadLora for a file that is not canonical, and
         TooLarge beyond the budget.
@@ -120,7 +123,7 @@ class LoraFolder:
         before_bytes = self._size_in_place(digest) or 0
         if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
             raise TooLarge(
-                f"the store's files would take more than its disk_bytes, {self._budget_bytes}; remove some",
+                f"the store's files would exceed disk_bytes, {self._budget_bytes}; remove some LoRAs",
                 metadata={"limit": "disk_bytes"},
             )
         self._files.adopt(f"{digest}{WEIGHTS}", spool)
@@ -128,21 +131,21 @@ class LoraFolder:
         return digest, lora
 
     def bring_back(self, digest: str) -> None:
-        """Move weights from quarantine to their path, if they are in quarantine."""
+        """If the weights with this digest are in quarantine, move them back to their path."""
         with os_errors.translated():
             if self.quarantine.has_weights(digest):
                 self._bring_back(digest)
 
     def describe(self, record: CatalogueRecord) -> None:
-        """Write a LoRA's record beside its weights.
+        """Write a LoRA's record beside its weights as a description.
 
-        A failure is only logged: the catalogue has the record, and the next start writes the description.
+        A failure is only logged, because the catalogue has the record and the next start writes the description.
         """
         try:
             self._files.write(_description(record.digest, record.name), description_of(record))
         except StorageUnavailable as error:
             facts = {"lora": record.name, "text": error.message}
-            _log.warning("the description of a LoRA could not be written beside its file", extra=facts)
+            _log.warning("the description of a LoRA could not be written; the next start tries again", extra=facts)
 
     def undescribe(self, digest: str, name: str) -> None:
         """Delete a description, if it exists."""
@@ -151,7 +154,7 @@ class LoraFolder:
     def remove(self, digest: str) -> None:
         """Delete weights, if they exist.
 
-        Weights that still have a description stay: the catalogue lacks a row that it should have.
+        Weights that still have a description stay, because the catalogue lacks a row that it should have.
         """
         with os_errors.translated():
             described = any(self.path(digest).parent.glob(f"{digest}.*{DESCRIPTION}"))
@@ -166,13 +169,13 @@ class LoraFolder:
         return self._used_bytes + self.quarantine.used_bytes
 
     def _scan(self) -> tuple[dict[str, Path], dict[str, Path]]:
-        """Return the weights by digest and the descriptions by stem."""
+        """Return the weights by digest, and the descriptions by file name without suffix."""
         paths = [Path(file.path) for file in self._files.scan()]
         weights = {path.stem: path for path in paths if path.suffix == WEIGHTS}
         return weights, {path.stem: path for path in paths if path.suffix == DESCRIPTION}
 
     def _confine(self, weights: Collection[Path], described: Collection[Path]) -> int:
-        """Move files into quarantine, descriptions first, and return the size of the weights."""
+        """Move files into quarantine, descriptions first, and return the total bytes of the weights."""
         moved_bytes = sum(path.stat().st_size for path in weights)
         for path in described:
             self.quarantine.move_in_description(path)

@@ -1,6 +1,6 @@
 """Imports LoRAs from uploads, paths and the configuration: checks and converts files, and adds them to the store.
 
-An import that fails leaves no files behind.
+A failed import leaves no files behind.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _EMBEDDED = {f"miniature/{name}": WEIGHTS / "loras" / name for name in ("striped
 _MAX_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
-# A canonical file has the tensors of its source, and a header that may be longer. Folding makes convolutions larger.
+# Extra bytes of a canonical file: its header may be longer than its source's. Folding makes convolutions larger.
 _MAX_HEADER_BYTES, _MIN_HEADER_BYTES = 1 << 20, 4 << 10
 _FOLDED = 4
-# Files of a folder that an import may read.
+# Names of the files of a folder that an import may read.
 _READ = ("*.safetensors", "adapter_config.json")
 _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for name in _READ))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """A caller's description of a LoRA to import."""
+    """The properties of a LoRA to import, as the caller states them."""
 
     name: str
     base: str
@@ -83,7 +83,7 @@ class LoraImporter:
         self._uploads = UploadLimits(
             max_uploads=config.uploads, max_total_bytes=config.upload_bytes, max_bytes=config.max_bytes
         )
-        # Held from writing a digest's file to writing its row, because a file without a row goes into quarantine.
+        # Held from writing a digest's file until its row is written, because a file without a row is quarantined.
         self.write_lock = asyncio.Lock()
 
     async def upload(
@@ -94,7 +94,7 @@ class LoraImporter:
         Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
 
         Args:
-            host: The caller's host, for the limits of one host.
+            host: The caller's host, for the limits per host.
         """
         rules.refuse([*self._check(request), *check_upload(upload, max_bytes=self._max_bytes)])
         with self._counted(), self._uploads.admitted(host, upload.size_bytes):
@@ -118,7 +118,7 @@ class LoraImporter:
                 return await self._import(request, sources, upload.size_bytes, room)
 
     async def register(self, request: ImportRequest, path: str) -> CatalogueRecord:
-        """Import a file or folder below `imports.root`. Raises as `upload` does."""
+        """Import a file or folder below `imports.root`. Raises the errors of `upload`."""
         violations = list(self._check(request))
         if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
             rule = f"must be the path of a file or a folder, of at most {_MAX_PATH_CHARACTERS} characters"
@@ -132,10 +132,10 @@ class LoraImporter:
     async def import_configured(
         self, loras: Mapping[str, OwnLora], *, at_once: int, lost: Collection[str]
     ) -> dict[str, str]:
-        """Import the configured LoRAs that the store lacks; return by name why others could not be imported.
+        """Import the configured LoRAs that the store lacks. Return, by name, why some could not be imported.
 
         Args:
-            at_once: Maximum number of imports at a time. More would wait for import processes.
+            at_once: Upper bound on simultaneous imports. More would wait for import processes.
             lost: Digests whose files are missing.
         """
         room = asyncio.Semaphore(at_once)
@@ -181,12 +181,12 @@ class LoraImporter:
             )
             answer = await self._processes.run(job, take_room=take_room)
             async with self.write_lock:
-                # Runs to its end even if the caller leaves, because a file without a row would go into quarantine.
+                # Runs to its end even if the caller leaves, because a file without a row would be quarantined.
                 return await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count an error in the block by its reason."""
+        """Count an error of the block by its reason."""
         try:
             yield
         except BottegaError as error:
@@ -194,7 +194,7 @@ class LoraImporter:
             raise
 
     def _spool(self) -> AbstractAsyncContextManager[Path]:
-        """Return a context with a new file, which is deleted afterwards unless it was renamed."""
+        """Return a context with a new file, which is deleted at the end unless it was renamed."""
         return acquired(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
 
     def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
@@ -236,12 +236,12 @@ class LoraImporter:
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
         words = request.trigger_words
         if len(words) > _MAX_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
-            rule = f"at most {_MAX_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
+            rule = f"must be at most {_MAX_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
             violations.append(Violation(field="trigger_words", description=rule))
         return violations
 
     def _below_root(self, path: str) -> tuple[Path, int]:
-        """Return the path with its links resolved, and the size of the files that an import would read."""
+        """Return the path with symlinks resolved, and the total bytes of the files that an import would read."""
         if self._root is None:
             raise _refused("this store does not register paths: its configuration has no imports.root")
         with _reading():
@@ -250,7 +250,7 @@ class LoraImporter:
         return source, self._measured(source)
 
     def _measured(self, source: Path) -> int:
-        """Return the size of the files that an import would read. Raises InvalidRequest, TooLarge."""
+        """Return the total bytes of the files that an import would read. Raises InvalidRequest, TooLarge."""
         with _reading():
             if source.is_dir():
                 size_bytes = sum(file.stat().st_size for file in _imported(source))
@@ -260,19 +260,19 @@ class LoraImporter:
                 raise _refused("there is no such file or folder on the store's machine")
         if size_bytes > self._max_bytes:
             raise TooLarge(
-                f"{size_bytes} bytes are more than imports.max_bytes, {self._max_bytes}",
+                f"has {size_bytes} bytes; at most imports.max_bytes, {self._max_bytes}, are allowed",
                 metadata={"limit": "max_bytes"},
             )
         return size_bytes
 
 
 def _kept_bytes(size_bytes: int) -> int:
-    """Return the size of the canonical form of `size_bytes` of files, if no convolutions are folded."""
+    """Return an upper bound on the canonical form's size for `size_bytes` of files, if no convolutions are folded."""
     return size_bytes + min(_MAX_HEADER_BYTES, _MIN_HEADER_BYTES + size_bytes)
 
 
 def _imported(folder: Path) -> list[Path]:
-    """Return the files of a folder that an import reads; none for a path that is not a folder."""
+    """Return the files of a folder that an import reads; [] if the path is not a folder."""
     return [file for pattern in _IMPORTED for file in folder.glob(pattern)]
 
 

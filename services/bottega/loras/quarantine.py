@@ -3,7 +3,7 @@
     quarantine/<digest>.safetensors           weights
     quarantine/<digest>.<16 digits>.json      a description of weights, which are here or among the store's files
 
-Calls may wait for the disk and raise OSError. One thread at a time may make them.
+Calls may wait for the disk and raise OSError. Only one thread at a time may make them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantinedLora:
-    """A LoRA that can be restored."""
+    """A LoRA in quarantine that can be restored."""
 
     id: str
-    """Stem of its description, or its digest if it has no description."""
+    """Name of its description file without suffix, or its digest if it has no description."""
     digest: str
     record: CatalogueRecord | None
-    """Content of its description; None without a readable one."""
+    """The record in its description; None if the description is missing or damaged."""
     size_bytes: int | None
-    """Size of its weights; None if they are gone."""
+    """Bytes of its weights; None if the weights are missing."""
     since_s: float
-    """Unix time at which it came into quarantine."""
+    """Unix time in seconds at which it was moved into quarantine."""
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text has the form of an id in quarantine."""
+    """Return whether a text has the form of an ID in quarantine."""
     return _DIGEST.fullmatch(text) is not None or described_digest(text) is not None
 
 
 class QuarantineFolder:
-    """The folder that holds a LoRA store's files in quarantine, with an index of them in memory.
+    """The folder of files in quarantine, with an index of them in memory.
 
     Args:
-        in_place: Returns the size in bytes of the weights that the store has outside of quarantine under a digest;
-            None if it has none.
+        in_place: Returns the bytes of the weights that the store has outside of quarantine under a digest; None if it
+            has none.
     """
 
     def __init__(self, folder: Path, *, in_place: Callable[[str], int | None]) -> None:
@@ -60,7 +60,7 @@ class QuarantineFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all weights in quarantine."""
+        """Total bytes of all weights in quarantine."""
         return sum(self._weights.values())
 
     def __len__(self) -> int:
@@ -79,21 +79,21 @@ class QuarantineFolder:
         self._descriptions = Counter(self._described.values())
 
     def has_weights(self, digest: str) -> bool:
-        """Return whether the weights of a digest are in quarantine."""
+        """Return whether weights with this digest are in quarantine."""
         return digest in self._weights
 
     def describes(self, digest: str) -> bool:
-        """Return whether a description of a digest's weights is in quarantine."""
+        """Return whether a description of weights with this digest is in quarantine."""
         return digest in self._descriptions
 
     def weights(self, digest: str) -> Path:
-        """Return the path that the weights of a digest have in quarantine."""
+        """Return the path in quarantine for weights with this digest."""
         return self.folder / f"{digest}{WEIGHTS}"
 
     def move_in_weights(self, path: Path) -> None:
-        """Move weights here, unless intact weights of the same digest are here already.
+        """Move weights here, unless undamaged weights with the same digest are here already.
 
-        The caller syncs the folder that they came from, and this one with `sync`.
+        The caller syncs the folder from which they came, and this one with `sync`.
         """
         target = self.folder / path.name
         if target.exists() and is_intact(target, path.stem):
@@ -115,19 +115,19 @@ class QuarantineFolder:
         folders.sync(self.folder)
 
     def forget_weights(self, digest: str) -> None:
-        """Note that the caller has moved the weights of a digest out of quarantine."""
+        """Update the index after the caller has moved weights out of quarantine."""
         self._weights.pop(digest, None)
         folders.sync(self.folder)
 
     def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
-        """Return up to `size` LoRAs by id, starting behind the id `after`."""
+        """Return up to `size` LoRAs sorted by ID, starting after the ID `after`."""
         return [self.find(id) for id in sorted(id for id in self._ids() if id > after)[:size]]
 
     def find(self, id: str) -> QuarantinedLora:
-        """Return the LoRA of an id. Raises LoraNotFound."""
+        """Return the LoRA with this ID. Raises LoraNotFound."""
         described = id in self._described
         if not described and (id not in self._weights or id in self._descriptions):
-            raise LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
+            raise LoraNotFound(f"nothing in quarantine has the ID {id}", metadata={"loras": id})
         path = self.folder / f"{id}{DESCRIPTION if described else WEIGHTS}"
         digest = self._described.get(id, id)
         quarantined_bytes = self._weights.get(digest)
@@ -140,7 +140,7 @@ class QuarantineFolder:
         )
 
     def forget(self, id: str) -> None:
-        """Delete the description of an id, if it has one."""
+        """Delete the description with this ID, if there is one."""
         digest = self._described.pop(id, None)
         if digest is not None:
             self._descriptions[digest] -= 1
@@ -150,9 +150,9 @@ class QuarantineFolder:
             folders.sync(self.folder)
 
     def discard(self, id: str) -> int:
-        """Delete a LoRA for good, and return how many bytes that freed. Raises LoraNotFound.
+        """Delete a LoRA permanently, and return how many bytes that freed. Raises LoraNotFound.
 
-        Weights stay while another description in quarantine refers to them.
+        Its weights stay while another description in quarantine refers to them.
         """
         digest = self.find(id).digest
         self.forget(id)
@@ -163,12 +163,12 @@ class QuarantineFolder:
         return self._weights.pop(digest)
 
     def _ids(self) -> set[str]:
-        """Return the ids of descriptions, and of weights without a description."""
+        """Return the IDs of descriptions, and of weights without a description."""
         return {*self._described, *(self._weights.keys() - self._descriptions.keys())}
 
 
 def _description(path: Path) -> CatalogueRecord | None:
-    """Return the content of a description; None for a damaged one, so that its weights can still be restored."""
+    """Return the record in a description, or None if it is damaged: its weights can still be restored."""
     try:
         return read_description(path)
     except DataLoss:
@@ -176,6 +176,6 @@ def _description(path: Path) -> CatalogueRecord | None:
 
 
 def is_intact(path: Path, digest: str) -> bool:
-    """Return whether a file's SHA-256 is `digest`. Reads the whole file."""
+    """Return whether the SHA-256 of a file is `digest`. Reads the whole file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == digest

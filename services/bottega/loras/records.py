@@ -1,10 +1,10 @@
-"""The catalogue's record of a LoRA, as a row of values with a checksum, and as a description beside its weights.
+"""The catalogue's record of a LoRA, stored as a row with a checksum, and as a description beside its weights.
 
 A description is a copy of the record in a small file, from which the catalogue can be rebuilt:
 
     <digest>.<first 16 digits of the name's SHA-256>.json    one file for each name of the digest
 
-The record cannot be in the weights' own header, because other names and stores use the same weights and their SHA-256.
+The record cannot be in the header of the weights, because other names and stores use the same weights and SHA-256.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bottega.errors import DataLoss
 from bottega.storage.checksums import Value, checksum
 
 DESCRIPTION = ".json"
-"""Suffix of descriptions."""
+"""Suffix of description files."""
 _FORMAT = "bottega.lora.description/2"
 _NAME_DIGITS = 16
 _DESCRIPTION_STEM = re.compile(rf"([0-9a-f]{{64}})\.[0-9a-f]{{{_NAME_DIGITS}}}")
-# Sixteen trigger words of 200 characters take at most 40 KiB.
+# Upper bound on a description. Sixteen trigger words of 200 characters take at most 40 KiB.
 _MAX_DESCRIPTION_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueRecord:
-    """A LoRA in the catalogue. The message StoredLora explains the fields."""
+    """The catalogue's record of a LoRA. The message StoredLora explains the fields."""
 
     name: str
     digest: str
@@ -71,7 +71,7 @@ LORAS = RecordTable(
 
 
 def values_of(record: CatalogueRecord) -> Values:
-    """Return a record as the values of a row of LORAS."""
+    """Convert a record to the values of a row."""
     return tuple(_value(getattr(record, field.name)) for field in fields(record))
 
 
@@ -82,7 +82,7 @@ def _value(field: Value | tuple[object, ...]) -> Value:
 
 
 def read_row(row: StoredRow) -> CatalogueRecord:
-    """Return the record of a row. Raises DataLoss if it is damaged."""
+    """Convert a row to a record. Raises DataLoss if the row is damaged."""
     if not row.intact:
         raise _damaged_row(str(row.key[0]))
     return _record(row.values)
@@ -110,7 +110,7 @@ def _record(values: Sequence[Any]) -> CatalogueRecord:
 
 
 def _damaged_row(name: str) -> DataLoss:
-    """Return the error for a LoRA whose row is damaged."""
+    """Return the error for a LoRA with a damaged row."""
     return DataLoss(
         f"the catalogue's row of {name} is damaged; `bottega loras rebuild` restores it from the LoRA's file",
         metadata={"loras": name},
@@ -118,18 +118,18 @@ def _damaged_row(name: str) -> DataLoss:
 
 
 def description_stem(digest: str, name: str) -> str:
-    """Return the name of a description's file, without its suffix."""
+    """Return the name of a description's file without its suffix."""
     return f"{digest}.{hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]}"
 
 
 def described_digest(stem: str) -> str | None:
-    """Return the digest in the name of a description's file; None if the name has another form."""
+    """Return the digest in the name of a description's file, or None if the name has another form."""
     matched = _DESCRIPTION_STEM.fullmatch(stem)
     return matched[1] if matched else None
 
 
 def description_of(record: CatalogueRecord) -> bytes:
-    """Return the content of a record's description."""
+    """Serialize a record as the content of its description."""
     values = values_of(record)
     names = [field.name for field in fields(record)]
     content = {"format": _FORMAT, "checksum": checksum(values), "lora": dict(zip(names, values, strict=True))}
@@ -137,7 +137,7 @@ def description_of(record: CatalogueRecord) -> bytes:
 
 
 def read_description(path: Path) -> CatalogueRecord:
-    """Return the record in a description. Raises DataLoss if it is damaged or of another file name, and OSError."""
+    """Read the record in a description. Raises DataLoss if it is damaged or has the wrong file name, and OSError."""
     with path.open("rb") as file:
         text = file.read(_MAX_DESCRIPTION_BYTES + 1)
     try:

@@ -1,6 +1,6 @@
-"""Moves files that the catalogue does not list into quarantine, and restores or deletes them when an operator asks.
+"""Moves files that the catalogue does not list into quarantine, and restores or deletes them for an operator.
 
-Files in quarantine are deleted in no other way.
+Nothing else deletes files in quarantine.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from bottega.storage import os_errors
 
 _log = logging.getLogger(__name__)
 
-# A scan of all files is followed by a pause of so many times its duration.
+# After a scan of all files, the next one waits so many times its duration.
 _PAUSE_PER_SCAN = 10
-# Digits of its digest in the name of a LoRA whose own name is unknown.
+# Number of digits of the digest in the name of a LoRA whose own name is unknown.
 _NAME_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredLora:
-    """A LoRA that is in the catalogue again."""
+    """A LoRA that was restored to the catalogue."""
 
     record: CatalogueRecord
     unknown: tuple[str, ...]
-    """Facts that its files do not contain, in words."""
+    """Properties that could not be restored, because its files do not contain them; in words."""
 
 
 class LoraRecovery:
-    """Brings files and catalogue together after a loss, and serves the quarantine to operators.
+    """Makes files and catalogue agree after a loss, and serves the quarantine to operators.
 
     Args:
         write_lock: Held while files and catalogue are changed together.
@@ -55,17 +55,17 @@ class LoraRecovery:
         self._catalogue = catalogue
         self._files = files
         self._write_lock = write_lock
-        # Held by calls that read whole files, so that a hundred of them do not take all threads of the store.
+        # Held by calls that read whole files, so that many of them do not take all threads of the store.
         self._restoring = asyncio.Lock()
         self._next_scan_at = 0.0
 
     @property
     def quarantine(self) -> QuarantineFolder:
-        """Files that the catalogue does not list."""
+        """The files that the catalogue does not list."""
         return self._files.quarantine
 
     async def reconcile(self) -> FolderScan:
-        """Move files that the catalogue does not list into quarantine; log them, and LoRAs whose files are gone.
+        """Move files that the catalogue does not list into quarantine. Log them, and LoRAs whose files are missing.
 
         Raises StorageUnavailable, DataLoss.
         """
@@ -77,20 +77,20 @@ class LoraRecovery:
         self._next_scan_at = ended + _PAUSE_PER_SCAN * (ended - began)
         quarantine = self.quarantine
         if scan.moved:
-            what = f"{scan.moved} files that the catalogue of LoRAs does not list were moved into quarantine"
+            what = f"{scan.moved} files that are not in the catalogue of LoRAs were moved into quarantine"
             facts = {"bytes": scan.moved_bytes, "folder": str(quarantine.folder), "in_quarantine": len(quarantine)}
             _log.warning(
                 f"{what}: bottega loras quarantine lists them, bottega loras rebuild restores them", extra=facts
             )
         for digest in scan.lost:
             names = [record.name for record in records if record.digest == digest]
-            _log.error("the file of a LoRA is gone; upload it again", extra={"loras": names, "digest": digest})
+            _log.error("the file of a LoRA is missing; upload the LoRA again", extra={"loras": names, "digest": digest})
         return scan
 
     async def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
-        """Return up to `size` LoRAs in quarantine by id, starting behind the id `after`.
+        """Return up to `size` LoRAs in quarantine sorted by ID, starting after the ID `after`.
 
-        The first page begins with a scan of the store's files, unless there was one just now.
+        The first page begins with a scan of the store's files, unless there was one a moment ago.
         """
         if not after and time.monotonic() >= self._next_scan_at:
             await self.reconcile()
@@ -101,15 +101,15 @@ class LoraRecovery:
         """Restore a LoRA to the catalogue.
 
         Args:
-            id: Its id in quarantine.
-            name: Its new name; if empty, the one in its description.
-            base: Its base model; if empty, the one in its description, or the only one that it fits.
+            id: Its ID in quarantine.
+            name: Its new name; "" means the one in its description.
+            base: Its base model; "" means the one in its description, or the only one that it fits.
 
         Raises:
             InvalidRequest: An argument is invalid, or the base model is unknown and not given.
-            LoraNotFound: Nothing in quarantine has the id.
+            LoraNotFound: Nothing in quarantine has the ID.
             LoraExists: Another LoRA has the name.
-            DataLoss: The weights are damaged or gone.
+            DataLoss: The weights are damaged or missing.
             BadLora: The weights do not fit the base model.
             StorageUnavailable: The disk failed.
         """
@@ -122,14 +122,14 @@ class LoraRecovery:
             elif base and (found.record is None or base != found.record.base):
                 await asyncio.to_thread(self._check_fits, lora, base)
             async with self._write_lock:
-                # Runs to its end even if the caller leaves, so that nothing stays half done.
+                # Runs to its end even if the caller leaves, so that the change is complete.
                 record = await run_to_end(self._restore(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA was restored from quarantine", extra=facts)
         return RestoredLora(record=record, unknown=tuple(_unknown(found, name)))
 
     async def discard(self, id: str) -> int:
-        """Delete a LoRA in quarantine for good, and return how many bytes that freed.
+        """Delete a LoRA in quarantine permanently, and return how many bytes that freed.
 
         Raises InvalidRequest, LoraNotFound, StorageUnavailable.
         """
@@ -156,7 +156,7 @@ class LoraRecovery:
             return self._files.quarantine.find(id)
 
     def _read(self, found: QuarantinedLora) -> CanonicalLora:
-        """Return the content of the weights' header. Raises DataLoss if the weights are damaged or gone."""
+        """Return the parsed header of the weights. Raises DataLoss if the weights are damaged or missing."""
         quarantine, digest = self._files.quarantine, found.digest
         path = quarantine.weights(digest) if quarantine.has_weights(digest) else self._files.path(digest)
         with os_errors.translated():
@@ -194,7 +194,7 @@ class LoraRecovery:
 
     def _check(self, id: str, name: str, base: str) -> Iterator[Violation]:
         if not is_id(id):
-            yield Violation(field="id", description="must be an id from ListQuarantine")
+            yield Violation(field="id", description="must be an ID from ListQuarantine")
         if name and not rules.is_adapter_name(name):
             yield Violation(field="name", description=f"must be empty, or {rules.ADAPTER_NAMES}")
         if base and base not in self._bases:
@@ -203,7 +203,7 @@ class LoraRecovery:
 
 
 def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str) -> CatalogueRecord:
-    """Return the record of a restored LoRA, from its header and, if it has one, its description."""
+    """Return the record of a restored LoRA, made from its header and its description, if it has one."""
     old = found.record
     return CatalogueRecord(
         name=name or (old.name if old else f"recovered-{found.digest[:_NAME_DIGITS]}"),
@@ -222,7 +222,7 @@ def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str
 
 
 def _merged(present: CatalogueRecord, restored: CatalogueRecord) -> CatalogueRecord:
-    """Return the record of a LoRA that was uploaded again, with missing values taken from the restored one."""
+    """Return the record of a LoRA that was uploaded again, with missing values from the restored one."""
     return replace(
         present,
         trigger_words=present.trigger_words or restored.trigger_words,

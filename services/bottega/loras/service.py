@@ -32,7 +32,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LoraService(lora_pb2_grpc.LoraServiceServicer):
-    """bottega.v1.LoraService."""
+    """The servicer of bottega.v1.LoraService."""
 
     def __init__(self, store: LoraStore) -> None:
         self._store = store
@@ -153,7 +153,7 @@ def _upload(head: pb.UploadLoraHead) -> Upload:
 async def _chunks(requests: AsyncIterator[pb.UploadLoraRequest]) -> AsyncIterator[bytes]:
     async for request in requests:
         if request.WhichOneof("message") != "chunk":
-            rule = "only chunks follow the head"
+            rule = "only chunks may follow the head"
             raise InvalidRequest(rule, violations=[Violation(field="chunk", description=rule)])
         yield request.chunk
 
@@ -165,7 +165,7 @@ def _check_name(name: str) -> None:
 
 def _check_page(request: pb.ListLorasRequest | pb.ListQuarantineRequest) -> Iterator[Violation]:
     if not 0 <= request.page_size <= _MAX_PAGE:
-        yield Violation(field="page_size", description=f"must be 0 to {_MAX_PAGE}")
+        yield Violation(field="page_size", description=f"must be from 0 to {_MAX_PAGE}")
     for field in ("page_token", "base"):
         if len(getattr(request, field, "")) > _MAX_NAME_CHARACTERS:
             yield Violation(field=field, description=f"must be at most {_MAX_NAME_CHARACTERS} characters")
@@ -173,14 +173,18 @@ def _check_page(request: pb.ListLorasRequest | pb.ListQuarantineRequest) -> Iter
 
 def _check_digests(digests: Sequence[str]) -> Iterator[Violation]:
     if len(digests) > _MAX_DIGESTS:
-        yield Violation(field="digests", description=f"must be at most {_MAX_DIGESTS}")
+        yield Violation(field="digests", description=f"must have at most {_MAX_DIGESTS} entries")
 
 
 def _check_bounds(bounds: Sequence[pb.LoraBound]) -> Iterator[Violation]:
     if len({bound.num_inference_steps for bound in bounds}) < len(bounds) or len(bounds) > _MAX_BOUNDS:
-        yield Violation(field="bounds", description=f"at most {_MAX_BOUNDS}, each for another number of steps")
+        yield Violation(
+            field="bounds", description=f"must be at most {_MAX_BOUNDS}, each for a different number of steps"
+        )
     for index, bound in enumerate(bounds[:_MAX_BOUNDS]):
         if not 1 <= bound.num_inference_steps <= rules.MAX_STEPS:
-            yield Violation(field=f"bounds[{index}].num_inference_steps", description=f"must be 1 to {rules.MAX_STEPS}")
+            yield Violation(
+                field=f"bounds[{index}].num_inference_steps", description=f"must be from 1 to {rules.MAX_STEPS}"
+            )
         if not 0 <= bound.max_step <= bound.num_inference_steps:
-            yield Violation(field=f"bounds[{index}].max_step", description="must be 0 to the number of steps")
+            yield Violation(field=f"bounds[{index}].max_step", description="must be from 0 to the number of steps")

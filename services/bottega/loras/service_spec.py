@@ -6,7 +6,7 @@ from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """Return the configuration of a store of LoRAs for the model that the suite's workers serve."""
+    """Return the configuration of a store for the LoRAs in the folder of the model that the suite's workers serve."""
     from bottega.model_files.own_files import own_loras  # imported here to keep the manifest light
 
     base, own = suite.model_name, own_loras(suite.model_folder)

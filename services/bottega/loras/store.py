@@ -1,4 +1,4 @@
-"""The LoRA store: its catalogue, files, cache and links, and its membership in the fleet."""
+"""The LoRA store: its catalogue, files, cache and connections, and its membership in the fleet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "bottega_lora"
 
-# Share of the process's open files that LoRAs in memory may use. The rest is for up to 256 workers' links of two
+# Share of the process's open files that LoRAs in memory may use. The rest is for up to 256 workers' connections of two
 # sockets each, callers, uploads, the catalogue, import processes, and LoRAs that do not fit into memory. Without a free
 # descriptor the store could not even refuse a call.
 _SHARE_OF_OPEN_FILES = 0.5
@@ -45,8 +45,8 @@ _MAX_NEEDED = 65_536
 class LoraStore(StoreServer):
     """A store of LoRAs for base models, from which workers fetch them.
 
-    Start it with `start`, and end it with `drain` and `stop`. Raises ConfigError if a base model cannot be found, or a
-    configured LoRA is wrong.
+    Call `start` first, and `drain` and `stop` at the end. Raises ConfigError if a base model cannot be found, or a
+    configured LoRA is invalid.
     """
 
     def __init__(self, config: LoraConfig, *, folder: Path, listening: Listening) -> None:
@@ -106,7 +106,7 @@ class LoraStore(StoreServer):
         await self._apply_pins()
 
     def state(self, record: CatalogueRecord) -> bool | None:
-        """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on the disk."""
+        """Return True if a LoRA is in memory, False while it is being loaded, and None if it is only on disk."""
         return self._cache.state(record.digest)
 
     async def remove(self, name: str) -> None:
@@ -117,7 +117,7 @@ class LoraStore(StoreServer):
             if self._cache.leases(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
                 raise LoraInUse(
-                    f"{name} is in use: it is being sent to workers, or a job needs it or did a moment ago; "
+                    f"{name} is in use: it is being sent to workers, or a job needs it or needed it recently; "
                     f"try again in {wait_s:.0f} s",
                     metadata={"loras": name},
                     retry_after_s=wait_s,
@@ -131,17 +131,17 @@ class LoraStore(StoreServer):
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self.catalogue.remove(name)
             if not only_name and record.pinned:
-                await self._apply_pins()  # the other names of the digest may not be pinned
+                await self._apply_pins()  # another LoRA with the same digest may not be pinned
         _log.info("a LoRA was removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
-        """Load known LoRAs into memory as far as they fit, and protect them from deletion for a while.
+        """Load known LoRAs into memory as far as they fit, and protect them from deletion for `lease_s`.
 
         Returns the digests that are in memory or being loaded.
 
         Args:
             digests: SHA-256 of their canonical forms, in hex.
-            only_keep: Whether to protect them without loading.
+            only_keep: Whether to protect them without loading them.
         """
         known = await self.catalogue.known(digests)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
@@ -154,9 +154,9 @@ class LoraStore(StoreServer):
         return [digest for digest in wanted if self._cache.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> CatalogueRecord:
-        """Pin a LoRA in memory, or unpin it.
+        """Pin a LoRA in memory so that it is not evicted, or unpin it.
 
-        Raises LoraNotFound, TooLarge if it does not fit beside the pinned ones, and DataLoss if its file is gone.
+        Raises LoraNotFound, TooLarge if it does not fit beside the pinned ones, and DataLoss if its file is missing.
         """
         async with self.importer.write_lock:  # so that the second of two concurrent calls counts the first
             if pinned:
@@ -167,7 +167,7 @@ class LoraStore(StoreServer):
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
-        """Record the bounds that were measured for a LoRA. Raises LoraNotFound, also if its digest has changed."""
+        """Store the step bounds that were measured for a LoRA. Raises LoraNotFound, also if its digest has changed."""
 
         def with_bounds(present: CatalogueRecord) -> CatalogueRecord:
             if present.digest != digest:
@@ -189,7 +189,7 @@ class LoraStore(StoreServer):
         return restored
 
     def load(self) -> fleet_pb2.Load:
-        """Return the load that the store reports to the gateway."""
+        """Return the load to report to the gateway."""
         # LoRAs lie in anonymous files in memory, which this process's resident memory does not include. A worker that
         # shares some of them counts them, too.
         memory_bytes = self._memory.resident_bytes + self._cache.used_bytes
@@ -203,7 +203,7 @@ class LoraStore(StoreServer):
         )
 
     async def drain(self) -> None:
-        """Stop offering links, and wait until nothing is being sent."""
+        """Refuse new connections, and wait until nothing is being sent."""
         await super().drain()
         await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
@@ -214,7 +214,7 @@ class LoraStore(StoreServer):
         self._lock.release()
 
     async def _apply_pins(self) -> None:
-        """Pin in memory the LoRAs that are pinned in the catalogue; they are never evicted."""
+        """Pin in memory the LoRAs that are pinned in the catalogue, so that they are not evicted."""
         pinned = await self.catalogue.pinned()
         self._cache.pin(pinned)
         budget_bytes, max_loras = self._config.budget_bytes, self._max_in_memory
@@ -222,13 +222,15 @@ class LoraStore(StoreServer):
         if sum(pinned.values()) > budget_bytes or len(pinned) > max_loras:
             facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": budget_bytes}
             facts |= {"pinned": len(pinned), "max_loras": max_loras}
-            what = "unpin some, or raise budget_bytes or the limit of open files"
+            what = "unpin some, or raise budget_bytes or the limit on open files"
             _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
 
     async def _check_pin(self, record: CatalogueRecord) -> None:
-        """Raise TooLarge if a LoRA does not fit beside the pinned ones, and DataLoss if its file is gone."""
+        """Raise TooLarge if a LoRA does not fit beside the pinned ones, and DataLoss if its file is missing."""
         if not await asyncio.to_thread(self._files.has, record.digest):
-            raise DataLoss(f"the file of {record.name} is gone; upload it again", metadata={"loras": record.name})
+            raise DataLoss(
+                f"the file of {record.name} is missing; upload the LoRA again", metadata={"loras": record.name}
+            )
         others = await self.catalogue.pinned()
         others.pop(record.digest, None)
         beside_bytes, budget_bytes = sum(others.values()), self._config.budget_bytes
@@ -240,7 +242,7 @@ class LoraStore(StoreServer):
             )
         if len(others) >= self._max_in_memory:
             raise TooLarge(
-                f"{len(others)} other LoRAs are pinned, the maximum at the store's limit of open files: unpin others, "
+                f"{len(others)} other LoRAs are pinned, as many as the limit on open files allows: unpin others, "
                 "or raise the limit",
                 metadata={"limit": "open_files"},
             )
@@ -256,21 +258,21 @@ class LoraStore(StoreServer):
     def _metrics(self) -> Iterator[Metric]:
         counts, files = self._cache.counts, self._files
         yield from self.importer.imports.collect()
-        text = "LoRAs that workers fetched, by where they were: in memory, prefetched into it, or on the disk."
+        text = "LoRAs that workers fetched, by source: in memory, prefetched into memory, or on disk."
         yield counter_by("tier", f"{_PREFIX}_fetches", text, {tier.value: counts.by_tier[tier] for tier in Tier})
         yield from counters(
             _PREFIX,
             ("loads", "LoRAs that were loaded into memory.", counts.loads),
             ("loaded_bytes", "Bytes that were loaded into memory.", counts.loaded_bytes),
-            ("load_seconds", "Seconds that loading took.", counts.load_s),
-            ("load_failures", "Loads that failed.", counts.failures),
+            ("load_seconds", "Seconds that loading LoRAs into memory took.", counts.load_s),
+            ("load_failures", "Loads of LoRAs that failed.", counts.failures),
             ("evictions", "LoRAs that were evicted from memory.", counts.evictions),
         )
         budgets = {"memory": self._config.budget_bytes, "disk": self._config.disk_bytes}
-        yield gauge_by("tier", f"{_PREFIX}_budget_bytes", "Bytes that LoRAs may use, by tier.", budgets)
+        yield gauge_by("tier", f"{_PREFIX}_budget_bytes", "Upper bound on the bytes of LoRAs, by tier.", budgets)
         yield from gauges(
             _PREFIX,
-            ("memory_bytes", "Bytes of LoRAs in memory, shared by the workers of its host.", self._cache.used_bytes),
+            ("memory_bytes", "Bytes of LoRAs in memory, which workers on the same host share.", self._cache.used_bytes),
             ("disk_bytes", "Bytes of LoRAs on the disk, without the quarantine.", files.used_bytes),
             ("quarantined_bytes", "Bytes of files in quarantine.", files.quarantine.used_bytes),
             ("reserved_bytes", "Bytes of the disk reserved for uploads and imports.", files.room.reserved_bytes),
@@ -279,4 +281,4 @@ class LoraStore(StoreServer):
 
 def missing_lora(digest: str) -> LoraNotFound:
     """Return the error for a digest that the store does not have."""
-    return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})
+    return LoraNotFound("the store has no LoRA with that digest", metadata={"loras": digest})

@@ -1,4 +1,4 @@
-"""Receives uploads: checks the announcement, bounds unfinished uploads, and writes bytes to files as they arrive."""
+"""Receives uploads: checks the announcement, limits unfinished uploads, and writes bytes to files as they arrive."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from bottega.background_tasks import run_to_end
 from bottega.errors import BadLora, InvalidRequest, QueueFull, StorageUnavailable, Violation
 from bottega.storage import os_errors
 
-# Some running uploads have ended by then.
+# Seconds after which to retry: some running uploads have ended by then.
 _RETRY_S = 5.0
 _MAX_CONFIG_BYTES = 1 << 20
 _SHA256_CHARACTERS = 64
-# Bytes that must arrive within `idle_s`: at the default of 30 s, 9 KiB a second.
+# Bytes that must arrive within each `idle_s`: at the default of 30 s, 9 KiB a second.
 _MIN_PROGRESS_BYTES = 256 << 10
 _IDLE_S = 30.0
 
 
 def _ignore() -> None:
-    """Check nothing."""
+    """Do nothing: the default of `check_disk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadPart:
-    """An announced file."""
+    """One file of an upload, as it was announced."""
 
     component: str
-    """The only component of the base model that the file is for; empty if that is unknown."""
+    """The only component of the base model to which the file's tensors belong; "" if unknown."""
     size_bytes: int
     adapter_config: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """The announcement that an upload begins with."""
+    """The announcement at the start of an upload."""
 
     sha256: str
     """SHA-256 of all bytes, in hex."""
     size_bytes: int
-    """Size of all files together."""
+    """Total bytes of all files."""
     adapter_config: bytes
     parts: tuple[UploadPart, ...] = ()
-    """The files, if there are several."""
+    """The files, if there are several; () if there is one."""
 
     @property
     def files(self) -> tuple[UploadPart, ...]:
-        """The files, in the order of their bytes."""
+        """The files, in the order in which their bytes arrive."""
         whole = UploadPart(component="", size_bytes=self.size_bytes, adapter_config=self.adapter_config)
         return self.parts or (whole,)
 
 
 def check_upload(upload: Upload, *, max_bytes: int) -> Iterator[Violation]:
-    """Yield the violations in an announcement. All files together may have `max_bytes`."""
+    """Yield the violations in an announcement. All files together may have at most `max_bytes`."""
     if len(upload.sha256) != _SHA256_CHARACTERS or set(upload.sha256) - set("0123456789abcdef"):
         yield Violation(field="sha256", description="must be 64 hexadecimal digits, in lower case")
     if not 0 < upload.size_bytes <= max_bytes:
-        yield Violation(field="size_bytes", description=f"must be 1 to {max_bytes}")
+        yield Violation(field="size_bytes", description=f"must be from 1 to {max_bytes}")
     if len(upload.adapter_config) > _MAX_CONFIG_BYTES:
-        yield Violation(field="adapter_config", description=f"at most {_MAX_CONFIG_BYTES} bytes")
+        yield Violation(field="adapter_config", description=f"must be at most {_MAX_CONFIG_BYTES} bytes")
     if upload.parts:
         yield from _check_parts(upload)
 
@@ -83,14 +83,14 @@ def _check_parts(upload: Upload) -> Iterator[Violation]:
         if part.size_bytes < 1:
             yield Violation(field=f"parts[{index}].size_bytes", description="must be at least 1")
         if len(part.adapter_config) > _MAX_CONFIG_BYTES:
-            rule = f"at most {_MAX_CONFIG_BYTES} bytes"
+            rule = f"must be at most {_MAX_CONFIG_BYTES} bytes"
             yield Violation(field=f"parts[{index}].adapter_config", description=rule)
     if sum(part.size_bytes for part in upload.parts) != upload.size_bytes:
         yield Violation(field="size_bytes", description="must be the sum of the parts' sizes")
 
 
 class _Incoming:
-    """The chunks of an upload that makes progress.
+    """The chunks of an upload, which must make progress.
 
     A caller that sends nothing, empty chunks or single bytes would hold disk space that others need.
     """
@@ -139,8 +139,8 @@ async def receive(
         paths: One for each of the upload's files.
         upload: The announcement.
         chunks: The bytes.
-        deadline_s: Maximum duration of the upload.
-        idle_s: The next 256 KiB, or the rest, must arrive within this time.
+        deadline_s: Upper bound on the seconds of the upload.
+        idle_s: Seconds in which each further 256 KiB, or the rest, must arrive.
         check_disk: Called before each write; may raise an error that ends the upload.
     """
     try:
@@ -175,7 +175,7 @@ async def _received(paths: Sequence[Path], upload: Upload, chunks: _Incoming, ch
 
 
 async def _goes_on(chunks: _Incoming) -> bool:
-    """Return whether a further byte arrives before the end."""
+    """Return whether another byte arrives before the end."""
     while (chunk := await chunks.next()) is not None:
         if chunk:
             return True
@@ -203,7 +203,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _close(file: BinaryIO) -> None:
-    """Write the file's buffer and close the file."""
+    """Flush and close the file."""
     with os_errors.translated():
         file.close()
 
@@ -216,16 +216,16 @@ def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes, check_disk: Call
 
 
 def _mismatch(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the upload brought {what}", violations=[Violation(field="chunk", description=what)])
+    return InvalidRequest(f"the upload contained {what}", violations=[Violation(field="chunk", description=what)])
 
 
 class UploadLimits:
     """The unfinished uploads, by host.
 
     Args:
-        max_uploads: Maximum number of unfinished uploads. One host may have half of them, but at least one.
-        max_total_bytes: Maximum size of unfinished uploads. One host may have half of it, but at least `max_bytes`.
-        max_bytes: Maximum size of one upload.
+        max_uploads: Upper bound on unfinished uploads. One host may have half of them, but at least one.
+        max_total_bytes: Upper bound on their total bytes. One host may have half of it, but at least `max_bytes`.
+        max_bytes: Upper bound on the bytes of one upload.
     """
 
     def __init__(self, *, max_uploads: int, max_total_bytes: int, max_bytes: int) -> None:
@@ -241,7 +241,7 @@ class UploadLimits:
         """Count an upload for the duration of the block. Raises QueueFull if a limit is reached."""
         number, total_bytes = self._number.total(), self._bytes.total()
         if number >= self._max_uploads or total_bytes + size_bytes > self._max_total_bytes:
-            state = f"the store has {number} unfinished uploads of {total_bytes} bytes, and accepts"
+            state = f"the store has {number} unfinished uploads of {total_bytes} bytes; it accepts at most"
             raise _full(state, self._max_uploads, self._max_total_bytes)
         number, total_bytes = self._number[host], self._bytes[host]
         if number >= self._max_host_uploads or total_bytes + size_bytes > self._max_host_bytes:

@@ -1,4 +1,4 @@
-"""Workers' links: they receive fetches and send LoRAs, oldest first; see `bottega.rpc.file_links`."""
+"""Workers' connections: they receive requests for LoRAs and send LoRAs, oldest first; see `bottega.rpc.file_links`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from bottega.transport import (
 )
 from bottega.v1.trace_pb2 import StoreTimes
 
-# 60 s: a worker that has not received a message by then is lost.
+# 60 s: a worker that has not read a message by then is lost.
 _SEND_S = 60.0
-# A worker runs some tens of requests with at most eight LoRAs each.
+# Upper bound on a worker's requests: it runs some tens of jobs with at most eight LoRAs each.
 _MOST_OPEN = 512
 _FILE_LIMITS = FileLimits(piece_bytes=4 << 20, slots=messages.SLOTS, most_open=_MOST_OPEN, most_at_once=_MOST_OPEN)
 # Workers' messages are short. The workers' own limits bound what they receive.
@@ -39,10 +39,10 @@ _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
 
 
 class LoraWorkerLink(FileLinkHandler[FileRequest]):
-    """The store's side of one worker's link.
+    """The store's side of one worker's connection.
 
     Args:
-        bytes_per_s: Limit on the link's rate, also within a host; 0 means no limit.
+        bytes_per_s: Upper bound on the send rate, also within a host; 0 means none.
     """
 
     def __init__(self, connection: Connection, *, cache: TieredCache, bytes_per_s: int) -> None:
@@ -50,7 +50,7 @@ class LoraWorkerLink(FileLinkHandler[FileRequest]):
         self._cache = cache
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """Handle a worker's fetch or cancellation."""
+        """Handle a worker's request for a LoRA, or its cancellation."""
         layout = incoming.layout
         with incoming:
             views = connection.wait_all(incoming)
@@ -61,7 +61,7 @@ class LoraWorkerLink(FileLinkHandler[FileRequest]):
                 case LoraMessageKind.CANCEL:
                     self._cancel(read_number(layout, views))
                 case kind:
-                    raise ValueError(f"a worker sends no {kind} message")
+                    raise ValueError(f"a worker must not send a {kind} message")
 
     def _borrow(self, request: FileRequest) -> Future[CacheLease]:
         return self._cache.borrow(request.digest)
@@ -80,7 +80,7 @@ class LoraWorkerLink(FileLinkHandler[FileRequest]):
 
 
 class LoraLinks(StoreLinks[LoraWorkerLink]):
-    """The links of all workers. Raises ConfigError if an address cannot be bound."""
+    """The server of all workers' connections. Raises ConfigError if an address cannot be bound."""
 
     def __init__(self, config: LimitedLinksConfig, *, cache: TieredCache) -> None:
         self._cache = cache
@@ -88,12 +88,12 @@ class LoraLinks(StoreLinks[LoraWorkerLink]):
         super().__init__(config, kind=kinds.LORAS, what="the LoRA store", settings=LinkServerSettings(limits=_LIMITS))
 
     def new_handler(self, connection: Connection) -> LoraWorkerLink:
-        """Return the handler of one worker's link."""
+        """Return the handler of one worker's connection."""
         return LoraWorkerLink(connection, cache=self._cache, bytes_per_s=self._bytes_per_s)
 
 
 class LoraTransfer(FileTransfer):
-    """The response to one fetch, in messages. Raises DataLoss for a damaged file."""
+    """A LoRA that is being sent in answer to one request, in several messages. Raises DataLoss for a damaged file."""
 
     def __init__(self, request: FileRequest, lease: CacheLease) -> None:
         super().__init__(request, lease)
@@ -103,11 +103,11 @@ class LoraTransfer(FileTransfer):
 
     @property
     def done(self) -> bool:
-        """Whether all pieces have been sent."""
+        """Whether all messages have been sent."""
         return self._sent_bytes == self._lora.unet_bytes
 
     def send_head(self, link: Link) -> int:
-        """Send the header and the text encoders' section, for which prompts wait."""
+        """Send the header and the weights of the text encoders, for which the encoding of prompts waits."""
         lora = self._lora
         layout = messages.lora_layout(lora)
         with link.start_message(layout, Deadline.after(_SEND_S)) as outgoing:
@@ -122,7 +122,7 @@ class LoraTransfer(FileTransfer):
         return layout.size_bytes
 
     def send_piece(self, link: Link, max_bytes: int) -> int:
-        """Send the next piece of the UNet's section."""
+        """Send the next piece of the UNet's weights."""
         lora = self._lora
         size_bytes = min(max_bytes, lora.unet_bytes - self._sent_bytes)
         with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:

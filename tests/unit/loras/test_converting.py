@@ -539,14 +539,18 @@ _FACTORS = {"lora_A.weight": torch.zeros(2, 96), "lora_B.weight": torch.zeros(96
     [
         ("unet.", {"unet.alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
         ("unet.", {"unet.alpha_pattern": {f"^unet.{_Q}": 1}}, "that matches no module"),
-        ("unet.", {"unet.r": 2, "text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing"),
-        ("unet.", {"transformer.lora_alpha": 4}, "is about 'transformer', which is not a part of the base model"),
-        ("unet.", {"unet.lora_alpha": 4, "lora_alpha": 4}, "names a component for some fields and none for others"),
-        ("unet.", {"lora_alpha": 4}, "is for one component, but the file's names include theirs"),
+        ("unet.", {"unet.r": 2, "text_encoder.lora_alpha": 4}, "configures text_encoder, but the file has no tensors"),
+        (
+            "unet.",
+            {"transformer.lora_alpha": 4},
+            "configures 'transformer', which is not a component of the base model",
+        ),
+        ("unet.", {"unet.lora_alpha": 4, "lora_alpha": 4}, "names a component for some fields but not for others"),
+        ("unet.", {"lora_alpha": 4}, "has no component names, but the file's tensor names have"),
         ("unet.", {"unet.r": 3}, f"unet.{_Q} has rank 2 and the file's lora_adapter_metadata says 3"),
         ("unet.", {"unet.use_dora": True}, "sets use_dora: LoRAs with DoRA are not supported"),
         ("", {"alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
-        ("", {"text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing in it"),
+        ("", {"text_encoder.lora_alpha": 4}, "configures text_encoder, but the file has no tensors for it"),
     ],
 )
 def test_metadata_that_no_module_takes_is_refused_by_name(

@@ -117,5 +117,5 @@ def test_one_host_may_always_bring_one_file_of_the_largest_size() -> None:
 
 
 def test_uploads_that_may_never_be_as_large_as_a_file_may_be_are_refused_as_a_configuration() -> None:
-    with pytest.raises(ValueError, match="upload_bytes is 5; at least max_bytes, which is 6"):
+    with pytest.raises(ValueError, match="upload_bytes is 5; it must be at least max_bytes, 6"):
         ImportConfig(max_bytes=6, upload_bytes=5)

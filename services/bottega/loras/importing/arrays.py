@@ -23,7 +23,7 @@ _BF16_MAGNITUDE = 0x7FFF
 
 
 def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
-    """Return the number in a tensor of one element. Raises BadLora for another tensor."""
+    """Return the value of a tensor with one element. Raises BadLora for any other tensor."""
     if entry.dtype not in _NUMPY or entry.shape not in {(), (1,), (1, 1)}:
         raise BadLora(f"{entry.name} is not a single number: {entry.dtype}{list(entry.shape)}")
     number = float(_computable(_words(file, header, entry), entry.dtype).reshape(-1)[0])
@@ -33,7 +33,7 @@ def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
 
 
 def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorData:
-    """Return a tensor of weights. Raises BadLora if its type is not supported, or an element is not finite."""
+    """Return a tensor of weights. Raises BadLora if its type is not supported or an element is not finite."""
     if entry.dtype not in DTYPES:
         raise BadLora(f"{entry.name} has elements of {entry.dtype}; {', '.join(sorted(DTYPES))} are supported")
     words = _words(file, header, entry)
@@ -47,10 +47,10 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorDa
 
 
 def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
-    """Return one convolution that equals two: `down`, [rank, in, 1, 1], and `mid`, [rank, rank, height, width].
+    """Multiply two convolutions into one: `down`, [rank, in, 1, 1], and `mid`, [rank, rank, height, width].
 
-    The product is computed in float64 and stored as F32. Raises BadLora naming the module if the shapes do not fit
-    each other, or F32 cannot hold the product.
+    The product is computed in float64 and stored as F32. Raises BadLora, which names the module, if the shapes do not
+    match or F32 cannot hold the product.
     """
     rank = down.shape[0]
     if down.shape[2:] != (1, 1) or len(mid.shape) != 4 or mid.shape[:2] != (rank, rank):
@@ -64,16 +64,16 @@ def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
 
 
 def check_product(module: BaseModule, down: TensorData, up: TensorData, scale: float) -> None:
-    """Raise BadLora naming the module if `scale * up @ down` may exceed the range of F32.
+    """Raise BadLora, which names the module, if `scale * up @ down` may exceed the range of F32.
 
-    The bound comes from the largest element of each rank, because computing the product takes as long as patching. It
-    is far above the values that trainers write.
+    The check uses an upper bound from the largest element of each rank, because computing the product takes as long as
+    patching. The bound is far above the values that trainers write.
 
     Args:
         module: The base model's module.
         down: As `fitted` returns it.
         up: As `fitted` returns it.
-        scale: Alpha over rank.
+        scale: Alpha divided by rank.
     """
     bound = abs(scale) * float(_largest(up, axis=0) @ _largest(down, axis=1))
     if not bound <= MAX_F32:
@@ -81,7 +81,7 @@ def check_product(module: BaseModule, down: TensorData, up: TensorData, scale: f
 
 
 def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[TensorData, TensorData]:
-    """Return `down` and `up` in the shapes that the module needs. Raises BadLora naming the module if they do not fit.
+    """Return `down` and `up` in the shapes that the module needs. Raises BadLora if they do not fit the module.
 
     Files may write a 1x1 convolution as a matrix, or a matrix as a 1x1 convolution.
     """
@@ -101,7 +101,7 @@ def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[Tensor
 
 
 def _reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:
-    """Return weights with another shape; None unless the shapes differ only in trailing ones."""
+    """Return weights with another shape, or None if the shapes differ in more than trailing ones."""
     if _stripped(weights.shape) != _stripped(shape):
         return None
     return TensorData(dtype=weights.dtype, shape=tuple(shape), data=weights.data)
@@ -112,7 +112,7 @@ def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _largest(weights: TensorData, *, axis: int) -> NDArray[np.float64]:
-    """Return the largest magnitude of each row (axis 1) or column (axis 0).
+    """Return the largest magnitude in each row (axis 1) or column (axis 0).
 
     Copies at most one array of the weights' own type, because the process's memory is limited.
     """

@@ -44,13 +44,13 @@ _BLOCK = (
 _CROSS = "CrossAttn"
 
 _WEIGHT = ".weight"
-# Embedding tables are looked up by row instead of multiplied, so a LoRA's product cannot be added.
+# Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModule:
-    """A linear layer or a convolution."""
+    """A linear layer or a convolution of a base model."""
 
     component: str
     path: str
@@ -59,16 +59,16 @@ class BaseModule:
 
     @property
     def name(self) -> str:
-        """Component and path, for messages."""
+        """Component and path, for messages to users."""
         return f"{self.component}.{self.path}"
 
 
 class Base:
-    """The modules of a base model, by the names that LoRA files use for them.
+    """The modules of a base model, found by the names that LoRA files use for them.
 
     Args:
         modules: The modules.
-        sgm: Paths in the UNet by their names in Stability's code, with underscores in place of dots.
+        sgm: Paths in the UNet, by their names in Stability's code with underscores in place of dots.
     """
 
     def __init__(self, modules: Iterator[BaseModule], *, sgm: Mapping[str, str]) -> None:
@@ -78,23 +78,23 @@ class Base:
             for path in spellings(module.component, module.path):
                 self._dotted[module.component, path] = module
                 flat = (module.component, path.replace(".", "_"))
-                # If two modules have the same flat name, the name stands for neither.
+                # If two modules have the same flat name, it is ambiguous and finds neither.
                 self._flat[flat] = module if self._flat.get(flat, module) is module else None
         for name, path in sgm.items():
             if (found := self._dotted.get((BACKBONE, path))) is not None:
                 self._flat[BACKBONE, name] = found
 
     def find(self, component: str, path: str) -> BaseModule | None:
-        """Return the module at a path with dots."""
+        """Return the module at a path with dots, or None."""
         return self._dotted.get((component, path))
 
     def find_flat(self, component: str, name: str) -> BaseModule | None:
-        """Return the module at a path with underscores in place of dots."""
+        """Return the module at a path with underscores in place of dots, or None."""
         return self._flat.get((component, name))
 
 
 def read_base(folder: Path) -> Base:
-    """Return the base model in a folder of Diffusers' layout. Raises ConfigError if the folder is not a model."""
+    """Read the base model in a folder of Diffusers' layout. Raises ConfigError if the folder is not a model."""
     try:
         config = json.loads((folder / BACKBONE / "config.json").read_text(encoding="utf-8"))
         return Base(_modules(folder), sgm=MappingProxyType(sgm_names(config)))
@@ -103,7 +103,7 @@ def read_base(folder: Path) -> Base:
 
 
 def _modules(folder: Path) -> Iterator[BaseModule]:
-    """Yield each module once. A component may be split into several files, or be there in several element types."""
+    """Yield each module once. A component may have several files, or the same modules in several data types."""
     seen: set[tuple[str, str]] = set()
     for component in COMPONENTS:
         for path in sorted((folder / component).glob("*.safetensors")):
@@ -120,7 +120,7 @@ def _modules(folder: Path) -> Iterator[BaseModule]:
 
 
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the modules' paths in Diffusers by their names in Stability's code, with underscores in place of dots.
+    """Return the modules' paths in Diffusers, by their names in Stability's code with underscores in place of dots.
 
     Some of the modules may not exist. Raises KeyError, TypeError or ValueError for an invalid configuration.
 
@@ -135,7 +135,7 @@ def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
-    """Yield each resnet and transformer: its two names, whether it is a resnet, and the depth of a transformer."""
+    """Yield each resnet and transformer: its names in both codes, whether it is a resnet, and a transformer's depth."""
     levels = len(config["block_out_channels"])
     layers = int(config["layers_per_block"])
     depths = _depths(config, levels)

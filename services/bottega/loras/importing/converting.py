@@ -34,11 +34,11 @@ from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, TensorEntry, read_header
 from bottega.storage.contained_paths import open_below
 
-# PEFT writes the names of all modules into it, which takes some ten thousand bytes.
+# Upper bound on PEFT's configuration. PEFT writes the names of all modules into it, some ten thousand bytes.
 MAX_CONFIG_BYTES = 1 << 20
-# Names in an error, which must fit into a gRPC status.
+# Upper bound on the names in an error, which must fit into a gRPC status.
 _MAX_LISTED_NAMES = 8
-# Metadata in which trainers write the architecture that a LoRA is for.
+# Metadata keys in which trainers write the architecture for which a LoRA was made.
 _MADE_FOR = ("modelspec.architecture", "ss_base_model_version")
 _TRIGGERS = ("modelspec.trigger_phrase", "trigger_phrase")
 _MAX_TRIGGER_CHARACTERS = 200
@@ -48,27 +48,27 @@ _KOHYA_ALPHA = "ss_network_alpha"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSourceFile:
-    """A safetensors file to import."""
+    """A safetensors file of a LoRA that is imported."""
 
     path: Path
     root: Path | None = None
-    """A resolved folder. No file outside of it is opened, also not through links. None: no restriction."""
+    """A resolved folder outside of which no file is opened, even through symlinks; None means no restriction."""
     config: AdapterConfig | None = None
-    """PEFT's configuration, from adapter_config.json."""
+    """PEFT's configuration from adapter_config.json; None if there is none."""
     component: str | None = None
-    """The only component that the file is for, if that is known."""
+    """The only component to which the file's tensors belong; None if unknown."""
 
 
 def sources(
     path: Path, adapter_config: bytes = b"", component: str | None = None, *, root: Path | None = None
 ) -> list[LoraSourceFile]:
-    """Return the files at a path.
+    """Return the LoRA files at a path.
 
     Args:
         path: A file, or a folder.
-        adapter_config: PEFT's configuration of a file, if it is not beside the file.
-        component: The only component that a file is for, if that is known.
-        root: A resolved folder. No file outside of it is opened, also not through links. None: no restriction.
+        adapter_config: PEFT's configuration of a file, if it is not beside the file; else b"".
+        component: The only component to which the tensors of a file belong; None if unknown.
+        root: A resolved folder outside of which no file is opened, even through symlinks; None means no restriction.
 
     Raises:
         BadLora: There is no LoRA at the path, or its configuration is not supported.
@@ -95,34 +95,34 @@ def _config(file: LoraFile, root: Path | None) -> AdapterConfig | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConvertedLora:
-    """A LoRA in canonical modules."""
+    """A LoRA as canonical modules."""
 
     modules: tuple[ModuleWeights, ...]
     format: Format
     trigger_phrase: str
-    """The trigger phrase that the trainer wrote into the file, or an empty string."""
+    """The trigger phrase that the trainer wrote into the file, or ""."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _ModuleParts:
-    """The tensors of one module of the base model."""
+    """The tensors for one module of the base model."""
 
     module: BaseModule
     config: AdapterConfig | None
     format: Format
     path: str
-    """Path in the trainer's network, which the patterns in its configuration match."""
+    """Path of the module in the trainer's network, which the patterns in PEFT's configuration match."""
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Rank of its factors; 0 if it has none."""
+        """Rank of its factors; 0 if it has no factors."""
         down = self.parts.get(Part.DOWN)
         return down[2].shape[0] if down is not None and down[2].shape else 0
 
 
 def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
-    """Return the LoRA in some files in canonical modules. Raises BadLora that names the problem, and OSError."""
+    """Convert the LoRA in some files to canonical modules. Raises BadLora, which names the problem, and OSError."""
     with ExitStack() as stack:
         found: dict[str, _ModuleParts] = {}
         headers = []
@@ -143,7 +143,7 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
 def _collect(
     file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, _ModuleParts]
 ) -> None:
-    """Add the tensors of a file to `found`, by module. Raises BadLora that lists tensors without a module."""
+    """Add the tensors of a file to `found`, by module. Raises BadLora, which lists tensors without a module."""
     refuse_unserved([entry.name for entry in header.tensors])
     names = [(entry, parse_name(entry.name)) for entry in header.tensors]
     known = [(entry, name) for entry, name in names if name is not None]
@@ -177,7 +177,7 @@ def _collect(
 
 
 def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> str | None:
-    """Return the component that a file without component names is for; None if its names include the component.
+    """Return the component to which a file without component names belongs; None if its names include the component.
 
     It is the component that has modules of these names and shapes. Raises BadLora if several have.
     """
@@ -197,7 +197,7 @@ def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> st
 
 
 def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
-    """Return whether a tensor's outer extent fits the module of its name in a component."""
+    """Return whether a tensor's outer dimension matches the module of that name in a component."""
     module = module_of(name, base, component)
     if module is None or len(entry.shape) < len(module.shape[:2]):
         return module is not None and name.part is Part.ALPHA
@@ -210,7 +210,7 @@ def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
 
 
 def _configs(source: LoraSourceFile, header: Header, names: Sequence[Name]) -> Mapping[str, AdapterConfig]:
-    """Return PEFT's configurations of a file, by component. Raises BadLora if they are not about these tensors."""
+    """Return a file's PEFT configurations, by component. Raises BadLora if they do not match its tensors."""
     configs = from_metadata(header.metadata)
     if source.config is not None:
         if configs:
@@ -219,18 +219,18 @@ def _configs(source: LoraSourceFile, header: Header, names: Sequence[Name]) -> M
     named = next((name for name in names if name.component is not None), None)
     if WHOLE_FILE in configs and named is not None:
         where = configs[WHOLE_FILE].where
-        raise BadLora(f"{where} is for one component, but the file's names include theirs: {excerpt(named.text, 120)}")
+        raise BadLora(f"{where} has no component names, but the file's tensor names have: {excerpt(named.text, 120)}")
     return configs
 
 
 def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_ModuleParts]) -> None:
-    """Raise BadLora if an alpha belongs to no module of the file, or a module has two."""
+    """Raise BadLora if an alpha belongs to no module of the file, or if a module has two."""
     modules = list(found)
     for component, config in configs.items():
         configured = [parts for parts in modules if parts.config is config]
         if not configured:
             about = component or "a component"
-            raise BadLora(f"{config.where} is about {about}, and the file changes nothing in it")
+            raise BadLora(f"{config.where} configures {about}, but the file has no tensors for it")
         config.check_used(parts.path for parts in configured)
         for parts in configured:
             if Part.ALPHA in parts.parts:
@@ -239,7 +239,7 @@ def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_Module
 
 
 def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[_ModuleParts]) -> None:
-    """Raise BadLora if only the metadata has an alpha, and it differs from the rank, which would be used instead."""
+    """Raise BadLora if only the metadata states an alpha that differs from the rank, because the rank would be used."""
     modules = [parts for parts in found if parts.format is Format.KOHYA]
     try:
         alpha = float(metadata.get(_KOHYA_ALPHA, "nan"))
@@ -272,7 +272,7 @@ def _module(found: _ModuleParts) -> ModuleWeights:
 
 
 def _scale(found: _ModuleParts, rank: int) -> float:
-    """Return alpha over rank. Raises BadLora naming the module if F32 cannot hold it."""
+    """Return alpha divided by rank. Raises BadLora, which names the module, if F32 cannot hold it."""
     scale = _stated_scale(found, rank)
     if not abs(scale) <= MAX_F32:
         raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond the range of F32")

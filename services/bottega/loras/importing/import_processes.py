@@ -1,6 +1,6 @@
 """Runs imports in child processes with limits: one process for each LoRA, a few at a time.
 
-This process opens no untrusted file.
+The parent process opens no untrusted file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class ImportSource:
 
     path: Path
     root: Path | None = None
-    """A resolved folder. No file outside of it is opened, also not through links. None: no restriction."""
+    """A resolved folder outside of which no file is opened, even through symlinks; None means no restriction."""
     adapter_config: bytes = b""
-    """PEFT's configuration of a file, if it is not beside the file."""
+    """PEFT's configuration of a file, if it is not beside the file; else b""."""
     component: str = ""
-    """The only component that a file is for, if that is known."""
+    """The only component to which a file's tensors belong; "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportJob:
-    """A LoRA to import."""
+    """A LoRA to import, and where to write it."""
 
     sources: tuple[ImportSource, ...]
     size_bytes: int
-    """Size of all sources."""
+    """Total bytes of all sources."""
     base: Path
     """Folder of the base model."""
     output: Path
@@ -55,9 +55,9 @@ class ImportProcesses(ProcessPool):
     """A pool of import processes.
 
     Args:
-        at_once: Maximum number of processes.
-        deadline_s: Maximum duration of one import.
-        cpu_s: Maximum processor time of one import.
+        at_once: Upper bound on the number of processes.
+        deadline_s: Upper bound on the seconds of one import.
+        cpu_s: Upper bound on the processor seconds of one import.
     """
 
     def __init__(self, *, at_once: int, deadline_s: float, cpu_s: int) -> None:
@@ -76,7 +76,7 @@ class ImportProcesses(ProcessPool):
                 processes=at_once,
                 max_waiting=_MAX_WAITING,
                 limit="imports.at_once",
-                waiting="LoRAs wait to be imported",
+                waiting="too many LoRAs wait to be imported",
                 attempts=1,
                 new_process=True,
             ),
@@ -87,7 +87,7 @@ class ImportProcesses(ProcessPool):
 
         Args:
             job: The LoRA.
-            take_room: Called when the import starts; returns the maximum size of the output.
+            take_room: Called when the import starts. Returns the upper bound on the bytes of the output.
 
         Raises:
             BadLora: The LoRA is refused, or its import exceeds a limit.

@@ -1,11 +1,11 @@
-"""Parses the tensor names of LoRA files: which module a tensor belongs to, and which part of it.
+"""Parses the tensor names of LoRA files: to which module a tensor belongs, and which of its factors it is.
 
 Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lora.down.weight,
-             (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
+(...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
 
-Names without a component are allowed if the whole file is for one component.
+Names without a component are allowed if all tensors of the file belong to one component.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from bottega.plain_text import excerpt
 
 
 class Part(StrEnum):
-    """A part of a module's change."""
+    """The role of a tensor in a module's LoRA: a factor, or the alpha."""
 
     DOWN = "down"
     UP = "up"
     MID = "mid"
-    """The middle factor of a convolution in Tucker's decomposition."""
+    """The middle factor of a convolution in a Tucker decomposition."""
     ALPHA = "alpha"
 
 
 class Format(StrEnum):
-    """A naming convention."""
+    """A naming convention of LoRA files."""
 
     DIFFUSERS = "Diffusers"
     PEFT = "PEFT"
@@ -47,11 +47,11 @@ class Name:
     part: Part
     format: Format
     component: str | None
-    """The component in the name; None if it has none."""
+    """The component in the name; None if the name has none."""
     path: str
-    """Path of the module in its component; kohya's names have underscores in place of dots."""
+    """Path of the module in its component. kohya's names have underscores in place of dots."""
     adapter: str = ""
-    """PEFT's name of the adapter, if the tensor's name has one."""
+    """PEFT's name of the adapter; "" if the tensor's name has none."""
 
     @property
     def is_flat(self) -> bool:
@@ -98,7 +98,7 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 
 def refuse_unserved(names: Sequence[str]) -> None:
-    """Raise BadLora if a file has tensors of a kind that is known and not supported."""
+    """Raise BadLora if a file has tensors of a known kind that is not supported."""
     for kind, pattern in _UNSERVED:
         found = next((name for name in names if pattern.search(name)), None)
         if found is not None:
@@ -106,7 +106,7 @@ def refuse_unserved(names: Sequence[str]) -> None:
 
 
 def parse_name(text: str) -> Name | None:
-    """Return a parsed tensor name; None if it names no part of a module's change."""
+    """Parse a tensor name. Return None if it is not the name of a LoRA tensor."""
     for pattern, parts in _PARTS:
         if (match := pattern.search(text)) is not None:
             part = Part(parts.get(match["part"], match["part"]))
@@ -117,7 +117,7 @@ def parse_name(text: str) -> Name | None:
 def refuse_two_ways(names: Iterable[Name]) -> None:
     """Raise BadLora if a file names its modules in two ways, or has several adapters.
 
-    Diffusers silently reads only a part of a file with two ways of naming.
+    Diffusers silently reads only a part of a file that names modules in two ways.
     """
     seen: dict[str, Name] = {}
     adapters = set()
@@ -136,12 +136,12 @@ def refuse_two_ways(names: Iterable[Name]) -> None:
 
 
 def module_of(name: Name, base: Base, component: str | None) -> BaseModule | None:
-    """Return the base model's module that a tensor belongs to, or None.
+    """Return the base model's module to which a tensor belongs, or None.
 
     Args:
         name: The tensor's name.
         base: The base model.
-        component: The only component that the file is for, if it is for one.
+        component: The only component to which the file's tensors belong; None if there are several.
     """
     chosen = name.component or component
     if chosen is None or component not in {None, chosen}:
@@ -152,7 +152,7 @@ def module_of(name: Name, base: Base, component: str | None) -> BaseModule | Non
 
 
 def trained_path(name: Name, module: BaseModule) -> str:
-    """Return the module's path in the trainer's network, which the patterns in its configuration match."""
+    """Return the module's path in the trainer's network, which the patterns in PEFT's configuration match."""
     if module.component == BACKBONE:
         return module.path
     prefixed = name.path.startswith((f"{_TEXT_MODEL}.", f"{_TEXT_MODEL}_"))
@@ -187,7 +187,7 @@ def _ways(name: Name) -> Iterator[str]:
 
 
 def _modern(path: str) -> str:
-    """Translate a projection's path from the names of the first versions of Diffusers to today's names."""
+    """Translate a projection's path from the names in the first versions of Diffusers to the current names."""
     before, _, last = path.rpartition(".")
     if before.endswith("self_attn"):
         return f"{before}.{_OLD_TEXT.get(last, last)}"

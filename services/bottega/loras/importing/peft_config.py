@@ -36,7 +36,7 @@ MAX_PATTERNS = 2048
 MAX_CHARACTERS = 512
 _SHOWN_CHARACTERS = 80
 
-# Takes linear time: nothing in it can be matched in two ways.
+# Matches in linear time, because nothing in it can match in two ways.
 _ACCEPTED = re.compile(r"(?P<begin>\^?)(?P<any>(?:\.\*)?)(?P<name>(?:[A-Za-z0-9_.-]|\\[.-])+)\$?")
 _CHARACTERS = re.compile(r"\\?(.)")
 _ANY = "."
@@ -57,7 +57,7 @@ _Rank = Annotated[int, Field(strict=True)]
 _COUNTED = frozenset(
     {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "peft_type", "init_lora_weights"}
 )
-# Fields that change the computation by more than a product of two factors, with a name of what they add.
+# Fields that add more than a product of two factors to the weights, with a name of what they add.
 _UNSERVED = MappingProxyType(
     {
         "use_dora": "DoRA",
@@ -112,17 +112,17 @@ class AdapterConfig:
     """PEFT's configuration of one component, as far as it changes the computation."""
 
     where: str
-    """Name of its source, for errors."""
+    """Name of its source, for error texts."""
     lora_alpha: float
     use_rslora: bool
     alphas: tuple[tuple[str, ModulePattern, float], ...]
-    """Keys of alpha_pattern with their patterns and alphas. The first key that matches a module applies."""
+    """Keys of alpha_pattern, with their parsed patterns and alphas. The first key that matches a module applies."""
     rank: int | None
-    """Rank of modules that no key of `ranks` matches; None if it is not known."""
+    """Rank of modules that no key of `ranks` matches; None if unknown."""
     ranks: tuple[tuple[str, ModulePattern, int], ...]
 
     def scale(self, path: str, rank: int) -> float:
-        """Return the factor of a module's product.
+        """Return the factor by which a module's product is multiplied.
 
         Args:
             path: Path of the module in the trainer's network.
@@ -132,15 +132,15 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_rank(self, name: str, path: str, rank: int) -> None:
-        """Raise BadLora if a module's factors have another rank than the configuration states."""
+        """Raise BadLora if the rank of a module's factors differs from the configuration."""
         stated = next((stated for _, pattern, stated in self.ranks if pattern.matches(path)), self.rank)
         if stated is not None and stated != rank:
             raise BadLora(
-                f"{name} has rank {rank} and {self.where} says {stated}: these files are not of the same adapter"
+                f"{name} has rank {rank}, but {self.where} says {stated}: these files are not of the same adapter"
             )
 
     def check_used(self, paths: Iterable[str]) -> None:
-        """Raise BadLora naming a key of alpha_pattern that matches none of the component's modules."""
+        """Raise BadLora, which names the key, if a key of alpha_pattern matches no module of the component."""
         listed = list(paths)
         for key, pattern, _ in self.alphas:
             if not any(pattern.matches(path) for path in listed):
@@ -164,14 +164,14 @@ class _Fields:
 
 
 def read_adapter_config(text: bytes) -> AdapterConfig:
-    """Return PEFT's configuration in adapter_config.json. Raises BadLora if it is invalid or not supported."""
+    """Parse adapter_config.json. Raises BadLora if it is invalid or not supported."""
     return _served(_parsed(text, _ADAPTER_CONFIG), _ADAPTER_CONFIG)
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
-    """Return the configurations that Diffusers wrote into a file's metadata, by component.
+    """Return the PEFT configurations that Diffusers wrote into a file's metadata, by component.
 
-    The key is WHOLE_FILE if no component is named. Raises BadLora if they are invalid or not supported.
+    The key is WHOLE_FILE if they name no component. Raises BadLora if they are invalid or not supported.
     """
     if _METADATA not in metadata:
         return {}
@@ -199,11 +199,11 @@ def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
     for name, value in _checked(fields, where).items():
         component, dot, field = name.partition(".")
         if dot and component not in COMPONENTS:
-            raise BadLora(f"{where} is about '{excerpt(component, 40)}', which is not a part of the base model")
+            raise BadLora(f"{where} configures '{excerpt(component, 40)}', which is not a component of the base model")
         split.setdefault(component if dot else WHOLE_FILE, {})[field if dot else name] = value
     if WHOLE_FILE in split and len(split) > 1:
         bare = ", ".join(sorted(split[WHOLE_FILE])[:4])
-        raise BadLora(f"{where} names a component for some fields and none for others: {excerpt(bare, 80)}")
+        raise BadLora(f"{where} names a component for some fields but not for others: {excerpt(bare, 80)}")
     return split
 
 
@@ -252,7 +252,7 @@ def _check_kind(fields: _Fields, where: str) -> None:
 def _known_ranks(fields: _Fields) -> tuple[tuple[str, ModulePattern, int], ...] | None:
     """Return the ranks of rank_pattern, or None if a key is not accepted.
 
-    The ranks only serve as a check: the tensors have the same ranks, or PEFT would not load them.
+    The ranks are only used as a check: the tensors have the same ranks, or PEFT would not load them.
     """
     try:
         return module_patterns("rank_pattern", fields.rank_pattern or {})
@@ -274,13 +274,13 @@ class ModulePattern:
     """A parsed pattern of module paths. It matches a whole path, or the end of a path after a dot."""
 
     pieces: tuple[tuple[int, str], ...]
-    """Parts of the name between wildcard characters, each with its offset in the name."""
+    """The literal parts of the name between wildcard characters, each with its offset in the name."""
     length: int
-    """Length of the name."""
+    """Number of characters of the name."""
     whole: bool
     """Whether the pattern matches whole paths only."""
     anywhere: bool
-    """Whether any character may be before the name, not only a dot."""
+    """Whether any character may come before the name, not only a dot."""
 
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches a module's path. This takes no longer than comparing two names."""
@@ -293,7 +293,7 @@ class ModulePattern:
 
 
 def module_pattern(field: str, key: str) -> ModulePattern:
-    """Return the pattern of modules that a key of a field, such as rank_pattern, names.
+    """Parse a key of a field, such as rank_pattern, as a pattern of module paths.
 
     Raises BadLora for a key that is not accepted.
     """
@@ -315,7 +315,7 @@ def module_pattern(field: str, key: str) -> ModulePattern:
 
 
 def module_patterns(field: str, numbers: Mapping[str, _ValueT]) -> tuple[tuple[str, ModulePattern, _ValueT], ...]:
-    """Return the keys of a field in their order, each with its pattern and number.
+    """Return the keys of a field in their order, each with its parsed pattern and its number.
 
     Raises BadLora for a key that is not accepted, and for too many keys.
     """
@@ -325,7 +325,7 @@ def module_patterns(field: str, numbers: Mapping[str, _ValueT]) -> tuple[tuple[s
 
 
 def _pieces(characters: Iterable[tuple[bool, str]]) -> Iterator[tuple[int, str]]:
-    """Yield the runs of characters that are not wildcards, each with its offset."""
+    """Yield the runs of literal characters between wildcards, each with its offset."""
     placed = enumerate(characters)
     for is_wildcard, run in groupby(placed, key=lambda item: item[1][0]):
         if not is_wildcard:

@@ -1,7 +1,7 @@
 """An import process: `python -m bottega.loras.importing.process --fd N` answers one LoraImportCall and exits.
 
 It opens untrusted files, so that a crash, a hang or excessive memory ends only this process. Its parent sets limits and
-a deadline. The first answer means that the process is ready.
+a deadline. Its first answer says that it is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 def main() -> None:
     """Serve one call."""
-    parser = argparse.ArgumentParser(description="Bottega's LoRA import; started by its store")
+    parser = argparse.ArgumentParser(description="Bottega's LoRA import process; the LoRA store starts it")
     parser.add_argument("--fd", type=int, required=True)
     channel = FramedPipe.from_fd(parser.parse_args().fd)
     channel.send(LoraImportAnswer().SerializeToString())
