@@ -1,1 +1,1 @@
-"""The parts of every service: start and end, server, channels, statuses, fleet membership."""
+"""What every service needs for RPC: start and end of the process, server, channels, statuses, fleet membership."""

@@ -1,4 +1,4 @@
-"""Addresses in configurations, and the hosts and connections of callers, as gRPC and the system write them."""
+"""Addresses in configurations, and parsing of the peer addresses that gRPC and the system report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IPV4_MAPPED = "::ffff:"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port". Raises ConfigError for other texts."""
+    """Split "host:port". Raises ConfigError for other texts."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{address!r} is not an address; give host:port, for example 127.0.0.1:8470")
@@ -26,7 +26,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach "host:port". Names other than "localhost" count as reachable."""
+    """Return whether "host:port" can be reached only from this machine. Of all names, only "localhost" counts so."""
     host = split(address)[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -35,7 +35,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _checked(address: str) -> str:
-    """Return a valid address. Raise ValueError otherwise, which pydantic reports with the key."""
+    """Return the address if it is valid. Else raise ValueError, which pydantic reports with the key."""
     try:
         split(address)
     except ConfigError as error:
@@ -44,24 +44,24 @@ def _checked(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_checked)]
-"""An address in a configuration."""
+"""An address in a configuration, "host:port"."""
 
 OptionalAddress = Annotated[str, AfterValidator(lambda address: _checked(address) if address else "")]
-"""An address in a configuration, or an empty text for none."""
+"""An address in a configuration, or "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The peer of a call."""
+    """The client that makes a call: its connection and its host."""
 
     connection: str
-    """The caller's end of the connection; see `endpoint`."""
+    """The client's end of the connection; see `endpoint`."""
     host: str
-    """The address without the port."""
+    """The IP address without the port. An IPv6 network of 64 bits counts as one host."""
 
 
 def peer_of(peer: str) -> Peer:
-    """Return the peer of gRPC's text, such as ipv4:10.0.0.7:53124 or ipv6:%5B2001:db8::7%5D:53124."""
+    """Parse gRPC's text for a peer, such as ipv4:10.0.0.7:53124 or ipv6:%5B2001:db8::7%5D:53124."""
     kind, _, rest = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return Peer(connection=peer, host=kind)
@@ -71,20 +71,20 @@ def peer_of(peer: str) -> Peer:
 
 
 def host_of(peer: str) -> str:
-    """Return the host of gRPC's text, for limits on one caller.
+    """Return the host in gRPC's text for a peer. Limits per client count by host.
 
-    Each address of loopback is a host. All peers without an IP address are one host.
+    Each loopback address is a host. All peers without an IP address count as one host.
     """
     return peer_of(peer).host
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """Return the name of one end of a connection. It does not depend on how the system or gRPC writes the address."""
+    """Return a canonical name for one end of a connection, however the system or gRPC writes the address."""
     return f"{address.removeprefix(_IPV4_MAPPED)} {port}"
 
 
 def host_of_address(address: str) -> str:
-    """Return the host of an IP address; empty if the text is no IP address."""
+    """Return the host of an IP address; "" if the text is not an IP address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0].removeprefix(_IPV4_MAPPED))
     except ValueError:

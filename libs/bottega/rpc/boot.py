@@ -34,20 +34,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceHooks:
-    """The steps of a service's lifespan: it starts, warms up, serves until it is told to stop, drains and ends."""
+    """The server of a service, and the functions that `boot` calls to start and end the service."""
 
     server: Server
     warm_up: Step
-    """Prepares the service. Health says SERVING after it; a signal cancels it."""
+    """Prepares the service. Afterwards its health is SERVING. A stop signal cancels it."""
     failed: asyncio.Future[BottegaError] | None = None
-    """Set to an error when the service cannot continue. It then drains, and exits with that error."""
+    """Gets an error when the service cannot continue. The service then drains, and exits with that error."""
     finish: Step | None = None
-    """See `Server.drain`."""
+    """Called while the server drains; see `Server.drain`. None: nothing to do."""
     shut_down: Step
     """Called last, also after an error."""
     answers_after_s: float | None = None
-    """Seconds of warming up after which the service counts as started for systemd, because it answers calls meanwhile.
-    None: it counts as started when it is warm.
+    """Seconds of `warm_up` after which systemd is told that the service has started, because it already answers calls.
+
+    None: systemd is told at the end of `warm_up`.
     """
 
 
@@ -61,13 +62,14 @@ def boot(
 ) -> int:
     """Run the service `bottega.NAME` with its command line until SIGTERM or SIGINT, and return the exit status.
 
-    It is 0, or, after a line on stderr, 2 if the configuration cannot be used and 1 for any other BottegaError.
+    The status is 0; 2 if the configuration cannot be used; 1 for any other BottegaError. Errors print a line on stderr.
 
     Args:
         kind: Class of the configuration.
         lifespan: Called before the event loop starts; the context is entered and left in the loop.
-        kept_bytes: Freed memory to reserve at the start and keep at rest, so that the first image is not slower. With 0
-            freed memory is returned to the system whenever the service is at rest.
+        kept_bytes: Returns how much memory to reserve at the start and to keep while idle, so that the first image is
+            not
+            slower. 0: freed memory is returned to the system whenever the service is idle.
     """
     arguments = _arguments(name, kind, description)
     open_files.raise_limit()  # before anything reads it; child processes inherit it
@@ -103,7 +105,7 @@ async def _live(entering: AbstractAsyncContextManager[ServiceHooks], *, kept_byt
 
 
 async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
-    """Run the service, and notify systemd, if it started it, of each stage."""
+    """Run the service, and tell systemd about each stage if systemd started it."""
     server = hooks.server
     logs.configure(server.name, server.config.log_level)
     open_files.warn_if_low()
@@ -131,7 +133,7 @@ async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
 
 
 def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set, and the end of stdin if `stop_with_stdin`."""
+    """Return an event that SIGTERM and SIGINT set, and so does the end of stdin if `stop_with_stdin`."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -157,7 +159,7 @@ async def _stopped_or_failed(stopping: asyncio.Event, failed: asyncio.Future[Bot
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Run `work`, but cancel it when the event is set. Return whether it was completed."""
+    """Run `work`, but cancel it when the event is set. Return whether it completed."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Channels to Bottega's services: trust, message limits, keepalive and quick reconnection."""
+"""gRPC channels to Bottega's services: trusted certificates, message limits, keepalive and quick reconnection."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from bottega.rpc.security.tls import AuthorityFile, TlsFiles
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
 
-# Details of a BottegaError travel in trailers. gRPC's default limit of 8 KiB is too small for long lists.
+# Upper bound on trailers, which carry the details of a BottegaError. gRPC's default of 8 KiB is too small for long
+# lists.
 MAX_METADATA_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address of a service, and the identity that its certificate must have. Without TLS it is not checked."""
+    """A service to call: its address, and the identity that its certificate must have if there is TLS."""
 
     address: str
     """host:port."""
     role: str
-    """Role in the certificate, which is the kind of the service."""
+    """Role in the certificate: the kind of the service."""
     name: str = ""
-    """Name in the certificate; empty is any name of the role."""
+    """Name in the certificate; "" accepts any name of the role."""
 
 
 class Channels:
-    """A factory of channels for one process.
+    """Opens the gRPC channels of a process.
 
     Args:
-        tls: TLS files of the process. Without any, channels are in plain text.
+        tls: TLS files of the process. None: channels are in plain text.
     """
 
     def __init__(self, tls: TlsFiles | AuthorityFile | None = None) -> None:
@@ -50,10 +51,10 @@ class Channels:
     def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
         """Return a channel that connects on first use and reconnects within a second. The caller closes it.
 
-        A renewed certificate is used by channels that are opened afterwards.
+        Channels that are opened after a renewal use the renewed certificate.
 
         Args:
-            api_key: API key to send with every call that has one request; empty for none.
+            api_key: API key to send with every call that has a single request; "" for none.
         """
         shown = _key_interceptors(api_key) if api_key else ()
         interceptors = (*telemetry.client_interceptors(), *shown)
@@ -103,12 +104,12 @@ def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, i
 
 
 def _expecting(target: Target) -> list[tuple[str, int | str]]:
-    """Return the option that makes gRPC check the certificate for the service's name instead of a host name."""
+    """Return the option with which gRPC checks the certificate for the service's name instead of a host name."""
     return [("grpc.ssl_target_name_override", dns_name(target.role, target.name))]
 
 
 def _key_interceptors(key: str) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return interceptors that add an API key to calls with one request. The gateway's API has no others."""
+    """Return interceptors that add an API key to calls with a single request. The gateway's API has no others."""
     return [_ShowsToUnary(key), _ShowsToStreams(key)]
 
 

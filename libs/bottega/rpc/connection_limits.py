@@ -1,19 +1,19 @@
 """Limits on the connections to a server's port, and the guard that ends connections which harm other clients.
 
-gRPC limits the number of all connections, not of those of one host, which could take all of them and do nothing. So the
-guard ends connections without calls if their host has more than its share.
+gRPC limits the total number of connections, but not those of one host, which could take all of them and do nothing. So
+the guard ends connections without calls if their host has more than its share.
 
 It ends two kinds of connections even if they have calls, because gRPC does not end them: those of a host that floods
 the server with calls without being known, and those that bring far more data than their calls, such as pings. (gRPC
 ends a connection that pings too often only after its last answer was sent, and each ping causes another answer.) Such a
-host is kept out for some time, because each new connection would bring new calls, and gRPC queues those of all hosts
+host is banned for some time, because each new connection would bring new calls, and gRPC queues those of all hosts
 together.
 
-A host may be a NAT with tenants behind it. If a known caller used it within the last day it is not kept out. If tenants
-behind it are not known yet, or their host is forgotten, they can connect between two bans (see SourceFilter), and then
-the host is known. While a host is not kept out, the guard mutes its connections with refused calls and, among those
-whose first call still waits, the ones with most data: what they send is dropped for some time, and then they are ended.
-Ended at once, they would come again with new calls.
+A host may be a NAT with tenants behind it. If a known caller used it within the last day, it is not banned. If tenants
+behind it are not known yet, or not known any more, they can connect between two bans (see SourceFilter), and then the
+host is known. While a host is not banned, the guard mutes its connections with refused calls and, among those whose
+first call still waits, the ones with most data: what they send is dropped for some time, and then they are ended. If
+they were ended at once, they would come again with new calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bottega.rpc.source_filter import SourceFilter, mute, open_sockets
 # Part of the file descriptors for the connections of one port. A service may listen on two ports; the rest is for
 # files, links and child processes.
 _PART_OF_OPEN_FILES = 3
-# Between two rounds. The connections that open meanwhile must fit between the guard's limit and gRPC's.
+# Seconds between two checks. Connections that open meanwhile must fit between the guard's limit and gRPC's.
 _ROUND_S = 0.25
 # The same while the process is at rest, with less than half of the open files that a crowded port has.
 _REST_ROUND_S = 1.0
@@ -58,7 +58,7 @@ _GRPC_SHARE = 1.25
 # If a flooding host is not kept out, so many of its connections with refused calls are served on. The others are muted
 # for so long, and then ended.
 _STRANGE_CONNECTIONS = 2
-# The same for its connections of which no call was looked at yet.
+# The same for its connections whose first call still waits.
 _WAITING_CONNECTIONS = 8
 _MUTED_S = 10.0
 # Share of a core from which on the traffic of each connection is checked.
@@ -73,10 +73,10 @@ _TALK_PER_SENT_BYTE = 0.5
 _ARRIVING_BYTES = 32 << 20
 # Offset, in Linux's struct tcp_info, of the bytes acknowledged by the peer and of the bytes received.
 _ACKNOWLEDGED_AT, _TCP_INFO_BYTES = 120, 136
-# Between two log lines about the same event.
+# Seconds between two log lines about the same event.
 _LOG_S = 10.0
 _OPEN_FILES = Path("/proc/self/fd")
-_FLOOD = "connections were ended or muted: a host called again and again without being known"
+_FLOOD = "connections were ended or muted, because a host made many calls without being known"
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class InboundConnection:
     """An open connection of a client."""
 
     descriptor: int
-    """File descriptor in this process."""
+    """File descriptor of its socket in this process."""
     peer: str
     """The client's end, as in Peer.connection."""
     host: str
@@ -94,29 +94,28 @@ class InboundConnection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """Bounds on the connections to a port."""
+    """Upper bounds on the connections to a port."""
 
     guarded: int
-    """Bound of the guard, of which each host has its share."""
+    """Bound that the guard enforces. Each host may have its share of it."""
     accepted: int
-    """Bound of gRPC, above which it closes new connections at once, whatever their host."""
+    """Bound above which gRPC closes new connections at once, whatever their host."""
 
 
 def connection_bounds(wanted: int) -> ConnectionBounds:
-    """Return bounds for the wanted number of connections, or for as many as the limit of open files allows."""
+    """Return bounds for the wanted number of connections, or fewer if the limit on open files is too low."""
     accepted = max(1, min(math.ceil(wanted * _GRPC_SHARE), open_files.limit() // _PART_OF_OPEN_FILES))
     return ConnectionBounds(guarded=max(1, int(accepted / _GRPC_SHARE)), accepted=accepted)
 
 
 class ConnectionGuard:
-    """A guard that ends connections to a port if they take the place or the time of other clients.
+    """Ends connections to a port if they take the place or the time of other clients.
 
     Args:
-        max_connections: Bound on all connections, of which each host has its share.
+        max_connections: Upper bound on all connections. Each host may have its share of it.
         share: A host's share; see `fair_order.fair_room`. With 1 a host may be a proxy with tenants behind it, and no
             connection is ended because of other calls of its host.
-        busy: Returns the client ends (peers.endpoint) of connections that have calls now. A host may keep them, however
-            many they are.
+        busy: Returns the client ends (peers.endpoint) of connections that have calls now. A host may keep all of these.
         ledger: The accounts of the connections' calls.
     """
 
@@ -136,7 +135,7 @@ class ConnectionGuard:
 
     @contextlib.asynccontextmanager
     async def looking(self, port: int) -> AsyncIterator[None]:
-        """Guard a port in the block."""
+        """Guard a port while the block runs."""
         async with running(self._guard(port)):
             yield
 
@@ -161,7 +160,7 @@ class ConnectionGuard:
                 _log.warning("the server's connections cannot be inspected", extra={"why": str(error)})
 
     def _crowding(self) -> float:
-        """Return the open files and sockets relative to a host's share. Up to 1, no host can have more than that."""
+        """Return the open files and sockets, relative to a host's share. Up to 1, no host exceeds it."""
         return open_file_count() / (self._share * self._max_connections)
 
     def _is_working(self) -> bool:
@@ -180,7 +179,8 @@ class ConnectionGuard:
         found = connections(look.port)
         if look.crowded:
             self._end(
-                "connections without calls were ended: a host had more than its share", self._too_many(found, busy)
+                "connections without calls were ended, because their host had more than its share",
+                self._too_many(found, busy),
             )
         # A host that may have all connections is a proxy: its connections also carry calls of tenants.
         for host in look.floods if self._share < 1 else ():
@@ -188,11 +188,11 @@ class ConnectionGuard:
         talkers = list(self._idle_talkers(found)) if look.working else []
         for host in {connection.host for connection in talkers} - set(look.floods) if self._share < 1 else ():
             self._keep_out(host)
-        self._end("connections were ended: they brought far more than their calls", talkers)
+        self._end("connections were ended, because they brought far more data than their calls", talkers)
         self._log()
 
     def _repel(self, host: str, connections: Iterable[InboundConnection]) -> None:
-        """Keep a flooding host out and end its connections, or mute those with refused calls if it cannot be kept out.
+        """Ban a flooding host and end its connections. If it cannot be banned, mute its connections with refused calls.
 
         Args:
             connections: All connections of the host. Those of known callers are not affected.
@@ -209,7 +209,7 @@ class ConnectionGuard:
         self._end(_FLOOD, [connection for connection in excess if not self._mute(connection)], drops_calls=True)
 
     def _mute(self, connection: InboundConnection) -> bool:
-        """Mute a connection for some time; return False if the system cannot do that."""
+        """Drop what a connection sends from now on, for some time. Return False if the system cannot do that."""
         with _duplicate(connection) as duplicate:
             if duplicate is None or not mute(duplicate):
                 return False
@@ -219,12 +219,12 @@ class ConnectionGuard:
         return True
 
     def _over(self) -> list[InboundConnection]:
-        """Return the connections whose muted time is over."""
+        """Return the connections that were muted for long enough."""
         now = time.monotonic()
         return [connection for connection, until in self._muted_until.items() if until <= now]
 
     def _end_muted(self) -> None:
-        """End the connections whose muted time is over."""
+        """End the connections that were muted for long enough."""
         for connection in self._over():
             del self._muted_until[connection]
             # Another connection may get the same port.
@@ -233,15 +233,15 @@ class ConnectionGuard:
             end(connection)
 
     def _keep_out(self, host: str) -> bool:
-        """Keep a host out unless a known caller used it lately. Return whether it is kept out."""
+        """Ban a host unless a known caller used it within the last day. Return whether it is banned."""
         return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
 
     def _end(self, event: str, ended: Iterable[InboundConnection], *, drops_calls: bool = False) -> None:
         """End connections.
 
         Args:
-            drops_calls: Whether calls that they left in gRPC's queue are dropped without an answer, as always if their
-                host is kept out. Another client that gets the same port within seconds would have to retry.
+            drops_calls: Whether calls that they left in gRPC's queue are dropped without an answer, as they always are
+                if their host is banned. Another client that gets the same port within seconds would have to retry.
         """
         for connection in ended:
             if end(connection):
@@ -259,7 +259,7 @@ class ConnectionGuard:
         self._logged_at = time.monotonic()
 
     def _idle_talkers(self, found: Iterable[InboundConnection]) -> Iterator[InboundConnection]:
-        """Yield the connections that received far more bytes than their calls can explain."""
+        """Yield the connections that received far more bytes than their calls explain."""
         earlier, self._traffic = self._traffic, {}
         for connection in found:
             account, idle_bytes = self._ledger.found(connection.peer), _idle_bytes(connection)
@@ -271,7 +271,7 @@ class ConnectionGuard:
                 yield connection
 
     def _too_many(self, found: Collection[InboundConnection], busy: Collection[str]) -> Iterable[InboundConnection]:
-        """Yield the connections to be ended, chosen at random, because age and harmlessness are not known."""
+        """Yield the connections to end. They are chosen at random, because it is unknown which ones are harmless."""
         by_host: dict[str, list[InboundConnection]] = defaultdict(list)
         for connection in found:
             by_host[connection.host].append(connection)
@@ -287,7 +287,7 @@ class ConnectionGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The reasons for a round of checks of a port's connections."""
+    """The reasons for one check of a port's connections."""
 
     port: int
     crowded: bool
@@ -297,16 +297,16 @@ class _Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traffic:
-    """A leaky bucket of the bytes of a connection that its calls do not explain."""
+    """A leaky bucket of the received bytes that a connection's calls do not explain."""
 
     at: float
     idle_bytes: float = 0.0
-    """Bytes received, less the control frames that sent bytes may have caused."""
+    """Bytes received, less the control frames that the bytes sent may have caused."""
     explained_bytes: int = 0
     unexplained_bytes: float = 0.0
 
     def with_more(self, idle_bytes: float, explained_bytes: int) -> _Traffic:
-        """Return the bucket as it is now. Bytes explained in advance do not excuse bytes that arrive later."""
+        """Return the bucket after more bytes. Bytes explained earlier do not excuse bytes that arrive later."""
         now = time.monotonic()
         more = (idle_bytes - self.idle_bytes) - max(0, explained_bytes - self.explained_bytes)
         left = self.unexplained_bytes + more - _IDLE_TALK_PER_S * (now - self.at)
@@ -362,7 +362,7 @@ def connections(port: int) -> list[InboundConnection]:
 
 
 def end(connection: InboundConnection) -> bool:
-    """End a connection as if its client had closed it: the owner of the descriptor notices, and closes it.
+    """Shut a connection down as if its client had closed it. gRPC, which owns the descriptor, then closes it.
 
     Return False if the descriptor belongs to another connection by now.
     """
@@ -377,7 +377,7 @@ def end(connection: InboundConnection) -> bool:
 
 @contextlib.contextmanager
 def _duplicate(connection: InboundConnection) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of a connection's socket; None if its descriptor belongs to another connection by now."""
+    """Yield a duplicate of a connection's socket, or None if its descriptor belongs to another connection by now."""
     with contextlib.ExitStack() as stack:
         duplicate = None
         with contextlib.suppress(OSError, IndexError):

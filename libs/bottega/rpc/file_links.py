@@ -1,8 +1,8 @@
-"""Links over which a store sends the files that workers request, as shared memory or in pieces.
+"""Tensor links over which a store sends files that workers request, as shared memory or in pieces.
 
-A worker of this host gets the memory itself. Others get bytes: the sending thread first sends all other messages, then
-a piece of the next file. Owners, such as edits, take turns, and the files of each are sent in the order of its
-requests. Only some files of a worker are loaded at once; further requests wait.
+A worker on the same host gets the memory itself. Others get bytes: the sending thread first sends all other messages,
+then a piece of the next file. The owners of requests, such as edits, take turns, and the files of each owner are sent
+in the order of its requests. Only some files for a worker are loaded at once; further requests wait.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from bottega.rpc.store_server import StoreLinkHandler
 from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile, WholeMessage
 from bottega.v1.trace_pb2 import StoreTimes
 
-# Smaller files are sent: that takes less time than mapping, and the number of mappings is limited (65,530).
+# Bytes below which a file is sent rather than shared: that is faster than mapping, and mappings are limited (65,530).
 _LEAST_SHARED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLimits:
-    """Limits of what a store sends to one worker."""
+    """Limits on what a store sends to one worker."""
 
     piece_bytes: int
-    """Maximum size of a piece."""
+    """Upper bound on the bytes of a piece."""
     slots: int
-    """Number of messages that the worker can hold."""
+    """Number of messages that the worker's receive buffer holds."""
     most_open: int
-    """Maximum number of requests that are not yet answered completely."""
+    """Upper bound on the requests that are not answered completely."""
     most_at_once: int
-    """Maximum number of files that are loaded or being sent; each occupies memory."""
+    """Upper bound on the files that are loaded or being sent; each occupies memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,19 +48,19 @@ class FileRequest:
     """A worker's request for a file."""
 
     number: int
-    """The worker's number of the request."""
+    """Number with which the worker identifies the request."""
     digest: str
     owner: int = 0
-    """Requests of one owner are answered in their order; owners take turns."""
+    """ID of the request's owner. An owner's requests are answered in order; owners take turns."""
     order: int = 0
     """Index of the request among all requests of the worker."""
     requested_s: float = field(default_factory=time.monotonic)
     """Time of arrival, on the monotonic clock."""
     waited_s: float = 0.0
-    """Seconds in the queue."""
+    """Seconds that it waited in the queue."""
 
     def times(self, lease: CacheLease) -> StoreTimes:
-        """Return the store's times for the request until now, when the lease is sent."""
+        """Return the times that the store took for the request until now, when the lease is sent."""
         times = lease.times_until_now()
         times.wait_s += self.waited_s
         return times
@@ -70,7 +70,7 @@ RequestT = TypeVar("RequestT", bound=FileRequest)
 
 
 class FileTransfer(abc.ABC):
-    """A file that is being sent. Methods that send raise InternalError if it has become shorter, and link errors."""
+    """A file that is being sent. Sending raises InternalError if the file was truncated, and errors of the link."""
 
     def __init__(self, request: FileRequest, lease: CacheLease) -> None:
         self.number = request.number
@@ -84,7 +84,7 @@ class FileTransfer(abc.ABC):
         """Whether all pieces were sent."""
 
     def send_head(self, link: Link) -> int:
-        """Send the part that does not wait for the owner's turn, and return its size in bytes. By default nothing."""
+        """Send what does not wait for the owner's turn, and return its bytes. Sends nothing by default."""
         return 0
 
     @abc.abstractmethod
@@ -92,7 +92,7 @@ class FileTransfer(abc.ABC):
         """Send the next bytes, up to `max_bytes`, and return how many were sent."""
 
     def _fill(self, view: memoryview, place: int) -> None:
-        """Read bytes of the file, from `place` on, into a view of a slot."""
+        """Read bytes of the file, starting at `place`, into a send buffer."""
         done = 0
         while done < len(view):
             got = os.preadv(self.lease.descriptor, [view[done:]], place + done)
@@ -102,11 +102,12 @@ class FileTransfer(abc.ABC):
 
 
 class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
-    """The link of one worker to a store of files.
+    """A store's side of the link to one worker.
 
     Args:
         what: Plural noun for the files in error messages, such as "sections".
-        bytes_per_s: Limit of the link, also within a host; 0 is no limit, and only then files are shared.
+        bytes_per_s: Upper bound on the send rate, also within a host; 0 means none. Files are shared as memory only
+            then.
     """
 
     def __init__(self, connection: Connection, *, what: str, bytes_per_s: int, limits: FileLimits) -> None:
@@ -128,7 +129,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds of silence before the next piece may be sent; other messages go first. None if there is none."""
+        """Seconds without other messages after which the next piece may be sent. None if there is no piece."""
         return self._pace.wait_s if self._transfers else None
 
     def send_idle(self, link: Link) -> None:
@@ -153,29 +154,29 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
 
     @abc.abstractmethod
     def _borrow(self, request: RequestT) -> Future[CacheLease]:
-        """Return a future lease of a file."""
+        """Return a future lease of the requested file."""
 
     @abc.abstractmethod
     def _return(self, lease: CacheLease) -> None:
-        """End a lease."""
+        """Give a lease back."""
 
     @abc.abstractmethod
     def _transfer(self, request: RequestT, lease: CacheLease) -> FileTransfer:
-        """Return a transfer of the file in pieces. Raises BottegaError if it cannot be sent."""
+        """Return a transfer of the file in pieces. Raises BottegaError if the file cannot be sent."""
 
     @abc.abstractmethod
     def _whole_message(self, number: int, times: StoreTimes) -> WholeMessage:
-        """Return the message that a shared file accompanies."""
+        """Return the message with which the file is shared as memory."""
 
     @abc.abstractmethod
     def _refused_message(self, number: int, error: bytes) -> WholeMessage:
-        """Return a refusal. `error` is a JobError as JSON."""
+        """Return the message that refuses a request. `error` is a JobError as JSON."""
 
     def _fetch(self, request: RequestT) -> None:
-        """Queue a request; called by the receiving thread. Raises ValueError if the worker has too many."""
+        """Queue a request. Called by the receiving thread. Raises ValueError if the worker has too many."""
         with self._lock:
             if request.number in self._wanted:
-                raise ValueError(f"a worker uses request number {request.number} twice")
+                raise ValueError(f"a worker used request number {request.number} twice")
             if len(self._wanted) >= self._limits.most_open:
                 raise ValueError(f"a worker may have at most {self._limits.most_open} open requests for {self._what}")
             self._wanted.add(request.number)
@@ -183,7 +184,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
         self._begin()
 
     def _cancel(self, number: int) -> None:
-        """Cancel a request, if it is still open."""
+        """Cancel a request if it is not answered completely."""
         with self._lock:
             self._wanted.discard(number)
             queued = self._queued.find(lambda request: request.number == number)
@@ -197,7 +198,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
             self._drop(transfer)
 
     def _begin(self) -> None:
-        """Load the next files, as many as allowed."""
+        """Load the next files, as many as the limits allow."""
         while (request := self._next_queued()) is not None:
             self._load(request)
 
@@ -239,7 +240,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
             self._send_file(link, request, lease)
 
     def _share(self, link: Link, request: RequestT, lease: CacheLease) -> None:
-        """Pass the file descriptor to the worker, which then needs no lease."""
+        """Pass the file descriptor to the worker. The lease is not needed after that."""
         file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
         self._forget(request.number)
         try:
@@ -261,7 +262,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
         self._advance(link, transfer, lambda: transfer.send_head(link))
 
     def _advance(self, link: Link, transfer: FileTransfer, send: Callable[[], int]) -> None:
-        """Send a part of a file by `send`, which returns its size. Drop the transfer if it is finished or failed."""
+        """Send a part of a file with `send`, which returns its bytes. Drop the transfer at its end or on failure."""
         try:
             self._pace.spend(send())
         except (NoSharedMemory, TooLarge, InternalError) as error:  # The link can be used further.
@@ -296,7 +297,7 @@ class FileLinkHandler(StoreLinkHandler, Generic[RequestT]):
 
 
 class Turn(Protocol):
-    """An item of the queue, with its owner and its place among all items."""
+    """An item of a TurnQueue, with its owner and its position among all items."""
 
     @property
     def owner(self) -> int: ...
@@ -309,7 +310,7 @@ TurnT = TypeVar("TurnT", bound=Turn)
 
 
 class TurnQueue(Generic[TurnT]):
-    """A queue in which owners take turns. Not thread-safe."""
+    """A queue whose owners take turns. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._spent_bytes = 0  # Bytes sent in the current turn.
@@ -324,7 +325,7 @@ class TurnQueue(Generic[TurnT]):
             yield from items
 
     def add(self, item: TurnT) -> None:
-        """Add an item in order, possibly before later ones of the same owner."""
+        """Add an item. It is sorted by `order` among the items of its owner."""
         items = self._owners.setdefault(item.owner, [])
         place = len(items)
         while place and items[place - 1].order > item.order:
@@ -338,7 +339,7 @@ class TurnQueue(Generic[TurnT]):
         raise IndexError("the queue is empty")
 
     def spend(self, size_bytes: int, *, turn_bytes: int) -> None:
-        """Count bytes sent for the first item; after `turn_bytes` the next owner has its turn."""
+        """Count bytes that were sent for the first item. After `turn_bytes`, the next owner has its turn."""
         self._spent_bytes += size_bytes
         if self._spent_bytes >= turn_bytes:
             self._pass_on()
@@ -361,7 +362,7 @@ class TurnQueue(Generic[TurnT]):
         return item
 
     def find(self, wanted: Callable[[TurnT], bool]) -> TurnT | None:
-        """Return the first item that satisfies `wanted`, or None."""
+        """Return the first item for which `wanted` returns True, or None."""
         return next((item for item in self if wanted(item)), None)
 
     def _pass_on(self) -> None:

@@ -1,6 +1,6 @@
 """Membership of a service in the gateway's fleet: one Join stream, which is reopened whenever it ends.
 
-Load, backlog and addresses of other services are passed through callbacks.
+Callbacks provide the load for reports, and receive the number of waiting requests and the addresses of other services.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ _log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
-    """An interface of a started server, for its registration."""
+    """What a registration needs to know about a started server."""
 
     @property
     def channels(self) -> Channels:
-        """Factory of the process's channels."""
+        """Opens the gRPC channels of the process."""
 
     @property
     def identity(self) -> Identity | None:
-        """Identity in its certificate; None without TLS."""
+        """Identity in the server's certificate; None without TLS."""
 
     @property
     def address(self) -> str:
-        """host:port of its gRPC port."""
+        """host:port of the server's gRPC port."""
 
     @property
     def metrics_address(self) -> str:
-        """host:port of its metrics."""
+        """host:port of the server's metrics."""
 
 
 class StartingServer(Listening, Protocol):
-    """An interface of a server that sets its health and reports the progress of a long start to systemd."""
+    """A server that can set its health and report the progress of a long start to systemd."""
 
     async def set_serving(self, serving: bool) -> None:
         """Set whether health says SERVING."""
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Report the progress of the start to systemd, and the time until the next report."""
+        """Report the progress of the start to systemd, and in how many seconds the next report comes."""
 
 
 def registration_of(server: Listening, *, kind: str, name: str, device: str = "") -> fleet_pb2.Registration:
-    """Return the registration of a service with this server."""
+    """Return the registration of a service that runs behind this server."""
     return fleet_pb2.Registration(
         kind=kind,
         name=name,
@@ -86,7 +86,7 @@ def registration_of(server: Listening, *, kind: str, name: str, device: str = ""
 
 
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
-    """Return the registration with a random instance, which distinguishes processes of the same name."""
+    """Add a random instance ID to a registration, which distinguishes processes of the same name."""
     whole = fleet_pb2.Registration(instance=secrets.token_hex(_INSTANCE_BYTES))
     whole.MergeFrom(registration)
     return whole
@@ -97,7 +97,9 @@ def _ignore(_: object) -> None:
 
 
 class FleetMembership:
-    """A membership in the fleet: it reports load on change and as often as the gateway asks, and rejoins with back-off.
+    """A service's membership in the fleet.
+
+    It reports the load on change and as often as asked, and rejoins with back-off.
 
     Callbacks are called in the event loop.
 
@@ -107,8 +109,8 @@ class FleetMembership:
             none.
         load: Returns the load for a report. Must be quick.
         on_backlog: Called with the number of requests that wait for this service.
-        on_services: Called with the services of the kinds that this service uses, with every response.
-        channels: Factory of the process's channels.
+        on_services: Called, at every response, with the services of the kinds that this service uses.
+        channels: Opens the gRPC channels of the process.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class FleetMembership:
         self.backlog = 0
 
     def start(self) -> None:
-        """Join in the background. `joined` is set while the gateway knows this service."""
+        """Join in the background. `joined` is set while the service is a member."""
         if not self._tasks:
             self._log_absence_s = time.monotonic() + _SILENCE_S
             self._tasks.start(self._run())
@@ -148,7 +150,7 @@ class FleetMembership:
         self._changed.set()
 
     async def stop(self) -> None:
-        """Leave the fleet. Without a start it does nothing."""
+        """Leave the fleet. Does nothing before `start`."""
         await self._tasks.cancel()
 
     async def _run(self) -> None:
@@ -165,7 +167,7 @@ class FleetMembership:
     async def _join_once(self) -> bool:
         """Join, and stay until the stream ends. Return whether the gateway had answered.
 
-        Each time a new channel is opened, so that a renewed certificate is used.
+        Each attempt opens a new channel, so that a renewed certificate is used.
         """
         self._retry_after_s = None
         self._report_every_s = REPORT_INTERVAL_S
@@ -187,10 +189,10 @@ class FleetMembership:
         return was_joined
 
     async def _on_failure(self, error: BottegaError, *, answered: bool) -> None:
-        """Handle the end of the stream.
+        """Handle the failure of the stream.
 
         Args:
-            answered: Whether the gateway sent the error; else it is a failure of the connection.
+            answered: Whether the gateway sent the error. Otherwise the connection failed.
         """
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
@@ -207,16 +209,16 @@ class FleetMembership:
         self._refusal = text
 
     async def _log_unreachable(self, facts: dict[str, str]) -> None:
-        """Log that the gateway cannot be reached: once at the loss, and again from time to time."""
+        """Log that the gateway cannot be reached: once when it is lost, and again from time to time."""
         now = time.monotonic()
         if self.joined.is_set():
-            _log.warning("fleet cannot be reached", extra=facts)
+            _log.warning("the gateway's fleet listener cannot be reached", extra=facts)
             self._log_absence_s = now + _REPEAT_LOG_S
         elif now >= self._log_absence_s:
             mismatch = await find_tls_mismatch(self._gateway, encrypted=self._channels.encrypted)
             todo = mismatch or "is a gateway running, and is that its fleet.listen?"
-            todo += "; this service serves nobody until it has joined"
-            _log.warning("fleet cannot be reached", extra=facts | {"todo": todo})
+            todo += "; this service gets no work until it has joined"
+            _log.warning("the gateway's fleet listener cannot be reached", extra=facts | {"todo": todo})
             self._log_absence_s = now + _REPEAT_LOG_S
 
     def _not_the_fleet(self) -> str:
@@ -239,7 +241,7 @@ class FleetMembership:
         self._on_services(response.services)
 
     async def _reports(self, answered: asyncio.Event) -> AsyncIterator[fleet_pb2.JoinRequest]:
-        """Yield the registration and then reports of the load.
+        """Yield the registration, and then load reports.
 
         Args:
             answered: Set with the first response, and at the end of the stream.

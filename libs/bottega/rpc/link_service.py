@@ -1,4 +1,4 @@
-"""LinkService for every service with tensor links, and the messages about links between a service and its engine."""
+"""LinkService, through which workers open tensor links to a service, and the messages about links to its engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LinkOpener(Protocol):
-    """An interface of services to which workers open links."""
+    """A service to which workers open tensor links."""
 
     name: str
     """Name of the service in the fleet."""
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return an offer of a link. Raises BottegaError if there is none.
+        """Return an offer of a link. Raises BottegaError if the service offers none.
 
         Args:
             caller: Host of the worker.
@@ -42,7 +42,7 @@ class LinkOpener(Protocol):
 
 
 def add_link_service(server: Server, kind: str, opener: LinkOpener) -> None:
-    """Serve LinkService for a service of a kind, with reflection and health."""
+    """Add LinkService, with reflection and health, to the server of a service of this kind."""
     link_pb2_grpc.add_LinkServiceServicer_to_server(LinkService(kind, opener), server.grpc)
     server.add_services([_SERVICE_NAME])
 
@@ -55,25 +55,25 @@ class LinkService(link_pb2_grpc.LinkServiceServicer):
         self._opener = opener
 
     async def OpenLink(self, request: OpenLinkRequest, context: _Context) -> OpenLinkResponse:
-        """Open a link for a worker."""
+        """Return an offer of a link to a worker."""
         violations = list(self._check(request))
         if violations:
             text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
             raise InvalidRequest(text, violations=violations)
         known = caller()
         if known.role is not Role.LOCAL and known.name != request.worker:
-            raise Forbidden(f"the certificate is that of {known.role}/{known.name}, and not of worker {request.worker}")
+            raise Forbidden(f"the certificate is that of {known.role}/{known.name}, not of worker {request.worker}")
         offer = await self._opener.open_link(request, caller=host_of(context.peer()))
         return OpenLinkResponse(offer=offer, service=self._opener.name)
 
     def _check(self, request: OpenLinkRequest) -> Iterator[Violation]:
-        """Yield violations of a request. The listener of links checks its link_id."""
+        """Yield violations in a request, except for its link_id, which the listener of links checks."""
         if request.kind != self._kind:
             yield Violation(field="kind", description=f"this is a service of kind {self._kind}")
         if not 0 < len(request.worker) <= _MAX_CHARACTERS:
             yield Violation(field="worker", description=f"must be 1 to {_MAX_CHARACTERS} characters")
         if len(request.terms) > _MAX_TERMS:
-            yield Violation(field="terms", description=f"must be at most {_MAX_TERMS}")
+            yield Violation(field="terms", description=f"must have at most {_MAX_TERMS} entries")
         for index, term in enumerate(request.terms[:_MAX_TERMS]):
             for field, text in (("name", term.name), ("value", term.value)):
                 if not 0 < len(text) <= _MAX_CHARACTERS:
@@ -82,7 +82,7 @@ class LinkService(link_pb2_grpc.LinkServiceServicer):
 
 
 def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) -> LinkResult:
-    """Return the engine's answer to its service, which requests an offer."""
+    """Return the engine's answer to a request for an offer from its own service."""
     result = LinkResult(request=request.request)
     try:
         offer = links.offer(request.open.worker, request.open.link_id, caller=request.caller)
@@ -93,16 +93,18 @@ def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) ->
 
 
 def link_endpoints(listen: str | None, socket: str | Path | None, *, seal: bool = True) -> Endpoints:
-    """Return the endpoints of links: host:port, and the path of a unix socket. Raises ConfigError.
+    """Return the addresses on which links are accepted. Raises ConfigError.
 
     Args:
+        listen: host:port; None or "" for none.
+        socket: Path of a unix socket; None or "" for none.
         seal: Whether traffic over host:port is encrypted.
     """
     return Endpoints(tcp=split(listen) if listen else None, unix_path=Path(socket) if socket else None, seal=seal)
 
 
 def tcp_endpoint(address: str) -> TcpEndpoint | None:
-    """Return the endpoint to advertise for host:port, or None for an empty text. Raises ConfigError."""
+    """Parse the host:port to advertise; None for "". Raises ConfigError."""
     if not address:
         return None
     host, port = split(address)

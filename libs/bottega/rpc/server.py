@@ -35,9 +35,9 @@ from bottega.rpc.security.caller import AllLocal, CallAuthenticator, Certificate
 from bottega.rpc.security.tls import TlsFiles
 from bottega.rpc.server_config import PLAIN_TEXT, ListenerConfig, ServerConfig, open_metrics_text, open_port_text
 
-# Time for clients that watch health to go elsewhere before calls are refused.
+# Seconds for clients that watch the health to switch to another service before calls are refused.
 _DRAIN_PAUSE_S = 0.2
-# Time for cancelled calls to end, after the grace.
+# Seconds for cancelled calls to end, after the grace period.
 _STOP_GRACE_S = 0.5
 # gRPC's limit on all calls, in multiples of max_calls and max_streams: those that may be served, which are four kinds
 # of unary calls and one of streams, and once more the most frequent kind of each, for answers that are not read yet.
@@ -73,10 +73,10 @@ class GrpcListener:
     Create it in a running event loop, add servicers to `grpc`, and call `start`.
 
     Args:
-        name: Key in the service's configuration; empty for the service's main listener.
-        authenticator: Identifies callers. By default client certificates do, and without TLS nobody is identified.
-        tls: TLS files of the process.
-        audit: Log of the calls that change something, if there is one.
+        name: Key in the service's configuration; "" for the service's main listener.
+        authenticator: Identifies callers. None: client certificates identify them, and without TLS nothing does.
+        tls: TLS files of the process; None for plain text.
+        audit: Log of the calls that change something; None for none.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class GrpcListener:
         )
 
     def add_services(self, names: Sequence[str]) -> None:
-        """Add full names of services, as in DESCRIPTOR, for health and reflection. Call it before start."""
+        """Register full names of services, as in DESCRIPTOR, for health and reflection. Call it before `start`."""
         self._services.extend(names)
 
     async def start(self) -> None:
-        """Start to listen. Health says NOT_SERVING until `set_serving`. Raises Unavailable if a port is in use."""
+        """Start to listen. Health is NOT_SERVING until `set_serving`. Raises Unavailable if a port is in use."""
         host, _ = split(self._listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if self._config.reflection:
@@ -173,14 +173,17 @@ class GrpcListener:
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
 
     def _check_exposure(self) -> None:
-        """Raise ConfigError if unknown hosts could call the port, unless the configuration allows it."""
+        """Raise ConfigError if unauthenticated hosts could call the port, unless the configuration allows it."""
         if is_loopback(self._listen) or (self._tls is not None and self._authenticates):
             return
         key = f"{self.listener_name or 'server'}.listen"
-        open_to = "its callers are not identified" if self._tls else PLAIN_TEXT
+        open_to = "its callers are not authenticated" if self._tls else PLAIN_TEXT
         if not self._config.insecure:
             raise ConfigError(open_port_text(key, self._listen, open_to))
-        _log.warning("a port is open to the network", extra={"listener": key, "listen": self._listen, "why": open_to})
+        _log.warning(
+            "a port that does not authenticate callers is open to the network",
+            extra={"listener": key, "listen": self._listen, "why": open_to},
+        )
 
 
 class Server(GrpcListener):
@@ -189,7 +192,7 @@ class Server(GrpcListener):
     Create it in a running event loop, add servicers to `grpc`, and call `start`.
 
     Args:
-        name: Name of the service in messages.
+        name: Name of the service in messages to users.
         authenticator: Authenticator of the main listener; see GrpcListener.
     """
 
@@ -215,11 +218,11 @@ class Server(GrpcListener):
 
     @property
     def metrics_address(self) -> str:
-        """host:port of `/metrics` after the start."""
+        """host:port of `/metrics`, once started."""
         return self._metrics.address
 
     def add_page(self, path: str, render: Callable[[], str]) -> None:
-        """Serve a page of JSON beside `/metrics`. Call it before start.
+        """Serve a page of JSON on the port of `/metrics`. Call it before `start`.
 
         Args:
             render: Called for every request, in another thread.
@@ -228,12 +231,12 @@ class Server(GrpcListener):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port of all listeners and of the metrics after the start, by name."""
+        """host:port of all listeners and of the metrics, by name, once started."""
         beside = {listener.listener_name: listener.address for listener in self._beside}
         return {"address": self.address, "metrics": self.metrics_address, **beside}
 
     def beside(self, config: ListenerConfig, *, name: str) -> GrpcListener:
-        """Add a listener that starts, drains and ends with this server, and return it. Call it before start."""
+        """Add a listener that starts, drains and ends with this server, and return it. Call it before `start`."""
         listener = GrpcListener(config, self._metrics.calls, name=name, tls=self._tls, audit=self._audit)
         self._beside.append(listener)
         return listener
@@ -248,11 +251,11 @@ class Server(GrpcListener):
             await listener.start()
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Report the progress of the start to systemd, and the time until the next report."""
+        """Report the progress of the start to systemd, and in how many seconds the next report comes."""
         self._systemd.extend_start(status, within_s=within_s)
 
     async def set_serving(self, serving: bool) -> None:
-        """Set whether grpc.health.v1 says SERVING, on all listeners. Once a drain has begun it says NOT_SERVING."""
+        """Set whether grpc.health.v1 says SERVING, on all listeners. Once a drain has begun, it says NOT_SERVING."""
         serving = serving and not self._draining
         for listener in self._beside:
             await listener.set_serving(serving)
@@ -262,7 +265,7 @@ class Server(GrpcListener):
         """End gracefully: set health to NOT_SERVING, pause, call `finish`, and wait for running calls within the grace.
 
         Args:
-            finish: The service's own steps of a drain. It must end streams that would not end by themselves.
+            finish: What the service itself does in a drain. It must end streams that would not end by themselves.
         """
         self._draining = True
         await self.set_serving(False)
@@ -273,7 +276,10 @@ class Server(GrpcListener):
                     await finish()
                 await asyncio.gather(self.wait_idle(), *(listener.wait_idle() for listener in self._beside))
         except TimeoutError:
-            _log.warning("drain took longer than its grace", extra={"grace_s": self.config.drain_grace_s})
+            _log.warning(
+                "the drain took longer than drain_grace_s; calls that still run are cancelled",
+                extra={"grace_s": self.config.drain_grace_s},
+            )
         await self.stop()
 
     async def stop(self) -> None:

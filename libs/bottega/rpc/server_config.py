@@ -1,4 +1,4 @@
-"""Configuration of a server, its listeners and its links from workers, and the ports that a service refuses to open."""
+"""The configuration of a server, its listeners and its tensor links, and the ports that a service refuses to open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.rpc.security.tls import TlsConfig
 from bottega.strict import STRICT
 
 PLAIN_TEXT = "it is not encrypted (no server.tls)"
-"""Why strangers can use a port without TLS."""
+"""Reason why anyone can use a port without TLS."""
 HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -27,60 +27,61 @@ class ListenerConfig:
     listen: Address = "127.0.0.1:0"
     """Address of the listener, host:port. Port 0 takes any free port."""
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
-    """Bound on one message in MiB."""
+    """Upper bound on the size of one message, in MiB."""
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
-    """Bound in MiB on requests with images that are being received or processed.
+    """Upper bound in MiB on requests with images that are being received or processed.
 
-    The service grows by up to five times that. One host (one tenant, if there are tenants) may use peer_share of it.
-    Streamed requests (members of the fleet, uploads) have as much room again, and small requests have room of their
+    The service's memory grows by up to five times that. One host (one tenant, if there are tenants) may use peer_share
+    of it. Streamed requests (members of the fleet, uploads) have as much again, and small requests have memory of their
     own.
     """
     max_calls: Annotated[int, Field(ge=1)] = 2048
-    """Bound on unary calls (GetJob, SubmitJob, ...) that are served at once.
+    """Upper bound on unary calls (GetJob, SubmitJob, ...) that are served at the same time.
 
-    Health and reflection, and calls that stream requests, may be as many again.
+    Health and reflection, and calls that stream requests, have as many again.
     """
     max_streams: Annotated[int, Field(ge=1)] = 2048
-    """Bound on calls that stream answers (WatchJob, Generate) and are open at once.
+    """Upper bound on calls that stream answers (WatchJob, Generate) and are open at the same time.
 
-    They take no room of unary calls. As many ended calls of each kind may wait for callers that do not read; each takes
-    up to a third of a MiB. A call without room gets RESOURCE_EXHAUSTED and a time to try again.
+    They do not count as unary calls. As many ended calls of each kind may wait for callers that do not read; each takes
+    up to a third of a MiB. Further calls get RESOURCE_EXHAUSTED and a time to retry.
     """
     peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of each of these bounds that one host may use.
 
     One connection may use that share of the host's: by default a host 1,024 and a connection 512 of 2,048 streams.
-    Hosts get less while others use much, so that a new host finds room. A host with a proxy, or with hundreds of
+    Hosts get less while others use much, so that a new host can always call. A host with a proxy, or with hundreds of
     waiting callers, needs more max_streams, or 1.0: then one host may use everything.
     """
     max_connections: Annotated[int, Field(ge=1)] = 4096
-    """Bound on open connections, each with up to 640 calls; at most a quarter of the limit of open files.
+    """Upper bound on open connections, each with up to 640 calls; at most a quarter of the limit on open files.
 
     If one host has more than peer_share of them, its connections without calls are closed. A connection without calls
-    is closed after some minutes, and at once if its host makes more than 250 calls a second without being known. Such a
-    host is kept out for 10 s and then admitted for 5 s, so that other callers behind its address can get in. It is not
-    kept out if a known caller used it within the last day: then its connections with refused calls are muted for 10 s.
-    Neither happens with a peer_share of 1.0, as it may be a proxy.
+    is closed after some minutes, and at once if its host makes more than 250 unauthenticated calls a second. Such a
+    host is banned for 10 s and then admitted for 5 s, so that other callers behind its address can connect. It is not
+    banned if an authenticated caller used it within the last day: then the data of its connections with refused calls
+    is dropped for 10 s. Neither happens with a peer_share of 1.0, because the host may be a proxy.
     """
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
-    """Bound in MiB on large answers (images that travel with events) that callers have not read yet.
+    """Upper bound in MiB on large answers (images that are sent with events) that callers have not read yet.
 
-    The service grows by up to four times that. Beyond it, images are sent only to callers that fetch them.
+    The service's memory grows by up to four times that. Beyond it, images are sent only to callers that fetch them.
     """
     insecure: bool = False
-    """Listen where the network can reach it although callers are not identified.
+    """Whether the port may be open to the network although its callers are not authenticated.
 
-    That is without TLS, or with neither client certificates nor API keys. The service does not start otherwise.
+    That is the case without TLS, or with neither client certificates nor API keys. If false, the service does not start
+    then.
     """
     client_certificates: bool = True
-    """With TLS, require a client certificate of the authority.
+    """Whether TLS clients need a certificate that the authority signed.
 
     Set false for a gateway whose callers use API keys instead.
     """
     reflection: bool = True
-    """Let callers list the methods, as grpcurl does."""
+    """Whether callers may list the methods, as grpcurl does."""
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds for a caller to read an answer of a stream, else its call ends with UNAVAILABLE.
+    """Seconds in which a caller must read an answer of a stream. Otherwise its call ends with UNAVAILABLE.
 
     It is 5 s while other callers are refused because of it. A caller that reads and waits for news is not affected. The
     answer of a unary call stays until the caller's deadline or until its connection ends.
@@ -90,36 +91,36 @@ class ListenerConfig:
 
     def __post_init__(self) -> None:
         if self.max_requests_mib < self.max_message_mib:
-            needed = f"at least max_message_mib, which is {self.max_message_mib}"
+            needed = f"must be at least max_message_mib, {self.max_message_mib}"
             raise ValueError(f"max_requests_mib is {self.max_requests_mib}; {needed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(ListenerConfig):
-    """Settings of a service's server: its own listener, its metrics, its log and its end."""
+    """Settings of a service's server: its main listener, metrics, log and shutdown."""
 
     metrics_listen: Address = "127.0.0.1:0"
     """Address of the metrics over HTTP, host:port.
 
-    Port 0 takes any free port. Metrics are never encrypted; off loopback they need insecure: true.
+    Port 0 takes any free port. Metrics are never encrypted; unless the address is loopback, they need insecure: true.
     """
     tls: TlsConfig = field(default_factory=TlsConfig)
     """TLS files of the service, for all its listeners and for its own calls."""
     audit: str = ""
     """File that receives a line of JSON for each call that changes something: caller, method, time and outcome.
 
-    It stays below about 600 MB. Empty: no audit.
+    With its older copies it stays below about 600 MB. Empty: no audit log.
     """
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
-    """Seconds for running calls to end after SIGTERM. TimeoutStopSec of the unit is longer."""
+    """Seconds for running calls to end after SIGTERM. TimeoutStopSec of the systemd unit is longer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged."""
+    """Lowest level of log lines."""
 
 
 def refused_ports(config: object) -> list[str]:
     """Return the reasons why a service with this configuration would refuse to open its ports.
 
-    It only uses the file. The service itself also checks that callers are authenticated if there is TLS.
+    Only the configuration is checked. The service itself also checks that callers are authenticated if there is TLS.
     """
     found = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
     server = found.get("server")
@@ -135,10 +136,10 @@ def refused_ports(config: object) -> list[str]:
 
 
 def open_port_text(key: str, listen: str, open_to: str) -> str:
-    """Return the error for a port that strangers can reach.
+    """Return the error text for a port that anyone in the network can use.
 
     Args:
-        open_to: Why they can use it.
+        open_to: Why anyone can use it.
     """
     return (
         f"{key} {listen} can be reached from the network, and {open_to}: give it certificates (bottega certs), or set"
@@ -147,7 +148,7 @@ def open_port_text(key: str, listen: str, open_to: str) -> str:
 
 
 def open_metrics_text(config: ServerConfig) -> str | None:
-    """Return the error for metrics that strangers can reach, or None."""
+    """Return the error text for metrics that anyone in the network can read, or None."""
     if config.insecure or is_loopback(config.metrics_listen):
         return None
     return (
@@ -158,51 +159,51 @@ def open_metrics_text(config: ServerConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksConfig:
-    """Addresses on which workers open links to a service."""
+    """Addresses on which a service accepts tensor links from workers."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: HostPort = "127.0.0.1:0"
-    """Address for links from workers of other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
+    """Address for links from workers on other hosts, host:port. Port 0 takes any free port. Empty: no such links."""
     advertised: HostPort = ""
-    """Address that workers are told instead of `listen`, host:port, behind a relay or an address translation."""
+    """Address that workers get instead of `listen`, host:port, if there is a relay or NAT. Empty: `listen`."""
     socket: str | None = ""
-    """Path of the unix socket for workers of this host, in a folder that no other user can write to.
+    """Path of the unix socket for workers on this host, in a folder that no other user can write to.
 
-    Empty: one in the folder that systemd makes for the unit, else in a private folder of this user. null: no socket.
-    This user may connect, and the group that BOTTEGA_LINKS_GROUP in the environment names.
+    Empty: a socket in the folder that systemd creates for the unit, else in a private folder of this user. null: no
+    socket. This user may connect, and the group that the environment variable BOTTEGA_LINKS_GROUP names.
     """
     seal: bool = True
-    """Encrypt data to workers of other hosts. Set false only in a trusted network."""
+    """Whether to encrypt data to workers on other hosts. Set false only in a trusted network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLinksConfig(LinksConfig):
-    """Addresses on which workers open links to a service that computes on a device, and links between GPUs."""
+    """Addresses on which a service with a device accepts tensor links, and direct transfers between GPUs."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     seal: bool = True
-    """Encrypt data to and from workers of other hosts.
+    """Whether to encrypt data to and from workers on other hosts.
 
-    Set false only in a trusted network; links between devices of two hosts need false.
+    Set false only in a trusted network. Direct transfers between GPUs of two hosts need false.
     """
     devices: Literal["auto", "off", "gloo"] = "auto"
-    """auto: link GPUs with those of other processes if both can, by shared device memory within a host, else by NCCL.
+    """How tensors move between GPUs of different processes.
 
-    off: move all tensors through host memory. gloo, at both ends: use Gloo's connections, which are neither encrypted
-    nor authenticated; for tests.
+    auto: directly if both GPUs can, by shared device memory within a host, else by NCCL. off: through host memory.
+    gloo, on both sides: by Gloo, which neither encrypts nor authenticates; for tests.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedLinksConfig(LinksConfig):
-    """Addresses on which workers open links to a store, and the limit of each link."""
+    """Addresses on which a store accepts tensor links from workers, and the bandwidth limit of each link."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     bytes_per_s: NotNegative = 0
-    """Limit of each link in bytes per second.
+    """Upper bound on the bytes per second of each link.
 
-    0: no limit, and only then do workers of this host map the memory of the store instead of receiving bytes.
+    0: no bound. Only then do workers on this host map the store's memory instead of receiving bytes.
     """

@@ -1,4 +1,4 @@
-"""What the configurations of the fleet's services share."""
+"""Settings that the configurations of all services of the fleet have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemberConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
-    """Name of this service, unique in the fleet. Empty: the service's kind and the process id, such as loras-4711."""
+    """Name of this service, unique in the fleet. Empty: the service's kind and the process ID, such as loras-4711."""
     gateway: OptionalAddress = "127.0.0.1:8472"
     """Address of the gateway's fleet listener (its fleet.listen), host:port. Empty: the service joins no fleet."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -36,4 +36,4 @@ class StoreConfig(MemberConfig):
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     folder: str = ""
-    """Folder of records and files. Empty: a folder with the name of the service's kind in Bottega's state folder."""
+    """Folder of the store's database and files. Empty: a folder named after the kind in Bottega's state folder."""

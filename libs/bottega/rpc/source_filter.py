@@ -1,7 +1,6 @@
 """Packet filters that drop connection attempts of chosen hosts to a port, or all data of an open connection.
 
-They are classic BPF programs on the sockets, which need no special rights. They drop packets before this process sees
-them.
+They are classic BPF programs on sockets, which need no special rights. They drop packets before this process sees them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _OPEN_FILES = Path("/proc/self/fd")
 _log = logging.getLogger(__name__)
 
 Instruction = tuple[int, int, int, int]
-"""Operation, instructions to skip if a comparison holds, instructions to skip if it does not, operand."""
+"""Operation, jump distance if a comparison holds, jump distance if it does not, operand."""
 
 
 def open_sockets(port: int) -> Iterator[socket.socket]:
@@ -59,9 +58,9 @@ def _is_tcp(opened: socket.socket) -> bool:
 
 
 def mute(connection: socket.socket) -> bool:
-    """Drop all that the peer of an open connection sends from now on. Return whether the system can do that.
+    """Drop everything that the peer of an open connection sends from now on. Return whether the system can do that.
 
-    The peer sees a connection that stalls.
+    To the peer, the connection seems to stall.
     """
     try:
         _attach(connection, ((_RETURN, 0, 0, _DROP),))
@@ -71,15 +70,15 @@ def mute(connection: socket.socket) -> bool:
 
 
 class SourceFilter:
-    """The hosts that may not connect to a port for some time. It is used by one thread at a time.
+    """The hosts that may not connect to a port for some time. Only one thread at a time may use it.
 
-    A host whose ban is over is on probation: for some time it cannot be banned again. So another caller behind the same
-    address, of whom nothing is known yet, can connect between two bans, however long a flood lasts.
+    A host whose ban has ended is on probation: for some time it cannot be banned again. So another caller behind the
+    same address, who is not known yet, can connect between two bans, however long a flood lasts.
 
     Args:
         port: A port on which this process listens.
-        banned_s: Duration of a ban.
-        probation_s: Duration of the probation after it.
+        banned_s: Seconds of a ban.
+        probation_s: Seconds of the probation after a ban.
     """
 
     def __init__(self, port: int, *, banned_s: float, probation_s: float) -> None:
@@ -109,7 +108,7 @@ class SourceFilter:
         return any(until <= now for until in self._banned_until.values())
 
     def lift(self) -> None:
-        """Admit the hosts whose ban is over."""
+        """Admit the hosts whose ban has ended."""
         now = time.monotonic()
         admitted = [host for host, until in self._banned_until.items() if until <= now]
         if not admitted:
@@ -132,7 +131,7 @@ class SourceFilter:
         return self._works
 
     def _detach(self) -> None:
-        """Remove an earlier filter, whose hosts would otherwise stay banned."""
+        """Remove an earlier filter, because its hosts would stay banned."""
         with contextlib.suppress(OSError):
             for listening in _listening(self._port):
                 _attach(listening, ())

@@ -1,4 +1,4 @@
-"""Translates the error tree to the wire and back: statuses with google.rpc details, and JobError."""
+"""Converts errors to gRPC statuses with google.rpc details and back, and to JobError messages and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VIOLATION_BYTES = 8
 
 
 class _Failure(Protocol):
-    """An interface of both kinds of RpcError, blocking and asyncio."""
+    """What the blocking and the asyncio RpcError have in common."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -37,16 +37,16 @@ class _Failure(Protocol):
 
 
 def to_grpc_status(error: BottegaError) -> grpc.Status:
-    """Return the status for `context.abort_with_status`, with ErrorInfo, BadRequest and RetryInfo if they apply."""
+    """Convert an error to a status for `context.abort_with_status`, with the google.rpc details that apply."""
     status = status_pb2.Status(code=int(error.code), message=_clip(error.message))
     status.details.extend(_packed(detail) for detail in _details(error))
     return rpc_status.to_status(status)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BottegaError:
-    """Return the typed error of a failed call, chosen by its reason, or by its code if it has no reason.
+    """Convert the error of a failed call to a BottegaError, by its reason, or by its code if it has no reason.
 
-    A status that no service of ours sent is gRPC's own: the error has our message, and gRPC's text as a note.
+    A status that no service of the suite sent is gRPC's own: the error gets Bottega's text, and gRPC's text as a note.
     """
     failure = cast(_Failure, error)
     code = Code(failure.code().value[0])
@@ -67,12 +67,12 @@ def from_rpc_error(error: grpc.RpcError) -> BottegaError:
 
 
 def was_answered(error: grpc.RpcError) -> bool:
-    """Return whether a service of ours refused the call. Otherwise it did not reach one, or the connection was lost."""
+    """Return whether a service of the suite refused the call. Else it reached none, or the connection broke."""
     return _status_of(cast(_Failure, error)) is not None
 
 
 def to_job_error(error: BottegaError) -> JobError:
-    """Return the error as a message, for jobs that outlive a call."""
+    """Convert an error to a message, for jobs that outlive a call."""
     return JobError(
         code=int(error.code),
         reason=error.reason,
@@ -84,7 +84,7 @@ def to_job_error(error: BottegaError) -> JobError:
 
 
 def from_job_error(job_error: JobError) -> BottegaError:
-    """Return the typed error of a message from `to_job_error`."""
+    """Convert a message from `to_job_error` back to an error."""
     known = job_error.reason in ErrorReason.values()
     reason = ErrorReason.Name(job_error.reason).removeprefix("ERROR_REASON_") if known else ""
     code = Code(job_error.code) if job_error.code in set(Code) else Code.UNKNOWN
@@ -97,12 +97,12 @@ def from_job_error(job_error: JobError) -> BottegaError:
 
 
 def job_error_to_json(error: BottegaError) -> bytes:
-    """Return an error as JSON, as messages of links carry it."""
+    """Convert an error to JSON, in which form messages of tensor links contain it."""
     return json_format.MessageToJson(to_job_error(error), indent=None).encode()
 
 
 def job_error_from_json(packed: bytes) -> JobError:
-    """Return the JobError of JSON from `job_error_to_json`. Raises ValueError for other data."""
+    """Parse the JSON from `job_error_to_json`. Raises ValueError for other data."""
     try:
         return json_format.Parse(packed, JobError())
     except json_format.ParseError as problem:
@@ -136,14 +136,16 @@ def _details(error: BottegaError) -> Iterator[message.Message]:
 
 
 def _bounded(violations: Sequence[Violation]) -> Iterator[Violation]:
-    """Yield violations while there is room, and then one that says how many were left out."""
+    """Yield violations while there is space, and then one that says how many were omitted."""
     room = _VIOLATIONS_BYTES
     for index, violation in enumerate(violations):
         text = _clip(violation.description)
         room -= len(violation.field.encode()) + len(text.encode()) + _VIOLATION_BYTES
         if room < 0:
             more = len(violations) - index - 1
-            yield Violation(field=violation.field, description=f"is wrong too; {more} more violations are not listed")
+            yield Violation(
+                field=violation.field, description=f"is invalid, too; {more} more violations are not listed"
+            )
             return
         yield Violation(field=violation.field, description=text)
 
@@ -169,18 +171,18 @@ def _status_of(failure: _Failure) -> status_pb2.Status | None:
 
 
 def _wait_s(seconds: float) -> float | None:
-    """Return a valid waiting time, or None: a foreign service may send anything."""
+    """Return a valid waiting time, or None, because a foreign service may send anything."""
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Details:
-    """The details of a status."""
+    """The google.rpc details of a status."""
 
     info: error_details_pb2.ErrorInfo
     bad_request: error_details_pb2.BadRequest
     retry_after_s: float | None
-    """None if the status has no RetryInfo."""
+    """Seconds after which to retry; None if the status has no RetryInfo."""
 
 
 def _unpack_details(status: status_pb2.Status) -> _Details:
@@ -231,7 +233,7 @@ _TOO_MANY_CALLS_MESSAGE = "the server serves its maximum number of calls; retry"
 _RETRY_S = 1.0
 
 _MESSAGES: dict[Code, str] = {
-    Code.CANCELLED: "the call was cut off",
+    Code.CANCELLED: "the call was cancelled or its connection was lost",
     Code.DEADLINE_EXCEEDED: "no answer came in time",
     Code.RESOURCE_EXHAUSTED: "a message of the call is larger than its receiver accepts",
     Code.UNIMPLEMENTED: "the service has no such method: it is another service, or another version",

@@ -1,6 +1,6 @@
-"""A service that has a store: it offers links to workers, reports to the fleet, and measures its memory.
+"""The base of services that are a store: it offers tensor links to workers, reports to the fleet, and measures memory.
 
-`boot_store` runs it as a process.
+`boot_store` runs such a service as a process.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 HandlerT = TypeVar("HandlerT", bound=LinkHandler)
 ConfigT = TypeVar("ConfigT", bound=StoreConfig)
 
-# Unsent answers of one worker, which has some tens of jobs that ask one question each.
+# Upper bound on the unsent answers to one worker, which has some tens of jobs that ask one question each.
 _MOST_UNSENT = 64
 
 
 class StoreLinkHandler(LinkHandler):
-    """The link of one worker to a store. A worker that does not read its answers gets only refusals."""
+    """A store's side of the link to one worker. A worker that does not read its answers gets only refusals."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -59,8 +59,8 @@ class StoreLinkHandler(LinkHandler):
         """Queue an answer to be sent.
 
         Args:
-            answer: Makes the answer, unless too many wait to be sent.
-            refusal: Sent in its place then, or if the answer is too large.
+            answer: Creates the answer. It is not called if too many answers wait to be sent.
+            refusal: Sent instead in that case, or if the answer is too large.
         """
         with self._counting:
             self._unsent += 1
@@ -87,11 +87,11 @@ class StoreLinkHandler(LinkHandler):
 
 
 class StoreLinks(LinkServer[HandlerT]):
-    """The links of a store to all workers. Raises ConfigError if an address cannot be bound.
+    """The server of a store's links to all workers. Raises ConfigError if an address cannot be bound.
 
     Args:
         kind: The service's kind, which names its unix socket.
-        what: Names the service in texts, such as "the activation store".
+        what: Name of the service in texts, such as "the activation store".
     """
 
     def __init__(self, config: LinksConfig, *, kind: str, what: str, settings: LinkServerSettings) -> None:
@@ -107,11 +107,11 @@ class StoreLinks(LinkServer[HandlerT]):
 class StoreServer(Collector):
     """The server of a store, and the collector of its metrics. A subclass owns the store.
 
-    Start it with `start`, end it with `drain` and `stop`.
+    Call `start` first, and `drain` and `stop` at the end.
 
     Args:
         kind: The service's kind in the fleet, see bottega.kinds.
-        what: Names the service in refusals, such as "the activation store".
+        what: Name of the service in refusals, such as "the activation store".
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class StoreServer(Collector):
             self._membership.start()
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Return a link's offer for a worker, whose host is `caller`. Raises Draining, LinksFull, InvalidRequest."""
+        """Return the offer of a link for a worker on host `caller`. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining(f"{self._what} is stopping")
         return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
 
     @abc.abstractmethod
     def load(self) -> fleet_pb2.Load:
-        """Return the load that the fleet shows."""
+        """Return the load to report to the fleet."""
 
     async def drain(self) -> None:
         """Refuse new links."""
@@ -166,7 +166,7 @@ class StoreServer(Collector):
         await self._close()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics. Thread-safe."""
+        """Yield the current metrics. Any thread may call it."""
         yield from link_metrics(link_counts(self._links.counters, open_links=len(self._links.handlers)))
         yield from self._metrics()
 
@@ -176,7 +176,7 @@ class StoreServer(Collector):
 
     @abc.abstractmethod
     async def _close(self) -> None:
-        """Write what is pending, and close the store."""
+        """Write pending changes, and close the store."""
 
     @abc.abstractmethod
     def _metrics(self) -> Iterator[Metric]:
@@ -184,7 +184,7 @@ class StoreServer(Collector):
 
 
 def add_store(server: Server, kind: str, store: StoreServer, *, service: str) -> None:
-    """Serve a store's metrics and links on its gRPC server.
+    """Add a store's metrics and links to its gRPC server.
 
     Args:
         service: Name of the store's own gRPC service, which the caller has added.
@@ -204,7 +204,7 @@ def boot_store(
     """Run a store as a process and return the exit status; see `boot`.
 
     Args:
-        build: Returns the server and its store for a configuration and a folder, neither of them started. Called in the
+        build: Creates the server and its store from a configuration and a folder, without starting them. Called in the
             event loop.
     """
 

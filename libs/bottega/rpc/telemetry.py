@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""Variables that turn it on."""
+"""Environment variables that turn the export on."""
 
-# Calls that last for days.
+# Methods that are not traced, because their calls last for days.
 _UNTRACED_METHODS = ("Join", "WatchCheckpoints")
-# Time to send the last spans when a service ends. A missing collector must not delay a drain.
+# Seconds to send the last spans when a service ends. A missing collector must not delay a drain.
 _FLUSH_MS = 2000
 
 _log = logging.getLogger(__name__)
 
 
 class _Telemetry:
-    """The exporter of this process."""
+    """The OpenTelemetry exporter of this process."""
 
     def __init__(self) -> None:
         self.provider: Any = None
@@ -42,7 +42,7 @@ _active = _Telemetry()
 
 @contextlib.contextmanager
 def exporting(service: str) -> Iterator[None]:
-    """Export calls and jobs in the block if a variable names a collector.
+    """Export calls and jobs while the block runs, if an environment variable names a collector.
 
     Args:
         service: Name of this process in the traces.
@@ -69,7 +69,7 @@ def exporting(service: str) -> Iterator[None]:
 
 
 def server_interceptors() -> Sequence[grpc.aio.ServerInterceptor]:
-    """Return interceptors of a server, to be placed after its own."""
+    """Return OpenTelemetry's interceptors for a server, to be placed after its own."""
     if _active.provider is None:
         return ()
     from opentelemetry.instrumentation.grpc import aio_server_interceptor
@@ -78,7 +78,7 @@ def server_interceptors() -> Sequence[grpc.aio.ServerInterceptor]:
 
 
 def client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return interceptors of a channel."""
+    """Return OpenTelemetry's interceptors for a channel."""
     if _active.provider is None:
         return ()
     from opentelemetry.instrumentation.grpc import aio_client_interceptors
@@ -87,7 +87,7 @@ def client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
 
 
 def tracer() -> Tracer | None:
-    """Return the tracer for spans other than calls; None if nothing is exported."""
+    """Return the tracer for spans other than calls, or None if nothing is exported."""
     return None if _active.provider is None else _active.provider.get_tracer("bottega")
 
 

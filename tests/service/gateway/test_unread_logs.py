@@ -93,7 +93,7 @@ def _lines(gateway: Unread, dropped: int) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     while dropped > 0:
         lines.append(json.loads(gateway.stderr.readline()))
-        if lines[-1]["event"] == "log lines were dropped, as nobody read them":
+        if lines[-1]["event"] == "log lines were dropped, because stderr was not read fast enough":
             dropped -= lines[-1]["lines"]
     return lines
 
@@ -143,7 +143,7 @@ def test_a_crash_leaves_all_of_its_traceback() -> None:
     status, text = _ended_unread(code, read_after_s=0.6)
     assert status == 1
     (line,) = [json.loads(each) for each in text.splitlines()]
-    assert (line["level"], line["event"]) == ("CRITICAL", "ended by an unexpected error")
+    assert (line["level"], line["event"]) == ("CRITICAL", "the process ends with an unexpected error")
     assert line["exc_info"].endswith(r"KeyError: 'a\nb'")
 
 

@@ -187,7 +187,7 @@ async def test_a_stream_that_ends_without_the_gateways_word_is_no_refusal(caplog
     await member._on_failure(errors.InternalError("the call failed"), answered=False)
     await member._on_failure(errors.InternalError("a bug"), answered=True)
     assert [record.message for record in caplog.records] == [
-        "fleet cannot be reached",
+        "the gateway's fleet listener cannot be reached",
         "the fleet refuses this service",
     ]
 
@@ -207,7 +207,10 @@ async def test_a_gateway_that_is_not_there_is_logged_after_a_moment_and_not_ever
         finally:
             await member.stop()
     (record,) = caplog.records
-    assert (record.message, vars(record)["gateway"]) == ("fleet cannot be reached", "127.0.0.1:1")
+    assert (record.message, vars(record)["gateway"]) == (
+        "the gateway's fleet listener cannot be reached",
+        "127.0.0.1:1",
+    )
     assert "is a gateway running" in vars(record)["todo"]
 
 

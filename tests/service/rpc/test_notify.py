@@ -92,7 +92,7 @@ def test_a_gateway_whose_disk_is_full_when_it_starts_counts_as_started_and_answe
     with gateway(address, tmp_path, "ulimit -f 0; ") as process:
         while "READY=1" not in (lines := heard(listener)):
             assert time.monotonic() - began < 15
-        assert lines[1].startswith("STATUS=answers, but does not serve")
+        assert lines[1].startswith("STATUS=answers calls, but is not ready")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         heard_until(listener, "STOPPING=1")

@@ -39,7 +39,7 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
         _ = [answer async for answer in stub(served[2]).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))]
     assert [line.__dict__["method"] for line in _told(caplog, "call refused")][-1] == f"/{NAME}/WatchJob"
     await eventually(lambda: _refusals(caplog) == crowd + 1)
-    lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
+    lines = _told(caplog, "call refused"), _told(caplog, "more calls were refused")
     # In at most three of the seconds that the log counts by.
     assert len(lines[0]) <= 3 * LINES_PER_SECOND + 1
     assert 1 <= len(lines[1]) <= 3
@@ -57,7 +57,7 @@ async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: p
 async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crowd, event = 60, "call failed unexpectedly"
+    crowd, event = 60, "call failed with an unexpected error"
     await asyncio.gather(*(_refused(served[2], "caller", "break") for _ in range(crowd)))
     await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, f"more times: {event}")) == crowd)
     assert len(_told(caplog, event)) <= 3 * LINES_PER_SECOND
@@ -98,7 +98,7 @@ def _counted(lines: Sequence[logging.LogRecord]) -> int:
 
 def _refusals(caplog: pytest.LogCaptureFixture) -> int:
     """Of which the log knows."""
-    return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls refused"))
+    return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls were refused"))
 
 
 async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused() -> None:

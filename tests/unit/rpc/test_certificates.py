@@ -37,11 +37,11 @@ def test_keys_and_authorities_that_do_not_belong_together_are_refused() -> None:
     one, other = new_certificate(authority, WORKER, days=5), new_certificate(authority, WORKER, days=5)
     with pytest.raises(ConfigError, match="does not belong to the certificate"):
         check_pair(CertificatePair(certificate=one.certificate, key=other.key), authority.certificate, source="c")
-    with pytest.raises(ConfigError, match="not signed by the authority"):
+    with pytest.raises(ConfigError, match="not signed by the configured authority"):
         check_pair(one, foreign.certificate, source="c")
-    with pytest.raises(ConfigError, match="no certificate in PEM"):
+    with pytest.raises(ConfigError, match="not a PEM certificate"):
         check_pair(CertificatePair(certificate=b"x", key=one.key), authority.certificate, source="c")
-    with pytest.raises(ConfigError, match="no key in PEM"):
+    with pytest.raises(ConfigError, match="not a PEM key"):
         check_pair(CertificatePair(certificate=one.certificate, key=b"x"), authority.certificate, source="c")
 
 
@@ -98,7 +98,7 @@ def test_files_are_all_or_none_and_must_name_somebody(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         TlsFiles(replace(config, certificate=str(tmp_path / "nowhere.pem")))
     of_authority = replace(config, certificate=config.authority, key=str(authority.folder.authority_key_path))
-    with pytest.raises(ConfigError, match="names no service or user"):
+    with pytest.raises(ConfigError, match="has no identity"):
         TlsFiles(of_authority)
 
 

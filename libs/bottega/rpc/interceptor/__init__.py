@@ -1,1 +1,1 @@
-"""Handling of every call of a server: memory quotas, limits of calls, flow control of responses, errors."""
+"""Handling of every call to a server: memory quotas, limits on calls, flow control of responses, errors."""

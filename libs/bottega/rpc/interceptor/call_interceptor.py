@@ -1,9 +1,9 @@
-"""The outermost interceptor of every server, between gRPC and our code.
+"""The outermost interceptor of every server, between gRPC and Bottega's code.
 
-It turns a BottegaError into its status, and any other error into a plain INTERNAL, so that no text of a library reaches
-a caller. It logs failures once, counts calls, and gives unary calls a deadline. It also receives and parses requests,
-when there is room for them, and refuses bytes that are no message. It serializes and streams responses, so that a
-caller that does not read them is not waited for forever.
+It converts a BottegaError to its status, and any other error to a plain INTERNAL, so that no text of a library reaches
+a caller. It logs failures once, counts calls, and gives unary calls a deadline. It receives and parses requests once
+there is memory for them, and refuses bytes that are not a message. It serializes and streams responses, and does not
+wait forever for a caller that does not read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bottega.rpc.security.caller import CallAuthenticator
 # up to _WALK_COST times as much.
 _FEW_FIELDS = 4096
 _WALK_COST = 16
-# A large message that was refused keeps its room for so long. A caller has room for two or three.
+# Seconds for which a large, refused message keeps its memory reserved. A caller may have two or three of them.
 _LARGE_REFUSED_S = 0.25
 
 _Handler = Any  # grpc.RpcMethodHandler, whose type stubs have only blocking methods
@@ -54,22 +54,23 @@ _Raw = AsyncIterator[bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestQuotas:
-    """Memory quotas of requests that are being received. Each kind of request has a quota of its own."""
+    """Memory quotas for requests that are being received. Each kind of request has a quota of its own."""
 
     large: MemoryQuota
-    """Methods whose requests carry images. A stream of answers releases its request with the first answer."""
+    """For methods whose requests have images. If answers are streamed, the first one releases the request."""
     small: MemoryQuota
-    """All other methods with one request. A request arrives at once, or the caller is silent."""
+    """For all other methods with a single request, which normally arrives at once."""
     streamed: MemoryQuota
-    """First messages of streamed requests, which come from the suite's own services and must get through when others
-    cannot. The services limit the number of such callers, and so of later messages.
+    """For the first messages of streamed requests: they come from the suite's own services and must get through.
+
+    The services limit the number of such callers, and so the number of later messages.
     """
     of_grpc: MemoryQuota
-    """Messages to gRPC's own services."""
+    """For messages to gRPC's own services (health and reflection)."""
 
 
 class _Reader:
-    """A reader of the messages of one method."""
+    """Reads and parses the messages of one method."""
 
     def __init__(self, quota: MemoryQuota, limits: MessageLimits, parse: _Parse) -> None:
         self._quota = quota
@@ -78,11 +79,11 @@ class _Reader:
         self._descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
 
     async def read_reserved(self, guard: CallGuard, context: Context, share: QuotaShare) -> object:
-        """Return the only message of a call, for which room is reserved. Raises InvalidRequest if there is none."""
+        """Read the only message of a call, for which memory is reserved. Raises InvalidRequest if there is none."""
         with guard.reading(self._quota.message_bytes) as arrived:
             raw = arrived(await self._quota.receive(context.read))
         if raw is grpc.aio.EOF:
-            raise InvalidRequest("the call carries no request")
+            raise InvalidRequest("the call has no request message")
         size_bytes = len(raw)
         try:
             request = await self._parsed(raw)
@@ -98,13 +99,13 @@ class _Reader:
     async def read_all(
         self, guard: CallGuard, context: Context, peer: Peer, *, each: bool
     ) -> AsyncGenerator[object, None]:
-        """Yield the messages of a caller.
+        """Yield the messages of a call.
 
         They are read through the context: gRPC's request iterator, once started, is a reference cycle unless it is
         exhausted.
 
         Args:
-            each: Whether all messages count towards the quota, and not only the first.
+            each: Whether all messages count towards the quota. Otherwise only the first one does.
         """
         first = True
         while True:
@@ -116,7 +117,7 @@ class _Reader:
             first = False
 
     async def reserve(self, peer: Peer) -> QuotaShare:
-        """Reserve room for one message. Raises QueueFull."""
+        """Reserve memory for one message. Raises QueueFull."""
         return await self._quota.reserve(peer)
 
     async def _within_quota(self, context: Context, peer: Peer) -> Any:
@@ -134,7 +135,7 @@ class _Reader:
             raise InvalidRequest("the request's bytes are not a message of this method") from None
 
     def _message(self, raw: bytes) -> object:
-        """Parse a message, and drop unknown fields, which are useless but would be stored with it."""
+        """Parse a message, and drop unknown fields, which would otherwise be stored with it."""
         assert self._parse is not None
         if self._descriptor is None:
             return self._parse(raw)
@@ -148,16 +149,16 @@ class _Reader:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that wraps every method of every service.
+    """The interceptor that wraps every method of every service.
 
     Args:
-        default_deadline_s: Deadline of unary calls whose caller set none.
-        requests: Memory quotas of requests.
-        responses: Flow control of the responses of all calls.
-        limits: Limits on calls that are served at once.
+        default_deadline_s: Deadline in seconds of unary calls whose caller set none.
+        requests: Memory quotas for requests.
+        responses: Flow control for the responses of all calls.
+        limits: Limits on calls that are served at the same time.
         ledger: Accounts of the calls of each connection.
-        authenticator: Identifies callers, except those of gRPC's own services, which are open to all.
-        audit: Log of the calls that change something, if there is one.
+        authenticator: Identifies callers. It is not used for gRPC's own services, which are open to all.
+        audit: Log of the calls that change something; None for none.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _refusing(self) -> _Handler:
-        """Return the handler of unknown methods. They have one name in metrics, as callers may invent any number."""
+        """Return the handler of unknown methods. In metrics they share one name, since callers invent them."""
 
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.short, "unknown", context):
@@ -267,7 +268,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
-        """Return a handler of gRPC's own services. Only their requests are received here."""
+        """Wrap a handler of gRPC's own services. Only the receiving of requests is limited."""
         reader = _Reader(self._requests.of_grpc, OF_GRPC, handler.request_deserializer)
 
         async def unary(_: _Raw, context: Context) -> object:
@@ -328,15 +329,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _only(messages: AsyncGenerator[object, None]) -> object:
-    """Return the only message of a call to one of gRPC's own services."""
+    """Read the only message of a call to one of gRPC's own services."""
     async with contextlib.aclosing(messages):
         async for request in messages:
             return request
-    raise InvalidRequest("the call carries no request")
+    raise InvalidRequest("the call has no request message")
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:
-    """Return a handler that receives its messages on request, even if there is only one: gRPC would not wait."""
+    """Return a handler that receives its messages on request, even a single one: gRPC would not wait for memory."""
     return make(call, None, pack)
 
 
@@ -355,7 +356,7 @@ async def _send_all(
     """Send all responses of a call.
 
     Args:
-        share: The quota share of the request, which is released with the first response.
+        share: Quota share of the request, which is released with the first response; None if it is released already.
     """
     async with contextlib.aclosing(responses):
         async for response in responses:

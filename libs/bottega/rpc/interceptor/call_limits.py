@@ -1,6 +1,6 @@
-"""Limits on the calls that a service serves at once, and on the bytes of responses that callers have not read yet.
+"""Limits on the calls that a service serves at the same time, and on the bytes of unread responses.
 
-The more places are taken, the fewer one host may have, so that some are always left for another host.
+The more calls there are, the fewer one host may have, so that some places are always left for another host.
 
 gRPC accepts a response when it has buffer space for it. If the caller does not read, the response stays in memory.
 Every call may hold a small response. Large responses of all calls share `max_bytes`, and must be read in time.
@@ -18,7 +18,7 @@ from bottega.errors import QueueFull, ReaderStalled
 from bottega.fair_order import fair_room
 from bottega.rpc.address import Peer
 
-# Answers up to this size do not count towards `max_bytes`; gRPC itself buffers 64 KiB of every call.
+# Bytes up to which a response does not count towards `max_bytes`; gRPC itself buffers 64 KiB of every call.
 SMALL_BYTES = 96 << 10
 
 # Time for a caller to read while others are refused because of it: enough for a MiB on a slow line.
@@ -31,26 +31,26 @@ _RETRY_S = (0.5, 1.5)
 
 @dataclass(slots=True)
 class CallCounter:
-    """A counter of calls."""
+    """Counts the calls of a host, of a connection, or of all."""
 
     active: int = 0
-    """Calls that are being served."""
+    """Number of calls that are being served."""
     opened: int = 0
-    """Active calls, plus calls that have ended but whose responses were not read completely."""
+    """Number of active calls, plus ended calls whose responses were not read completely."""
 
     @property
     def count(self) -> int:
-        """The number of calls. One that has ended counts half: gRPC only keeps some memory for it."""
+        """The number of calls. An ended one with unread responses counts half, because it takes little memory."""
         return max(self.active, self.opened // 2)
 
 
 class CallLimit:
-    """A limit on calls of one kind.
+    """A limit on the calls of one kind.
 
     Args:
-        max_calls: Calls of all callers.
+        max_calls: Upper bound on the calls of all callers.
         share: Share of a host, and of a connection within its host; see `fair_room`.
-        limit: Field of ServerConfig with the limit, for errors.
+        limit: Field of ServerConfig with the limit, for error texts.
     """
 
     def __init__(self, *, max_calls: int, share: float, limit: str) -> None:
@@ -61,7 +61,7 @@ class CallLimit:
         self._held: dict[Peer | str, CallCounter] = {}  # by connections and hosts that have any
 
     def acquire(self, peer: Peer) -> CallSlot:
-        """Return a slot for one call. Raises QueueFull, with the time after which to retry, if there is none."""
+        """Reserve a place for one call. Raises QueueFull, with the time to retry, if there is none."""
         host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
         free = self._max_calls - self._all.count
         if free <= 0:
@@ -89,11 +89,11 @@ class CallLimit:
 
 
 class CallSlot:
-    """The slot of one call.
+    """The place of one call in a CallLimit.
 
     Args:
-        counters: Counters that count the call.
-        when_closed: Called when its last resources are freed.
+        counters: Counters in which the call counts.
+        when_closed: Called when its last resources are released.
     """
 
     def __init__(self, counters: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class CallSlot:
             counter.opened += 1
 
     def end_serving(self) -> None:
-        """Record that the call has ended, although its caller may not have read all answers."""
+        """Record that the call has ended, although its caller may not have read all responses."""
         for counter in self._counters:
             counter.active -= 1
 
@@ -119,16 +119,16 @@ _NONE = CallCounter()
 
 
 def full(message: str, *, limit: str) -> QueueFull:
-    """Return the error for a call without room.
+    """Return the error for a call that exceeds a limit.
 
     Args:
         limit: Field of ServerConfig with the limit.
     """
-    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))
+    return QueueFull(f"{message}; retry", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))
 
 
 def reserve(size_bytes: int) -> bool:
-    """Return whether the current call may build a response of that size. Otherwise it should send a smaller one."""
+    """Return whether the current call may build a response of that size. If not, it should send a smaller one."""
     responses = _responses.get()
     return responses is None or responses.reserve(size_bytes)
 
@@ -137,7 +137,7 @@ class ResponseFlowControl:
     """A limit on the memory of unread responses of all calls.
 
     Args:
-        max_bytes: Bytes of large answers that are not read yet.
+        max_bytes: Upper bound on the bytes of large responses that are not read yet.
         wait_s: Seconds in which a caller must read a response of a stream.
     """
 
@@ -148,7 +148,7 @@ class ResponseFlowControl:
         self._unread: dict[asyncio.Timeout, float] = {}
 
     def shorten_waits(self) -> None:
-        """End calls whose callers do not read soon, because another caller was refused for lack of room."""
+        """End calls whose callers do not read soon, because another caller was refused for lack of memory."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._unread.items():
             ends = scope.when()
@@ -156,9 +156,9 @@ class ResponseFlowControl:
                 scope.reschedule(max(now, began + _CONTENDED_S))
 
     def try_hold(self, size_bytes: int, own_bytes: int) -> bool:
-        """Reserve more bytes for a call that holds `own_bytes`, and return whether there is room.
+        """Reserve more bytes for a call that holds `own_bytes`. Return whether that was possible.
 
-        There always is room for the only call that holds any.
+        It always is for the only call that holds any.
         """
         if self._held_bytes + size_bytes > self._max_bytes and self._held_bytes > own_bytes:
             return False
@@ -170,7 +170,7 @@ class ResponseFlowControl:
         self._held_bytes -= size_bytes
 
     async def wait_until_read(self, writing: Awaitable[object]) -> None:
-        """Wait until the caller has read an answer. Raises ReaderStalled if that takes too long."""
+        """Wait until the caller has read a response. Raises ReaderStalled if that takes too long."""
         scope = asyncio.timeout(self._wait_s)
         self._unread[scope] = asyncio.get_running_loop().time()
         try:
@@ -185,18 +185,18 @@ class ResponseFlowControl:
 
 
 class CallResponses:
-    """The responses of one call."""
+    """The unread responses of one call."""
 
     def __init__(self, flow: ResponseFlowControl) -> None:
         self._flow = flow
         self._held_bytes = 0
 
     def bind(self) -> None:
-        """Make `reserve` of this module use this call, in the current task and tasks that it starts."""
+        """Make this object the one that the function `reserve` uses, in the current task and tasks that it starts."""
         _responses.set(self)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve room for the next answer until it is read. Return False if there is none."""
+        """Reserve memory for the next response until it is read. Return False if there is not enough."""
         more_bytes = size_bytes - self._held_bytes
         if size_bytes <= SMALL_BYTES or more_bytes <= 0:
             return True
@@ -206,18 +206,18 @@ class CallResponses:
         return True
 
     def admit(self, raw: bytes) -> bytes:
-        """Return an answer after reserving room for it. Raises QueueFull without room."""
+        """Reserve memory for a response and return the response. Raises QueueFull if there is not enough."""
         if not self.reserve(len(raw)):
             self._flow.shorten_waits()
             raise full("there is no memory for more responses until callers read earlier ones", limit="max_answers_mib")
         return raw
 
     async def send(self, raw: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Write one answer. Raises QueueFull or ReaderStalled; the room then stays reserved, as gRPC has the answer."""
+        """Write a response. After QueueFull or ReaderStalled its memory stays reserved, because gRPC holds it."""
         await self._flow.wait_until_read(write(self.admit(raw)))
         self.release()
 
     def release(self) -> None:
-        """Release the memory, because all is read or the call is over. A second call does nothing."""
+        """Release the memory, because everything is read or the call is over. A second call does nothing."""
         self._flow.give_back(self._held_bytes)
         self._held_bytes = 0

@@ -1,4 +1,4 @@
-"""The calls that a server is serving: a tracker of all of them, and a guard around each."""
+"""The calls that a server is serving: a tracker of all of them, and a guard around each one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits on concurrent calls. Each kind of call has a limit of its own."""
+    """Limits on simultaneous calls. Each kind of call has a limit of its own."""
 
     short: CallLimit
     """Calls with one request and one answer."""
@@ -60,11 +60,11 @@ class CallLimits:
 
 
 class CallTracker:
-    """A tracker of all calls.
+    """Tracks all calls of a server.
 
     Args:
-        ledger: Counts the bytes that the calls of each connection explain.
-        audit: Log of the calls that change something, if there is one.
+        ledger: Counts, for each connection, the bytes that its calls explain.
+        audit: Log of the calls that change something; None for none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CallTracker:
         await self._idle.wait()
 
     def enter(self, limit: CallLimit, context: Context) -> CallResponses:
-        """Record the beginning of a call and return its responses."""
+        """Record the start of a call, and return an object for its responses."""
         # Every call has a task of its own, so that values are bound for this call only. The task ends when gRPC has
         # sent all answers, or the caller is gone.
         responses = CallResponses(self._responses)
@@ -105,7 +105,7 @@ class CallTracker:
         return responses
 
     def leave(self, limit: CallLimit, method: str, code: Code | None, seconds: float) -> None:
-        """Record the end of a call, although its caller may not have read all answers. The code None is OK."""
+        """Record the end of a call, although its caller may not have read all responses. `code` None means OK."""
         if self._is_of_grpc(limit):
             return
         self._active -= 1
@@ -114,7 +114,7 @@ class CallTracker:
         self._metrics.on_end(method, code.name if code else "OK", seconds)
 
     def is_stream(self, limit: CallLimit) -> bool:
-        """Return whether a limit is that of calls with a stream of answers."""
+        """Return whether a limit is the one on calls that stream answers."""
         return limit is self._limits.streams
 
     def _is_of_grpc(self, limit: CallLimit) -> bool:
@@ -122,16 +122,16 @@ class CallTracker:
 
 
 class CallGuard:
-    """A guard around one call: any error in its block ends the call with a status.
+    """A context manager around one call. Any error in its block ends the call with a status.
 
     gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. If
     it had a traceback, it would be a reference cycle with context and request, perhaps some MiB, until the garbage
     collector runs. So the guard removes the traceback.
 
     Attributes:
-        peer: The caller as gRPC knows it.
-        account: The peer that is charged for the call: the tenant, whose calls may all come through one proxy, or the
-            host if there are no tenants.
+        peer: The client, from gRPC.
+        account: The peer to which limits on the call apply: the tenant, whose calls may all come through one proxy, or
+            the host if there are no tenants.
     """
 
     def __init__(self, calls: CallTracker, limit: CallLimit, method: str, context: Context) -> None:
@@ -154,14 +154,14 @@ class CallGuard:
         return self
 
     def acquire_slot(self) -> None:
-        """Take a slot for the call before its messages are received. Raises QueueFull."""
+        """Reserve a place for the call before its messages are received. Raises QueueFull."""
         self._slot = self._limit.acquire(self.peer)
         at_end(self._slot.release)
 
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
         """Identify the caller before a message is read, and bind it to this task.
 
-        Raises Unauthenticated, Forbidden if the method is not for that caller, or QuotaExceeded.
+        Raises Unauthenticated, Forbidden if the caller may not call the method, or QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
         try:
@@ -178,10 +178,10 @@ class CallGuard:
 
     @contextlib.contextmanager
     def reading(self, message_bytes: int) -> Iterator[Callable[[Any], Any]]:
-        """Account for the bytes that arrive in the block. Yield a function through which to pass the message.
+        """Account for the bytes that arrive in the block. Yield a function through which the message has to pass.
 
         Args:
-            message_bytes: Bytes to account for if no message arrives: part of it may have been received.
+            message_bytes: Bytes to account for if no message arrives, because part of one may have been received.
         """
         self.connection.reading += 1
         size_bytes = message_bytes
@@ -198,7 +198,7 @@ class CallGuard:
             self.connection.explained_bytes += size_bytes
 
     def received(self, request: object) -> None:
-        """Record the facts about the request that the audit log needs."""
+        """Record what the audit log needs to know about the request."""
         if self._calls.audit is not None and self._method in AUDITED:
             self._about = about(request)
 
@@ -227,7 +227,7 @@ class CallGuard:
         return True
 
     def _note(self, code: Code | None, seconds: float) -> None:
-        """Add a line to the audit log. The code None is OK."""
+        """Add a line to the audit log. `code` None means OK."""
         if self._calls.audit is None or self._method not in AUDITED:
             return
         bound = {name: logs.bound()[name] for name in _AUDITED_FIELDS if name in logs.bound()}
@@ -257,7 +257,7 @@ def _request_id(context: Context) -> dict[str, str]:
 
 
 def _for_caller(method: str, error: Exception, log: CallErrorLog) -> BottegaError:
-    """Log an error, remove its tracebacks, and return the error for the caller."""
+    """Log an error, remove its tracebacks, and convert it for the caller."""
     shown = error if isinstance(error, BottegaError) else _of_library(error)
     if isinstance(shown, TooManyOpenFiles):
         log.refused(method, shown.reason_name, shown.message)
@@ -277,31 +277,33 @@ def _for_caller(method: str, error: Exception, log: CallErrorLog) -> BottegaErro
 def _of_library(error: Exception) -> BottegaError:
     if isinstance(error, OSError) and open_files.is_cause(error):
         return open_files.too_many(error)
-    return InternalError("an internal fault; the service's log says more under the same request_id")
+    return InternalError("an internal error; the service's log has the details under the same request_id")
 
 
 class CallErrorLog:
-    """A sampled log of refused and failed calls. Call `sum_up` at the end; meanwhile it sums up by itself."""
+    """A sampled log of refused and failed calls. It logs sums by itself; call `sum_up` at the end."""
 
     def __init__(self) -> None:
-        self._refusals = SampledLog(_log, "call refused", more="more calls refused", counted="calls")
-        self._unexpected = _faults("call failed unexpectedly")
+        self._refusals = SampledLog(_log, "call refused", more="more calls were refused", counted="calls")
+        self._unexpected = _faults("a call failed with an unexpected error")
         self._expected = _faults("call failed")
 
     def refused(self, method: str, reason: str, text: str) -> None:
-        """Log a refused call. The line has the fields that are bound for it."""
+        """Log a refused call, with the log fields that are bound for it."""
         self._refusals.log_event({"method": method, "reason": reason}, {"text": text})
 
     def failed(self, method: str, error: Exception, *, expected: bool) -> None:
-        """Log a call that failed because of a fault in the suite. A caller can repeat it as often as it likes.
+        """Log a call that failed because of a fault in the suite.
+
+        The log is sampled, because callers can repeat such calls.
 
         Args:
-            expected: Whether the error was raised on purpose.
+            expected: Whether the suite raised the error on purpose.
         """
         (self._expected if expected else self._unexpected).log_event({"method": method}, error=error)
 
     def sum_up(self) -> None:
-        """Log how many calls were suppressed since the last time, a line for each kind."""
+        """Log how many calls were not logged since the last time, in a line for each kind."""
         for lines in (self._refusals, self._unexpected, self._expected):
             lines.sum_up()
 
@@ -311,13 +313,13 @@ def _faults(event: str) -> SampledLog:
 
 
 class TenantCalls:
-    """The numbers of calls that are being served, for tenants with a limit on them; see Caller."""
+    """Counts the calls that are being served, for tenants with a limit on them; see Caller."""
 
     def __init__(self) -> None:
         self._served = Counter[tuple[str, str]]()
 
     def take(self, known: Caller, *, streams: bool) -> Callable[[], None]:
-        """Count a call and return a function that ends it. Raises QuotaExceeded."""
+        """Count a call, and return a function to call at its end. Raises QuotaExceeded."""
         quota, most = ("streams", known.max_streams) if streams else ("calls", known.max_calls)
         key = known.tenant, quota
         if most and self._served[key] >= most:
@@ -336,8 +338,8 @@ class TenantCalls:
 
 
 def _identities(context: Context) -> Sequence[str]:
-    """Return the URIs in the peer's certificate; empty without one.
+    """Return the URIs in the peer's certificate; () without one.
 
-    Its DNS names are not used: one may look like a URI of ours.
+    Its DNS names are not used, because one may look like a URI of Bottega.
     """
     return [name.decode(errors="replace") for name in context.auth_context().get("peer_uri", ())]

@@ -1,4 +1,4 @@
-"""Accounts of the calls of each connection, which the connection guard compares with the traffic."""
+"""Accounts of the calls of each connection, which the connection guard compares with the received bytes."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from dataclasses import dataclass
 
 from bottega.rpc.address import Peer
 
-# Connections whose calls are remembered.
+# Upper bound on the connections that have an account.
 _MAX_ACCOUNTS = 16_384
-# Bytes that a call may bring besides the messages that are read: metadata, and what gRPC receives before the call is
-# looked at.
+# Bytes that a call may bring besides the messages that are read: metadata, and what gRPC receives before it is
+# handled.
 _CALL_BYTES = 96 << 10
 # Calls per second that a host may make without being known before its connections are ended. A busy service handles
 # many more.
 _STRANGE_CALLS, _COUNTED_S = 250, 1.0
 # A host is remembered for a day after a known caller used it, so that a tenant's office stays known overnight.
 _KNOWN_S = 86_400.0
-# Calls of an ended connection may come out of gRPC's queue for so long.
+# Seconds for which calls of an ended connection may still come out of gRPC's queue.
 _ENDED_S = 5.0
 
 
 @dataclass(slots=True)
 class ConnectionAccount:
-    """An account of the calls of one connection."""
+    """The account of the calls of one connection."""
 
     known: bool = False
-    """Whether a known caller has used it. A proxy's connection may carry calls of strangers as well."""
+    """Whether an authenticated caller has used it. A proxy's connection may also carry calls of unknown callers."""
     refused: bool = False
-    """Whether a stranger's call over it was refused."""
+    """Whether a call of an unknown caller over it was refused."""
     explained_bytes: int = 0
     """Upper bound on the bytes that its calls have received so far."""
     reading: int = 0
-    """Calls that wait for their next message, some of which may have arrived."""
+    """Number of calls that wait for their next message, part of which may have arrived."""
     ended_at: float = -math.inf
-    """Time at which the connection was ended and its queued calls were dropped."""
+    """Time at which the connection was ended and its queued calls were dropped; -inf before."""
     muted: bool = False
-    """Whether the connection's data is dropped, and its queued calls with it."""
+    """Whether the connection's data and its queued calls are dropped."""
 
     @property
     def drops_calls(self) -> bool:
@@ -49,7 +49,7 @@ class ConnectionAccount:
 
 
 class ConnectionLedger:
-    """The accounts of all connections, and the number of strangers' calls by host."""
+    """The accounts of all connections, and by host the number of calls of unknown callers."""
 
     def __init__(self) -> None:
         self._refused = Counter[str]()
@@ -68,7 +68,7 @@ class ConnectionLedger:
         return account
 
     def recognized(self, peer: Peer) -> None:
-        """Record that a known caller uses the connection and the host."""
+        """Record that an authenticated caller uses the connection and the host."""
         self.found(peer.connection).known = True
         self._known.pop(peer.host, None)
         self._known[peer.host] = time.monotonic()
@@ -76,24 +76,24 @@ class ConnectionLedger:
             del self._known[next(iter(self._known))]
 
     def knows(self, host: str) -> bool:
-        """Return whether a known caller used the host within the last day."""
+        """Return whether an authenticated caller used the host within the last day."""
         return time.monotonic() - self._known.get(host, -math.inf) < _KNOWN_S
 
     def refused(self, peer: Peer) -> None:
-        """Record a refused call of a stranger."""
+        """Record a refused call of an unknown caller."""
         self.found(peer.connection).refused = True
         self._refused[peer.host] += 1
         if self._refused[peer.host] > _STRANGE_CALLS:
             self._flood.set()
 
     async def wait_for_flood(self, within_s: float) -> None:
-        """Wait until a host may have made too many strangers' calls, or until the time is over."""
+        """Wait until a host may have made too many calls of unknown callers, or for `within_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._flood.wait()
 
     def floods(self) -> frozenset[str]:
-        """Return the hosts that made too many strangers' calls in about a second. Each flood is returned once."""
+        """Return the hosts of too many unknown callers' calls in about a second, each flood once."""
         self._flood.clear()
         hosts = frozenset(host for host, count in self._refused.items() if count > _STRANGE_CALLS)
         for host in hosts:
@@ -105,9 +105,9 @@ class ConnectionLedger:
         return hosts
 
     def mute(self, connection: str) -> None:
-        """Record that a connection's data is dropped, also if none of its calls was looked at yet."""
+        """Record that a connection's data is dropped, also if none of its calls has been handled yet."""
         self._accounts.setdefault(connection, ConnectionAccount()).muted = True
 
     def found(self, connection: str) -> ConnectionAccount:
-        """Return the account of an open connection; an empty one if there was no call."""
+        """Return the account of an open connection, or an empty one if it had no call."""
         return self._accounts.get(connection) or ConnectionAccount()

@@ -1,6 +1,6 @@
-"""A quota of memory for requests that are being received, and the fair queue of calls that wait for it.
+"""A memory quota for requests that are being received, and the fair queue of calls that wait for it.
 
-The quota holds before anything is parsed. The queue serves one host after the other, and of each host one connection
+Memory is reserved before anything is parsed. The queue serves one host after the other, and of each host one connection
 after the other, so that a host with a thousand waiting calls delays another by at most one call.
 """
 
@@ -20,15 +20,15 @@ from bottega.rpc.interceptor.call_limits import full
 ReadT = TypeVar("ReadT")
 KeyT = TypeVar("KeyT")
 
-# Time for a message to arrive while no call waits for its room, and while one does.
+# Seconds in which a message must arrive, while no call waits for its memory and while one does.
 _COMING_S = 30.0
 _CONTENDED_S = 2.0
-# A call waits longer for room than a message may take to arrive.
+# Seconds for which a call waits for memory: longer than a message may take to arrive.
 _WAIT_S = 3.0
 
 
 class QuotaShare:
-    """The part of a quota that one call's request takes, until the block ends or it is released."""
+    """The memory that is reserved for one call's request, until the block ends or it is released."""
 
     def __init__(self, quota: MemoryQuota, peer: Peer) -> None:
         self._quota = quota
@@ -57,18 +57,18 @@ class QuotaShare:
 
 
 class MemoryQuota:
-    """A quota of memory for requests of one kind, from the start of their arrival until they are released.
+    """A memory quota for requests of one kind, from the start of their arrival until they are released.
 
     gRPC reports neither how much of a message has arrived nor its announced size. So an arriving message counts as the
     largest one that gRPC accepts, and a caller may only have its share: one that opens calls and sends nothing only
     delays itself.
 
     Args:
-        max_bytes: Memory of all requests.
-        message_bytes: Memory that counts for an arriving message.
+        max_bytes: Upper bound on the memory of all requests.
+        message_bytes: Memory that is reserved for an arriving message.
         share: Share of a host (or tenant), and for arriving messages that of one of its connections within the host's;
-            see `fair_order.fair_room`. A caller without requests gets room wherever there is some.
-        contended_s: Time for a message to arrive while a call waits for its room.
+            see `fair_order.fair_room`. A caller without requests gets memory whenever there is some.
+        contended_s: Seconds in which a message must arrive while another call waits for its memory.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class MemoryQuota:
         self._share = share
         self._contended_s = contended_s
         self._held = Counter[str]()
-        """Bytes by host, for hosts with requests."""
+        """Reserved bytes by host, for hosts with requests."""
         self._announced = Counter[Peer | str]()
-        """Bytes of arriving messages, by connection and by host."""
+        """Reserved bytes of arriving messages, by connection and by host."""
         self._waiting = FairQueue()
         self._coming: dict[asyncio.Timeout, float] = {}
 
     async def reserve(self, peer: Peer) -> QuotaShare:
-        """Reserve room for one message. Waiting callers get it in fair turns.
+        """Reserve memory for one message. Waiting callers get it in fair turns.
 
-        Raises QueueFull, with the time after which to retry, if there is no room soon.
+        Raises QueueFull, with the time to retry, if there is no memory soon.
         """
         if self._has_room(peer.host) and self._has_room_on(peer) and not self._waiting.has(peer):
             self._take(peer)
@@ -98,7 +98,7 @@ class MemoryQuota:
         return QuotaShare(self, peer)
 
     async def receive(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
-        """Return the message that `read` waits for. Raises QueueFull if it arrives too slowly."""
+        """Return the message for which `read` waits. Raises QueueFull if it arrives too slowly."""
         scope = asyncio.timeout(self._contended_s if self._waiting else _COMING_S)
         self._coming[scope] = asyncio.get_running_loop().time()
         try:
@@ -115,7 +115,7 @@ class MemoryQuota:
         """Release memory of a caller, and admit waiting calls.
 
         Args:
-            arrived: Whether this ends the arrival of a message.
+            arrived: Whether the message has arrived completely or its arrival has ended.
         """
         self._free_bytes += size_bytes
         _subtract(self._held, peer.host, size_bytes)
@@ -144,7 +144,7 @@ class MemoryQuota:
         return not self._announced[host] or self._host_room(host) >= self.message_bytes
 
     def _has_room_on(self, peer: Peer) -> bool:
-        """Return whether a connection of a host with room may receive one more message now."""
+        """Return whether a connection may receive one more message now, given that its host may."""
         announced, free = self._announced[peer], self._host_room(peer.host)
         return not announced or fair_room(free=free, held=announced, share=self._share) >= self.message_bytes
 
@@ -168,7 +168,7 @@ class MemoryQuota:
             raise full("there is no memory to receive more requests now", limit="max_requests_mib")
 
     def _shorten_waits(self) -> None:
-        """End calls whose messages arrive slowly, because another call waits for room."""
+        """End calls whose messages arrive slowly, because another call waits for memory."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._coming.items():
             ends = scope.when()
@@ -178,7 +178,7 @@ class MemoryQuota:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallTurn:
-    """The turn of a waiting call."""
+    """A call that waits for its turn."""
 
     peer: Peer
     come: asyncio.Future[None]
@@ -206,10 +206,10 @@ class FairQueue:
         return turn
 
     def pop(self, *, host: Callable[[str], bool], connection: Callable[[Peer], bool]) -> CallTurn | None:
-        """Remove and return the next call in turn.
+        """Remove and return the call whose turn is next, or None.
 
         Args:
-            host: Returns whether a host may go on now. Others are skipped, and keep their place.
+            host: Returns whether a host may proceed now. Others are skipped, and keep their place.
             connection: Returns the same for a connection of such a host.
         """
         for name, peers in self._hosts.items():
@@ -230,7 +230,7 @@ class FairQueue:
             del self._hosts[turn.peer.host]
 
     def _popped(self, peer: Peer, line: deque[CallTurn]) -> CallTurn:
-        """Return the first call of a connection. The connection and its host go to the end."""
+        """Return the first call of a connection. The connection and its host move to the end."""
         connections = self._hosts.pop(peer.host)
         del connections[peer]
         turn = line.popleft()

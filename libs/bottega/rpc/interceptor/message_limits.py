@@ -1,7 +1,7 @@
 """Limits on the bytes and fields of each method's messages, checked before parsing.
 
-A parser creates objects: an empty nested message of two bytes becomes about eighty. So the bytes of a message are first
-walked through without creating objects, and the walk stops at the limit.
+A parser creates objects: an empty nested message of two bytes becomes about eighty. So the fields of a message are
+first counted without creating objects, and counting stops at the limit.
 
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
@@ -42,17 +42,17 @@ _CONTINUED = bytes(range(0x80, 0x100))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageLimits:
-    """Limits of one message of a method."""
+    """Limits on one message of a method."""
 
     max_bytes: int
     max_fields: int
-    """Fields on the wire, including those of nested messages and each element of packed fields."""
+    """Upper bound on the fields on the wire, including those of nested messages and each element of packed fields."""
     plain: bool = True
-    """Whether it carries no image, and so has at most PLAIN_BYTES."""
+    """Whether it has no image, and so at most PLAIN_BYTES."""
 
 
 PLAIN_BYTES = 2 << 20
-"""Bytes of a request without images. Within this limit, too long fields are refused by a rule that names them."""
+"""Upper bound on the bytes of a request without images. Up to it, a field that is too long is named in the error."""
 # An id, a few numbers.
 _SMALL = MessageLimits(max_bytes=PLAIN_BYTES, max_fields=2048)
 # A request with 8 LoRAs and 8 ControlNets and all fields set has about 200.
@@ -91,7 +91,7 @@ _WITH_IMAGES: Mapping[str, int] = {
 # The suite's other methods: at most some hundred names and digests.
 _BETWEEN_SERVICES = MessageLimits(max_bytes=PLAIN_BYTES, max_fields=4096)
 OF_GRPC = MessageLimits(max_bytes=64 << 10, max_fields=256)
-"""Limits of health and reflection."""
+"""Limits for health and reflection."""
 _OTHERS_FIELDS = 1 << 14
 
 
@@ -99,7 +99,7 @@ def limits_of(method: str, *, max_message_bytes: int) -> MessageLimits:
     """Return the limits of a method's messages.
 
     Args:
-        method: Name as in gRPC. Methods of services that were added may use all of `max_message_bytes`.
+        method: Name as in gRPC. Methods of services that are not part of the suite may use all of `max_message_bytes`.
         max_message_bytes: The listener's limit.
     """
     ours = method.startswith("/bottega.v1.")
@@ -118,12 +118,12 @@ def check_size(size_bytes: int, limits: MessageLimits) -> None:
 
 
 def has_unknown_fields(raw: bytes, descriptor: Descriptor, *, max_fields: int) -> bool:
-    """Return whether a message or a nested one has fields that its type does not know.
+    """Return whether a message, or one nested in it, has fields that its type does not know.
 
     Args:
         raw: The serialized message.
         descriptor: The message's type.
-        max_fields: Limit on fields, at which the walk stops.
+        max_fields: Number of fields at which counting stops.
 
     Raises:
         TooLarge: The message has too many fields or is nested too deeply.
@@ -141,16 +141,16 @@ _UNKNOWN = object()
 
 
 class _FieldKinds:
-    """The fields of a message type. They are read on first use, since types may contain themselves."""
+    """The fields of a message type. They are read on first use, because a type may contain itself."""
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor
 
     @functools.cached_property
     def known(self) -> dict[int, _FieldKinds | int | None]:
-        """Kinds of fields by tag, which is field number and wire type.
+        """The kinds of the fields, by tag (field number and wire type).
 
-        A kind is the type of a nested message, the wire type of a packed field's elements, or None.
+        A kind is the type of a nested message, the wire type of a packed field's elements, or None for other fields.
         """
         known: dict[int, _FieldKinds | int | None] = {}
         for field in self._descriptor.fields:
@@ -167,7 +167,7 @@ def _fields_of(descriptor: Descriptor) -> _FieldKinds:
 
 
 class _FieldWalk:
-    """A walk through the fields of a serialized message."""
+    """Counts the fields of a serialized message."""
 
     def __init__(self, raw: bytes, max_fields: int) -> None:
         self._raw = raw
@@ -176,7 +176,7 @@ class _FieldWalk:
         self.unknown = False
 
     def go_through(self, fields: _FieldKinds, begin: int, end: int, depth: int = 0) -> None:
-        """Walk through the message between two offsets."""
+        """Count the fields of the message between two offsets."""
         if depth > MAX_DEPTH:
             raise TooLarge(f"messages are at most {MAX_DEPTH} deep", metadata={"limit": "depth"})
         known = fields.known
@@ -201,7 +201,7 @@ class _FieldWalk:
             raise TooLarge(f"a message of this method may have at most {self._max_fields} fields", metadata=metadata)
 
     def _value(self, wire_type: int, begin: int) -> tuple[int, int]:
-        """Return the offsets of the beginning and end of a field's content."""
+        """Return the offsets of the start and end of a field's content."""
         if wire_type == _LENGTH:
             length, begin = self._number(begin)
             return begin, begin + length
@@ -220,7 +220,7 @@ class _FieldWalk:
         return len(self._raw[begin:end].translate(None, _CONTINUED))
 
     def _number(self, begin: int) -> tuple[int, int]:
-        """Return a varint and the offset of its end."""
+        """Decode a varint. Return its value and the offset of its end."""
         number = self._raw[begin]
         if number < 0x80:
             return number, begin + 1

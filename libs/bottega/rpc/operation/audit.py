@@ -4,7 +4,7 @@
      "host": "10.0.0.9", "method": "LoraService/DeleteLora", "about": {"name": "watercolour"}, "outcome": "OK",
      "seconds": 0.021}
 
-It has refused calls too, but no prompts, keys or certificates.
+It contains refused calls, too, but no prompts, keys or certificates.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bottega.rpc.security.caller import Caller
 from bottega.rpc.security.private_files import open_private
 from bottega.state_folder import make_missing
 
-# Size of a file, and number of older files that are kept.
+# Upper bound on the bytes of a file, and number of older files that are kept.
 _FILE_BYTES, _FILES = 64 << 20, 8
-# Lines that may wait for the disk. For further ones, a line with their number is written.
+# Upper bound on lines that wait for the disk. Further ones are only counted, and a line reports their number.
 _MAX_WAITING = 10_000
 # Fields of requests that identify things, and the length at which they are cut.
 _ABOUT = frozenset({"name", "digest", "job_id", "request_id", "id", "entry", "kind", "controlnet", "lora", "source"})
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class AuditLog:
     """The audit log of a process. A thread writes the lines in the order in which calls ended.
 
-    It is thread-safe. The constructor raises ConfigError if the file cannot be written.
+    Any thread may call it. The constructor raises ConfigError if the file cannot be written.
     """
 
     def __init__(self, path: Path, *, service: str) -> None:
@@ -64,7 +64,7 @@ class AuditLog:
         """Add a line for a call that has ended.
 
         Args:
-            known: The caller; None if the service does not know it.
+            known: The caller; None if it is unknown.
             host: The caller's host.
         """
         line = {
@@ -108,7 +108,7 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """A file that only its owner may read. A failure to write it is logged once."""
+    """A log file that only its owner may read. A failure to write it is logged once."""
 
     _failed = False
 
@@ -116,7 +116,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         return open_private(Path(self.baseFilename))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line to the file that has the name now: the open file may have been moved or deleted."""
+        """Write a line to the file at the path. It is opened again if the open file was moved or deleted."""
         if self.stream is not None and not _is_in_place(self.stream.fileno(), self.baseFilename):
             self.stream.close()
             self.stream = None  # the next write opens it
@@ -136,7 +136,7 @@ def _is_in_place(descriptor: int, path: str) -> bool:
 
 
 def about(request: object) -> Mapping[str, str]:
-    """Return the names, digests and ids in a request."""
+    """Return the names, digests and IDs in a request."""
     if not isinstance(request, Message):
         return {}
     named = {

@@ -46,7 +46,7 @@ def configure(service: str, level: str) -> None:
     """Send all log records and warnings to stderr, one JSON object per line.
 
     Args:
-        level: Name of a level, in lower or upper case.
+        level: Name of the lowest level to log, in lower or upper case.
     """
     global _handler  # noqa: PLW0603 - a process has one stderr
     formatter = JsonFormatter(
@@ -63,17 +63,17 @@ def configure(service: str, level: str) -> None:
 
 
 def bind(**fields: str) -> None:
-    """Add fields to all lines of the current task, and of tasks that it starts from now on."""
+    """Add fields to all log lines of the current task, and of tasks that it starts from now on."""
     _bound.set({**bound(), **fields})
 
 
 def bound() -> Mapping[str, str]:
-    """Return the fields of the current task."""
+    """Return the log fields of the current task."""
     return _bound.get() or {}
 
 
 def request_id_from(text: str) -> str:
-    """Return a caller's request_id for `bind`: cut to the maximal length; empty if it is not visible ASCII."""
+    """Return a caller's request_id for use in `bind`: shortened if it is long, "" if it is not visible ASCII."""
     cut = text[:MAX_REQUEST_ID_CHARACTERS]
     return cut if _REQUEST_ID.fullmatch(cut) else ""
 
@@ -84,13 +84,13 @@ def dropped_lines() -> int:
 
 
 def flush() -> None:
-    """Wait a second at most until all lines are written. For processes that end without Python's exit handlers."""
+    """Wait up to a second until all lines are written. For processes that end without Python's exit handlers."""
     if _handler:
         _handler.flush()
 
 
 def last_words(text: str) -> None:
-    """Write a plain line for people before the process ends."""
+    """Write a line of plain text for people before the process ends."""
     if _handler is None:
         print(text, file=sys.stderr)
     else:
@@ -114,7 +114,7 @@ class _PipeHandler(logging.Handler):
             self.pipe.write(line)
 
     def flush(self) -> None:
-        """Wait for the reader, a second at most."""
+        """Wait up to a second for the reader."""
         self.pipe.flush(_FLUSH_S)
 
     def _dropped(self, lines: int) -> bytes:
@@ -123,7 +123,7 @@ class _PipeHandler(logging.Handler):
                 "name": __name__,
                 "levelno": logging.WARNING,
                 "levelname": "WARNING",
-                "msg": "log lines were dropped, as nobody read them",
+                "msg": "log lines were dropped, because stderr was not read fast enough",
                 "lines": lines,
             }
         )
@@ -131,15 +131,15 @@ class _PipeHandler(logging.Handler):
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log an uncaught exception as one line: Python would write the traceback in pieces, and could block."""
+    """Log an uncaught exception as one line. Python would write the traceback in pieces, and could block."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    logging.getLogger(__name__).critical("ended by an unexpected error", exc_info=(kind, error, trace))
+    logging.getLogger(__name__).critical("the process ends with an unexpected error", exc_info=(kind, error, trace))
 
 
 def _own_stderr() -> int:
-    """Return the descriptor of stderr, made non-blocking, together with stdout if both go to the same place."""
+    """Make stderr non-blocking, and stdout if both have the same target. Return the descriptor of stderr."""
     descriptor = sys.stderr.fileno()
     never_blocking(descriptor)
     try:
@@ -164,17 +164,17 @@ class _LogLine:
 
     data: bytes
     dropped: int = 0
-    """The number of dropped lines that this line reports; 0 for ordinary lines."""
+    """Number of dropped lines that this line reports; 0 for ordinary lines."""
 
 
 class LogPipe:
-    """A writer of lines to a descriptor that does not block (see `never_blocking`). It is thread-safe.
+    """Writes lines to a descriptor that does not block (see `never_blocking`). Any thread may call it.
 
     Args:
-        dropped_line: Returns the line that reports a number of dropped lines. It is written when there is room again.
+        dropped_line: Returns the line that reports a number of dropped lines. It is written when there is space again.
 
     Attributes:
-        dropped: Lines that were dropped since the start.
+        dropped: Number of lines that were dropped since the start.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class LogPipe:
                 self._start_writer()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all lines are written, or for `timeout_s`. Return whether all are written."""
+        """Wait up to `timeout_s` until all lines are written. Return whether they are."""
         deadline_s = time.monotonic() + timeout_s
         while not self._is_done():
             left_s = deadline_s - time.monotonic()
@@ -246,7 +246,7 @@ class LogPipe:
             return True
 
     def _write_waiting(self) -> None:
-        """Write waiting lines while there is room. The lock must be held."""
+        """Write waiting lines while the descriptor accepts them. The lock must be held."""
         if self._writing:
             return
         self._writing = True
@@ -260,7 +260,7 @@ class LogPipe:
             self._writing = False
 
     def _write_first(self) -> bool:
-        """Write the first waiting line. Return False if nothing more can be written for now."""
+        """Write the first waiting line. Return False if the descriptor accepts no more now."""
         line = self._waiting.popleft()
         self._waiting_bytes -= len(line.data)
         try:
@@ -300,8 +300,8 @@ class LogPipe:
 def never_blocking(descriptor: int) -> None:
     """Make writes to a pipe, a terminal or a socket fail instead of waiting for the reader.
 
-    This concerns all writers in this process and its children, C libraries included. Pipes and terminals are reopened,
-    so that other processes which hold them are not affected. Files are left as they are.
+    This affects all writers in this process and its children, including C libraries. Pipes and terminals are reopened,
+    so that other processes that use them are not affected. Files are left as they are.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):

@@ -35,11 +35,11 @@ from bottega.rpc.address import split
 from bottega.rpc.operation import logs
 from bottega.rpc.security.tls import TlsFiles
 
-# From a health check to the longest drawing.
+# In seconds, from a health check to the longest request for an image.
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Open connections; the oldest is closed for a new one. Few clients scrape a service at once.
+# Upper bound on open connections; the oldest is closed for a new one. Few clients scrape a service at once.
 MAX_CONNECTIONS = 64
-# Time of a connection, from its beginning until the answer is read.
+# Upper bound on the seconds of a connection, until its answer is read.
 CONNECTION_S = 5.0
 _HEAD_BYTES = 16 << 10
 _END_OF_HEAD = b"\r\n\r\n"
@@ -50,14 +50,18 @@ class CallMetrics:
     """Metrics of calls: their number by method and code, and their duration."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
+        self._in_flight = Gauge("bottega_rpc_in_flight", "Calls that are being served.", registry=registry)
         self._calls = Counter("bottega_rpc_calls", "Calls by method and code.", ("method", "code"), registry=registry)
         self._seconds = Histogram(
-            "bottega_rpc_seconds", "Seconds that a call took.", ("method",), buckets=_SECONDS_BUCKETS, registry=registry
+            "bottega_rpc_seconds",
+            "Seconds from the start to the end of a call.",
+            ("method",),
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
         )
 
     def on_start(self) -> None:
-        """Count a call that begins."""
+        """Count a call that starts."""
         self._in_flight.inc()
 
     def on_end(self, method: str, code: str, seconds: float) -> None:
@@ -68,7 +72,7 @@ class CallMetrics:
 
 
 class MetricsEndpoint:
-    """The HTTP endpoint of a process: `/metrics` and pages of JSON, served by a thread."""
+    """The HTTP endpoint of a process, served by a thread: `/metrics` and pages of JSON."""
 
     def __init__(self, listen: str) -> None:
         self.registry = CollectorRegistry()
@@ -104,13 +108,13 @@ class MetricsEndpoint:
         self.address = f"{host}:{self._http.port}"
 
     def stop(self) -> None:
-        """Stop to serve. Blocks for a moment. A second call does nothing."""
+        """Stop serving. Blocks for a moment. A second call does nothing."""
         if self._http is not None:
             http, self._http = self._http, None
             http.stop()
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Return the page of the path; the metrics for every other path."""
+        """Return the page at the path, or the metrics for every other path."""
         render = self._pages.get(environ["PATH_INFO"])
         if render is None:
             return self._metrics(environ, start_response)
@@ -120,25 +124,25 @@ class MetricsEndpoint:
 
 
 class CertificateMetrics(Collector):
-    """The expiry of a service's certificate, for alerts. A renewed certificate counts at once."""
+    """The expiry time of a service's certificate, for alerts. A renewed certificate is seen at once."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
 
     def collect(self) -> Iterable[Metric]:
         """Yield the Unix time of the expiry in seconds."""
-        expires = "When the certificate of this service expires, in seconds since 1970."
+        expires = "Unix time at which the certificate of this service expires."
         yield GaugeMetricFamily(
             "bottega_certificate_expires_timestamp_seconds", expires, value=self._files.material.expires_wall
         )
 
 
 class _DroppedLines(Collector):
-    """The number of dropped log lines, read at each scrape."""
+    """The number of log lines that were dropped, read at each scrape."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield the current number."""
-        text = "Log lines that this process dropped because nobody read its stderr."
+        text = "Log lines that this process dropped because its stderr was not read fast enough."
         yield CounterMetricFamily("bottega_log_lines_dropped", text, value=logs.dropped_lines())
 
 
@@ -156,12 +160,12 @@ class MetricsHttpServer:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Start to serve. Blocks until the thread has started, so that `stop` can end it."""
+        """Start the server's thread. Blocks until it has started, so that `stop` can end it."""
         self._thread.start()
         self._serves.wait(_STOP_S)
 
     def stop(self) -> None:
-        """End the server and its connections. Call it once, after start."""
+        """End the server and its connections. Call it once, after `start`."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
 
@@ -199,7 +203,7 @@ class MetricsHttpServer:
 
 
 def answered(head: bytes, client: tuple[str, int], application: WSGIApplication) -> bytes:
-    """Return the application's answer to a request without a body, as the standard library's server formats it."""
+    """Return the application's answer to a request without a body, in the standard library's HTTP format."""
     answer = io.BytesIO()
     _MetricsRequest(head, answer, client, application)
     return answer.getvalue()

@@ -1,4 +1,4 @@
-"""Figures that processes report: links and devices as metrics, and the values of a process's own metrics."""
+"""Converts counters: of tensor links and devices to metrics, and of a process's own metrics to numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def totals(counter: Counter) -> Mapping[str, float]:
 
 
 def count_and_sum(histogram: Histogram) -> tuple[int, float]:
-    """Return the number and the sum of the observations of a histogram without labels."""
+    """Return the count and the sum of a histogram's observations. The histogram must have no labels."""
     (family,) = histogram.collect()
     values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples if not sample.labels}
     return int(values["_count"]), values["_sum"]
 
 
 def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
-    """Return the current counters of a process."""
+    """Convert the counters of a process's links to their message."""
     now = counters.snapshot()
     return LinkCounts(
         open=open_links,
@@ -52,36 +52,40 @@ def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
 
 
 def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
-    """Yield metrics of the last report of a service's engine. A new engine starts at 0."""
+    """Yield metrics of links from the last report of a service's engine. A new engine starts at 0."""
     yield from gauges("bottega", ("links", "Tensor links that are open.", counts.open))
     for name, text, sent, received in (
-        ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
-        ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
+        ("messages", "Complete messages over tensor links.", counts.sent_messages, counts.received_messages),
+        ("bytes", "Bytes of complete messages over tensor links.", counts.sent_bytes, counts.received_bytes),
         (
             "file_bytes",
-            "Bytes of files that messages carried: shared by both ends, not moved.",
+            "Bytes of files that messages shared as memory instead of copying.",
             counts.sent_file_bytes,
             counts.received_file_bytes,
         ),
-        ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
+        ("seconds", "Seconds that complete messages took over tensor links.", counts.sent_s, counts.received_s),
     ):
         yield counter_by("direction", f"bottega_link_{name}", text, {"sent": sent, "received": received})
     yield from counters(
         "bottega_link",
-        ("credit_wait_seconds", "Seconds of waiting for a link's credit.", counts.credit_wait_s),
-        ("no_credit", "Waits for credit in vain.", counts.no_credit),
-        ("aborted", "Messages taken back.", counts.aborted),
+        ("credit_wait_seconds", "Seconds that senders waited for a free receive buffer.", counts.credit_wait_s),
+        ("no_credit", "Waits for a free receive buffer that timed out.", counts.no_credit),
+        ("aborted", "Messages that were withdrawn before they were sent.", counts.aborted),
     )
-    yield counter_by("cause", "bottega_link_deaths", "Links that ended, by cause.", counts.deaths)
+    yield counter_by("cause", "bottega_link_deaths", "Tensor links that ended, by cause.", counts.deaths)
 
 
 def device_metrics(memory: DeviceMemory) -> Iterator[Metric]:
-    """Yield metrics of the last report of a service's engine. On a CPU there is no budget, and the values are 0."""
-    text = "Bytes of the device that are set aside, by what for."
+    """Yield metrics of the device from the last report of a service's engine. All are 0 on a CPU."""
+    text = "Bytes of device memory that are reserved, by purpose."
     yield gauge_by("holder", "bottega_device_held_bytes", text, memory.held_bytes)
     yield from gauges(
         "bottega_device",
-        ("budget_bytes", "Bytes of the device that the engine may have; 0 on a CPU.", memory.budget_bytes),
-        ("allocated_bytes", "Bytes of the device that the engine's tensors take; 0 on a CPU.", memory.allocated_bytes),
-        ("free_bytes", "Bytes of the device that no process has; 0 on a CPU.", memory.free_bytes),
+        ("budget_bytes", "Upper bound on the device memory of the engine; 0 on a CPU.", memory.budget_bytes),
+        (
+            "allocated_bytes",
+            "Bytes of device memory that the engine's tensors use; 0 on a CPU.",
+            memory.allocated_bytes,
+        ),
+        ("free_bytes", "Bytes of device memory that no process uses; 0 on a CPU.", memory.free_bytes),
     )

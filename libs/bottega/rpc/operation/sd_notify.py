@@ -23,7 +23,7 @@ _SHARE_OF_WATCHDOG = 0.5
 
 
 class SystemdNotifier:
-    """A client of the systemd that started this process, if it did.
+    """Sends notifications to the systemd that started this process. Does nothing if systemd did not.
 
     Args:
         environment: Environment of this process. NOTIFY_SOCKET is systemd's socket; with WATCHDOG_USEC systemd expects
@@ -35,7 +35,7 @@ class SystemdNotifier:
         self._watchdog_s = _watchdog_s(environment) if self._address else None
 
     def extend_start(self, status: str, *, within_s: float) -> None:
-        """Report the progress of the start, and make systemd wait for the next message beyond TimeoutStartSec.
+        """Report the progress of the start, and extend the time that systemd waits for the next message.
 
         Args:
             status: Text for `systemctl status`.
@@ -45,20 +45,20 @@ class SystemdNotifier:
         self._notify(f"EXTEND_TIMEOUT_USEC={int((within_s + _MARGIN_S) * 1e6)}", f"STATUS={status}")
 
     def ready(self) -> None:
-        """Report that the service is warm and serves."""
+        """Report that the service has started."""
         self._notify("READY=1", "STATUS=serving")
 
     @contextlib.contextmanager
     def ready_if_late(self, after_s: float | None) -> Iterator[None]:
-        """Report the service as started if the block, in which it warms up, takes longer than `after_s`.
+        """Report the service as started if the block, in which it warms up, takes longer than `after_s`. None: never.
 
-        This is for services that answer meanwhile. Otherwise systemd would end them when their time to start is over.
+        For services that answer calls while they warm up. Otherwise systemd would end them when their start times out.
         """
         if after_s is None:
             yield
             return
         late = asyncio.get_running_loop().call_later(
-            after_s, self._notify, "READY=1", "STATUS=answers, but does not serve yet; its log says why"
+            after_s, self._notify, "READY=1", "STATUS=answers calls, but is not ready yet; its log says why"
         )
         try:
             yield
@@ -66,12 +66,12 @@ class SystemdNotifier:
             late.cancel()
 
     def stopping(self) -> None:
-        """Report that the service accepts no new work and will end."""
+        """Report that the service accepts no new work and is stopping."""
         self._notify("STOPPING=1", "STATUS=draining")
 
     @contextlib.asynccontextmanager
     async def watchdog(self) -> AsyncIterator[None]:
-        """Send watchdog messages in the block if systemd expects them.
+        """Send watchdog messages while the block runs, if systemd expects them.
 
         If the event loop hangs, none is sent, and systemd restarts the service.
         """
@@ -95,12 +95,12 @@ class SystemdNotifier:
                 sender.setblocking(False)
                 sender.sendto("\n".join(lines).encode(), address)
         except OSError as error:
-            # The service can go on; systemd will report what it misses.
+            # The service can go on; systemd reports missing messages itself.
             _log.warning("systemd could not be notified", extra={"message_line": lines[0], "error": error.strerror})
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float | None:
-    """Return the silence after which systemd ends this process; None without a watchdog."""
+    """Return the seconds without a message after which systemd ends this process; None without a watchdog."""
     micros, process = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not micros.isdecimal() or not int(micros) or (process and process != str(os.getpid())):
         return None

@@ -21,39 +21,39 @@ _SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyParts:
-    """The parts of an API key."""
+    """The two parts of an API key."""
 
     key_id: str
     secret: str
 
 
 def new_key() -> tuple[str, KeyParts]:
-    """Return a new key for its owner, and its parts. The stored parts do not allow anyone to restore the key."""
+    """Create a key. Return it for its owner, and its parts. The key cannot be restored from what is stored."""
     parts = KeyParts(key_id=secrets.token_hex(_ID_BYTES), secret=secrets.token_hex(_SECRET_BYTES))
     return f"{_PREFIX}_{parts.key_id}_{parts.secret}", parts
 
 
 def parse_key(key: str) -> KeyParts | None:
-    """Return the parts of a key, or None if the text is no key."""
+    """Split a key into its parts; return None if the text is not a key."""
     found = _KEY.fullmatch(key)
     return KeyParts(key_id=found[1], secret=found[2]) if found else None
 
 
 def hashed(secret: str) -> str:
-    """Return the stored hash of a secret: 64 hexadecimal digits."""
+    """Return the hash of a secret to store: 64 hexadecimal digits."""
     return hashlib.blake2b(secret.encode(), digest_size=32, person=b"bottega-api-key").hexdigest()
 
 
 def matches(secret: str, stored: str) -> bool:
-    """Return whether a secret has the stored hash, in a time that does not depend on the difference."""
+    """Return whether a secret has the stored hash, in constant time."""
     return hmac.compare_digest(hashed(secret), stored)
 
 
 def bearer(key: str) -> tuple[str, str]:
-    """Return the metadata entry of a call with the key."""
+    """Return the metadata entry for calls with the key."""
     return "authorization", f"Bearer {key}"
 
 
 def shown_key(value: str) -> str:
-    """Return the key in a value of `authorization`; empty if the value has another scheme."""
+    """Return the key in a value of `authorization`; "" if the value has another scheme."""
     return value[len(_SCHEME) :].strip() if value[: len(_SCHEME)].lower() == _SCHEME else ""

@@ -21,7 +21,7 @@ NAME_RULE = "1 to 63 of a-z, 0-9, - and ., with neither - nor . at the beginning
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 _URI = re.compile(r"bottega://([a-z]+)/([a-z0-9.-]+)")
 _DOMAIN = "bottega"
-_NOBODY = "the certificate names nobody whom this service knows: bottega certs issue ROLE/NAME makes one that does"
+_NOBODY = "the certificate has no valid identity: create one with bottega certs issue ROLE/NAME"
 
 Metadata = Sequence[tuple[str, str | bytes]]
 """Metadata of a call, as in gRPC. Keys are in lower case."""
@@ -55,12 +55,12 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """The URI by which servers identify it as a caller."""
+        """The URI in its certificate, by which servers identify it as a caller."""
         return f"bottega://{self.role}/{self.name}"
 
     @property
     def dns_names(self) -> tuple[str, str]:
-        """The names by which its callers identify it: its own, and that of its role."""
+        """The DNS names in its certificate, by which its callers identify it: its own, and that of its role."""
         return dns_name(self.role, self.name), dns_name(self.role)
 
 
@@ -68,18 +68,18 @@ def dns_name(role: str, name: str = "") -> str:
     """Return the DNS name that a server's certificate must have.
 
     Args:
-        name: Name of the server; empty is any of the role.
+        name: Name of the server; "" means any server of the role.
     """
     return ".".join(filter(None, (name, role, _DOMAIN)))
 
 
 def is_name(name: str) -> bool:
-    """Return whether an identity can have the name; see NAME_RULE."""
+    """Return whether a name is valid for an identity; see NAME_RULE."""
     return _NAME.fullmatch(name) is not None
 
 
 def identity_from(text: str) -> Identity | None:
-    """Return the identity of "ROLE/NAME", or None if the text is none."""
+    """Parse "ROLE/NAME". Return None if the text is not an identity."""
     role, _, name = text.partition("/")
     return Identity(role=Role(role), name=name) if role in set(Role) - {Role.LOCAL} and is_name(name) else None
 
@@ -98,11 +98,11 @@ class Caller:
     name: str = ""
     """Name, unique within the role."""
     tenant: str = ""
-    """Tenant whose jobs and pictures the caller sees; empty if there are no tenants."""
+    """Tenant whose jobs and pictures the caller sees; "" if there are no tenants."""
     max_calls: int = 0
-    """Upper bound on unary calls of the tenant that are served at once; 0 for no bound."""
+    """Upper bound on unary calls of the tenant that are served at the same time; 0 means no bound."""
     max_streams: int = 0
-    """Upper bound on streams of the tenant that are served at once; 0 for no bound."""
+    """Upper bound on streams of the tenant that are open at the same time; 0 means no bound."""
     grants: Grants = ALL_GRANTED
     """Models and adapters that the tenant may use."""
 
@@ -114,23 +114,23 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 
 
 def caller() -> Caller:
-    """Return the caller of the call that this task serves, or that started it."""
+    """Return the caller of the call that this task serves. Tasks started by the call have the same caller."""
     return _caller.get()
 
 
 def bind_caller(known: Caller) -> None:
-    """Set the caller of the call that this task serves. For the interceptor."""
+    """Set the caller of the call that this task serves. Only the interceptor calls this."""
     _caller.set(known)
 
 
 class CallAuthenticator(Protocol):
-    """An interface by which a listener authenticates its callers."""
+    """Authenticates the callers of a listener."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
         """Return the caller, or raise Unauthenticated.
 
         Args:
-            identities: URIs in the peer's certificate; empty without one.
+            identities: URIs in the peer's certificate; empty without a certificate.
         """
 
 
@@ -226,7 +226,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
         "LinkService/OpenLink": _WORKER,
     }.items()
 }
-"""Roles by method, as gRPC names it. Other methods, of services that were added, are for operators."""
+"""Roles that may call a method, by method as gRPC names it. All other methods are for operators."""
 
 AUDITED: frozenset[str] = frozenset(
     f"/bottega.v1.{method}"
@@ -255,13 +255,13 @@ AUDITED: frozenset[str] = frozenset(
         "ActivationService/SetBlockProfile",
     )
 )
-"""Methods that change something: each call is a line in the audit log. Calls between services are not."""
+"""Methods that change something: each call writes a line in the audit log. Calls between services do not."""
 
 
 def check_method(method: str, known: Caller) -> None:
-    """Raise Forbidden if the caller's role may not call a method. LOCAL may call all."""
+    """Raise Forbidden if the caller's role may not call a method. LOCAL may call all methods."""
     allowed = METHOD_ROLES.get(method, _OPERATOR)
     if known.role is Role.LOCAL or known.role in allowed:
         return
     rule = "needs an operator's certificate" if Role.OPERATOR in allowed else f"is for {' or '.join(sorted(allowed))}"
-    raise Forbidden(f"{known.role} {known.name} may not do that: it {rule}", metadata={"role": known.role})
+    raise Forbidden(f"{known.role} {known.name} may not call this method: it {rule}", metadata={"role": known.role})

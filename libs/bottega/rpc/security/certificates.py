@@ -40,16 +40,16 @@ class CertificateFacts:
     """The contents of a certificate."""
 
     identity: Identity | None
-    """None for the authority's own certificate."""
+    """Identity in the certificate; None for the authority's own certificate."""
     begins_wall: float
-    """Unix time in seconds."""
+    """Start of its validity, in Unix seconds."""
     expires_wall: float
-    """Unix time in seconds."""
+    """End of its validity, in Unix seconds."""
     issuer: str
 
 
 def new_authority(*, days: int) -> CertificatePair:
-    """Return the certificate and key of a new authority."""
+    """Create the certificate and key of a new authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{_AUTHORITY} authority")])
     builder = _begun(name, name, key.public_key(), days=days)
@@ -60,7 +60,7 @@ def new_authority(*, days: int) -> CertificatePair:
 
 
 def new_certificate(authority: CertificatePair, identity: Identity, *, days: int) -> CertificatePair:
-    """Return a certificate with which an identity may serve and call. It expires no later than its authority.
+    """Create a certificate with which an identity may serve and call. It expires no later than its authority.
 
     Raises ConfigError if the authority is not valid.
     """
@@ -81,7 +81,7 @@ def new_certificate(authority: CertificatePair, identity: Identity, *, days: int
 
 
 def facts_of(certificate: bytes, *, source: str) -> CertificateFacts:
-    """Return the contents of the first certificate in a PEM file. Raises ConfigError that names `source`."""
+    """Parse the first certificate in a PEM file. Raises ConfigError, which names `source`."""
     loaded = _loaded(certificate, source=source)
     try:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -97,7 +97,7 @@ def facts_of(certificate: bytes, *, source: str) -> CertificateFacts:
 
 
 def check_pair(pair: CertificatePair, authority: bytes, *, source: str) -> None:
-    """Raise ConfigError if a key does not belong to its certificate, or the authority has not signed it."""
+    """Raise ConfigError if a key does not belong to its certificate, or the authority has not signed the latter."""
     certificate = _loaded(pair.certificate, source=source)
     key = _loaded_key(pair.key, source=f"the key of {source}")
     if key.public_key() != certificate.public_key():
@@ -105,7 +105,7 @@ def check_pair(pair: CertificatePair, authority: bytes, *, source: str) -> None:
     chain = x509.load_pem_x509_certificates(pair.certificate)
     roots = x509.load_pem_x509_certificates(authority)
     if not any(_issued(chain[-1], root) for root in roots):
-        raise ConfigError(f"{source} is not signed by the authority that is configured")
+        raise ConfigError(f"{source} is not signed by the configured authority")
 
 
 def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -167,14 +167,14 @@ def _loaded(certificate: bytes, *, source: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(certificate)
     except ValueError:
-        raise ConfigError(f"{source} is no certificate in PEM") from None
+        raise ConfigError(f"{source} is not a PEM certificate") from None
 
 
 def _loaded_key(key: bytes, *, source: str) -> ec.EllipticCurvePrivateKey:
     try:
         loaded = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError):
-        raise ConfigError(f"{source} is no key in PEM without a password") from None
+        raise ConfigError(f"{source} is not a PEM key without a password") from None
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{source} has the wrong type of key: `bottega certs` makes EC keys")
     return loaded
@@ -190,11 +190,11 @@ class CertificatePaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCertificate:
-    """A certificate in the folder."""
+    """A certificate in a CertificateFolder."""
 
     identity: Identity
     expires_wall: float
-    """Unix time in seconds."""
+    """End of its validity, in Unix seconds."""
     paths: CertificatePaths
 
 
@@ -213,7 +213,7 @@ class CertificateFolder:
 
     @property
     def authority_expires_wall(self) -> float:
-        """When the authority's certificate expires, as Unix time in seconds."""
+        """End of the validity of the authority's certificate, in Unix seconds."""
         return facts_of(read_public(self.authority_path), source=str(self.authority_path)).expires_wall
 
     def make_authority(self, *, days: int) -> None:
@@ -273,6 +273,6 @@ class CertificateFolder:
 
 
 def _write(pair: CertificatePair, paths: CertificatePaths) -> None:
-    """Write the key first: a process that reads between the two writes keeps using the old pair."""
+    """Write the key, then the certificate: a process that reads between the two writes keeps using the old pair."""
     write_file(paths.key, pair.key)
     write_file(paths.certificate, pair.certificate, PUBLIC)

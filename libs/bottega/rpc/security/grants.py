@@ -1,4 +1,7 @@
-"""Models and adapters that a tenant may use, and bounds of its weight. Imports little: every command imports it."""
+"""Models and adapters that a tenant may use, and bounds of its weight.
+
+Imports little, because every command imports it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """The names of shared models and adapters that a tenant may use. An empty list grants all of that kind.
+    """The names of shared models and adapters that a tenant may use. An empty list allows all of that kind.
 
     Raises ValueError for invalid names.
     """
@@ -24,17 +27,17 @@ class Grants:
 
     models: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
-    """Shared LoRAs. A tenant may always use its own."""
+    """Names of shared LoRAs. A tenant may always use its own."""
     controlnets: tuple[str, ...] = ()
-    """Shared ControlNets. A tenant may always use its own."""
+    """Names of shared ControlNets. A tenant may always use its own."""
 
     def __post_init__(self) -> None:
         for kind in (field.name for field in fields(self)):
             names = getattr(self, kind)
             if len(names) > MAX_GRANTED:
-                raise ValueError(f"{kind} has at most {MAX_GRANTED} names")
+                raise ValueError(f"{kind} must have at most {MAX_GRANTED} names")
             if not all(0 < len(name) <= MAX_NAME_CHARACTERS for name in names):
-                raise ValueError(f"{kind} has names of 1 to {MAX_NAME_CHARACTERS} characters")
+                raise ValueError(f"names in {kind} must have 1 to {MAX_NAME_CHARACTERS} characters")
 
 
 ALL_GRANTED = Grants()

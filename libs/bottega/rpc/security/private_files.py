@@ -1,7 +1,7 @@
 """Reads and writes files with secrets. They are used only if no other user can have written or read them.
 
-Under systemd they may come from LoadCredential: then they are in $CREDENTIALS_DIRECTORY, which root or the service
-owns.
+Under systemd they may come from LoadCredential. Then they are in $CREDENTIALS_DIRECTORY, which root or the service's
+user owns.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _BY_GROUP = stat.S_IRGRP
 _CREDENTIALS = "CREDENTIALS_DIRECTORY"
 
 FileState = tuple[int, int, int, int]
-"""A value that changes when a file does."""
+"""A value that changes when a file changes."""
 
 
 def check_private(path: Path, status: os.stat_result, *, group_may_read: bool = False) -> None:
-    """Raise ConfigError if users other than root and this process's own may read or write a file, or own it.
+    """Raise ConfigError if a user other than root and this process's own owns a file, or may read or write it.
 
     Args:
-        group_may_read: Whether the group of a file that root owns may read it.
+        group_may_read: Whether the group may read a file that root owns.
     """
     if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{path} is another user's: a service trusts only files of its own user and of root")
+        raise ConfigError(f"{path} belongs to another user: a service trusts only files of its own user and of root")
     is_credential = str(path.parent) == os.environ.get(_CREDENTIALS)
     by_group = _BY_GROUP if status.st_uid == 0 and (is_credential or group_may_read) else 0
     if status.st_mode & _OTHERS & ~by_group:
         mode = "640" if group_may_read and status.st_uid == 0 else "600"
-        raise ConfigError(f"{path} can be read or written by others than its owner: chmod {mode} {path}")
+        raise ConfigError(f"{path} can be read or written by other users: chmod {mode} {path}")
 
 
 def read_private(path: Path) -> bytes:
@@ -56,14 +56,14 @@ def read_public(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileAccess:
-    """The owner, group and mode of a file that is written."""
+    """Owner, group and mode of a file to write."""
 
     mode: int
     """Permission bits."""
     owner: int = -1
-    """User id; -1 is the user of this process."""
+    """User ID; -1 is the user of this process."""
     group: int = -1
-    """Group id; -1 is the group of this process."""
+    """Group ID; -1 is the group of this process."""
 
 
 PRIVATE = FileAccess(mode=0o600)

@@ -1,4 +1,4 @@
-"""Quotas of a tenant. Imports little: commands show it in their help."""
+"""The quotas of a tenant. Imports little, because commands show them in their help."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _Most = Annotated[int, Field(ge=0, le=1 << 50)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """The quotas of one tenant; 0 is without a bound."""
+    """The quotas of one tenant; 0 means no bound."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     concurrent: _Most = 0
-    """Jobs that run at once. Its other jobs wait, without holding up other tenants."""
+    """Upper bound on jobs that run at the same time. Its other jobs wait without delaying other tenants."""
     queued: _Most = 0
-    """Jobs that wait."""
+    """Upper bound on waiting jobs."""
     per_minute: _Most = 0
-    """New jobs in the last minute."""
+    """Upper bound on new jobs in any minute."""
     per_day: _Most = 0
-    """New jobs since midnight UTC."""
+    """Upper bound on new jobs per day (UTC)."""
     stored_bytes: _Most = 0
-    """Bytes of the pictures of its remembered jobs, and of what is kept of them for edits."""
+    """Upper bound on the bytes of its jobs' stored pictures, and of the latents that are kept for edits."""
     calls: _Most = 0
-    """Unary calls that one gateway serves at once."""
+    """Upper bound on unary calls that one gateway serves at the same time."""
     streams: _Most = 0
-    """Calls with streams of answers that one gateway serves at once."""
+    """Upper bound on calls with streams of answers that one gateway serves at the same time."""
 
 
 UNBOUNDED = Quotas()

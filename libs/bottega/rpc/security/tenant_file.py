@@ -1,8 +1,8 @@
 """The file of a gateway's tenants: their names, and the hashes of their API keys.
 
-`bottega tenants` writes it, and gateways read it. It is replaced atomically. Only its owner may write it, because that
-allows to create keys. A gateway under systemd has its own user, which may read a file of root's through the group
-GROUP.
+`bottega tenants` writes it, and gateways read it. It is replaced atomically. Only its owner may write it, because
+whoever can write it can create keys. A gateway under systemd has its own user, which may read a file that root owns
+through the group GROUP.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_TENANTS = 4096
 # Room for all tenants, each with two keys and some hundred granted names.
 _MAX_CHARACTERS = 32 << 20
 GROUP = "bottega-tenants"
-"""Group of the gateway's unit, which deploy/install.sh creates. It may read a file of tenants that root owns."""
+"""Group of the gateway's unit, created by deploy/install.sh. It may read a file of tenants that root owns."""
 # The current key and the previous one, for the time in which callers change to the new one.
 _MAX_KEYS = 2
 
@@ -48,18 +48,18 @@ _Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantKey:
-    """The stored part of an API key."""
+    """The stored part of an API key: its ID and the hash of its secret."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     key_id: _Hex16
-    """The public part."""
+    """The public ID of the key."""
     hash: _Hex64
     """Hash of the secret; see `api_keys.hashed`."""
 
     @classmethod
     def of(cls, parts: KeyParts) -> TenantKey:
-        """Return the stored part of a key."""
+        """Return the part of a key to store."""
         return cls(key_id=parts.key_id, hash=hashed(parts.secret))
 
 
@@ -75,7 +75,7 @@ class Tenant:
     disabled: bool = False
     """Whether its keys are refused for now."""
     weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
-    """Weight of its share while jobs of several tenants wait: 3 gets three times as much as 1."""
+    """Weight of its share while jobs of several tenants wait: with 3 it gets three times as much as with 1."""
     quotas: Quotas = UNBOUNDED
     grants: Grants = ALL_GRANTED
 
@@ -93,21 +93,23 @@ class _Contents:
 
 
 def is_tenant_name(name: str) -> bool:
-    """Return whether a tenant can have the name; see NAME_RULE."""
+    """Return whether a name is valid for a tenant; see NAME_RULE."""
     return _NAME.fullmatch(name) is not None
 
 
 def read_tenants(path: Path) -> tuple[Tenant, ...]:
-    """Return the tenants of a file. Raises ConfigError if it is missing, damaged, or writable for others."""
+    """Read the tenants in a file. Raises ConfigError if it is missing, damaged, or writable by other users."""
     try:
         with path.open(encoding="utf-8") as file:
             check_private(path, os.fstat(file.fileno()), group_may_read=True)
             text = file.read(_MAX_CHARACTERS + 1)
         if len(text) > _MAX_CHARACTERS:
-            raise ConfigError(f"{path} is no file of tenants: it is longer than {_MAX_CHARACTERS >> 20} Mi characters")
+            raise ConfigError(
+                f"{path} is not a file of tenants: it is longer than {_MAX_CHARACTERS >> 20} Mi characters"
+            )
         contents = parse(_Contents, json.loads(text), source=str(path))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is not there; make it with: bottega tenants add NAME --file {path}") from None
+        raise ConfigError(f"{path} is not there; create it with: bottega tenants add NAME --file {path}") from None
     except PermissionError:
         raise ConfigError(
             f"{path} cannot be read by this user; as root: chgrp {GROUP} {path} && chmod 640 {path}"
@@ -115,18 +117,18 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of JSON and of its encoding
-        raise ConfigError(f"{path} is no file of tenants: {error}") from None
+        raise ConfigError(f"{path} is not a valid file of tenants: {error}") from None
     names = [tenant.name for tenant in contents.tenants]
     if len(set(names)) != len(names):
-        raise ConfigError(f"{path} has a tenant twice")
+        raise ConfigError(f"{path} contains a tenant twice")
     return contents.tenants
 
 
 def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tenant, ...]]) -> None:
-    """Replace the tenants of a file, under a lock. A missing file is created. Raises ConfigError.
+    """Replace the tenants in a file, under a lock. A missing file is created. Raises ConfigError.
 
     Args:
-        change: Returns the new tenants for the old ones. If it raises, nothing is changed.
+        change: Returns the new tenants, given the old ones. If it raises, nothing is changed.
     """
     try:
         make_missing(path.parent)
@@ -145,9 +147,9 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
 
 
 def _access_to(path: Path) -> FileAccess:
-    """Return the access to the file after it is replaced: as before, and for the group of a gateway's unit.
+    """Return owner, group and mode for the replaced file: the old ones, or the group of a gateway's unit.
 
-    That group is added if root writes its own file and no group may read it yet.
+    That group is used if root writes its own file and no group may read the file yet.
     """
     try:
         before = path.stat()

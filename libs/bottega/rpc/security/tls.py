@@ -1,9 +1,10 @@
 """TLS of a process: its certificate, its key, and the authority that it trusts; and whether a port expects TLS.
 
-The files are checked when they are used, so that every new connection uses renewed ones without a restart. If new files
+The files are checked when they are used, so that new connections use renewed files without a restart. If new files
 cannot be used, the process keeps using the old ones.
 
-gRPC reports a connection of which only one end uses TLS as one that nobody answers, so ports are probed to explain it.
+If only one end of a connection uses TLS, gRPC reports the other end as unreachable, so the port is probed to explain
+it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from bottega.rpc.security.caller import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private, read_public
 from bottega.strict import STRICT
 
-# A port of this suite answers a greeting within milliseconds.
+# Seconds to wait for an answer. A port of this suite answers within milliseconds.
 _ANSWER_S = 1.0
 # First bytes of TLS records: an alert, and a handshake message. The second byte is the major version.
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-# Between two checks of the files, which take microseconds.
+# Seconds between two checks of the files, which take microseconds.
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -37,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """PEM files of a process for TLS: all three or none. `bottega certs` makes them."""
+    """PEM files of a process for TLS: all three or none. `bottega certs` creates them."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     certificate: str = ""
-    """Certificate of the process, followed by the intermediate ones, if any."""
+    """Certificate of the process, followed by intermediate certificates, if there are any."""
     key: str = ""
     """Private key of the certificate. Only the user of the service and root may be able to read it."""
     authority: str = ""
@@ -51,7 +52,7 @@ class TlsConfig:
     def __post_init__(self) -> None:
         missing = [name for name in ("certificate", "key", "authority") if not getattr(self, name)]
         if 0 < len(missing) < 3:
-            raise ValueError(f"{' and '.join(missing)} must be given too: TLS needs all three files")
+            raise ValueError(f"{' and '.join(missing)} must be set too: TLS needs all three files")
 
     @property
     def given(self) -> bool:
@@ -72,11 +73,11 @@ class TlsMaterial:
     identity: Identity
     """The identity in the certificate."""
     expires_wall: float
-    """When the certificate expires, as Unix time in seconds."""
+    """End of the certificate's validity, in Unix seconds."""
 
 
 class TlsFiles:
-    """The TLS files of a process. It is thread-safe. The constructor raises ConfigError."""
+    """The TLS files of a process. Any thread may use it. The constructor raises ConfigError."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._paths = [Path(path).expanduser() for path in (config.certificate, config.key, config.authority)]
@@ -95,10 +96,10 @@ class TlsFiles:
             return self._material
 
     def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
-        """Return credentials of a listener. New connections use the current files.
+        """Return credentials for a listener. New connections use the current files.
 
         Args:
-            client_certificates: Whether clients must have a certificate of the authority.
+            client_certificates: Whether clients must have a certificate that the authority signed.
         """
         last = [self.material]
 
@@ -146,7 +147,7 @@ class TlsFiles:
         facts = facts_of(pair.certificate, source=source)
         if facts.identity is None:
             raise ConfigError(
-                f"{certificate} names no service or user: it has no URI bottega://ROLE/NAME; see bottega certs issue"
+                f"{certificate} has no identity (a URI bottega://ROLE/NAME); create one with bottega certs issue"
             )
         return TlsMaterial(
             certificate=pair.certificate,
@@ -158,7 +159,7 @@ class TlsFiles:
 
 
 class AuthorityFile:
-    """The authority that a client without a certificate trusts. The constructor raises ConfigError."""
+    """The authority that a client without a certificate of its own trusts. The constructor raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self._authority = read_public(path.expanduser())
@@ -174,7 +175,7 @@ def _server_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfig
 
 
 async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
-    """Return an explanation if the port uses TLS and the caller does not, or the reverse; empty if they agree.
+    """Explain if the port uses TLS and the caller does not, or the reverse; return "" if they agree.
 
     Args:
         address: host:port; anything else is not checked.
@@ -184,8 +185,8 @@ async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
     if expected is None or expected == encrypted:
         return ""
     if expected:
-        return f"the server at {address} expects TLS, and this end does not use it"
-    return f"the server at {address} does not use TLS, and this end does"
+        return f"the server at {address} expects TLS, but this client does not use it"
+    return f"the server at {address} does not use TLS, but this client does"
 
 
 async def _expects_tls(address: str) -> bool | None:

@@ -111,7 +111,7 @@ async def test_a_gateway_that_may_have_few_files_says_so_and_lets_others_in_besi
             assert alive(crowd), "a host keeps its share"
         await draw(low.address)
     assert not logged(low, level="ERROR")
-    assert "connections without calls were ended: a host had more than its share" in logged(low)
+    assert "connections without calls were ended, because their host had more than its share" in logged(low)
 
 
 async def test_connections_that_carry_calls_are_left_alone_in_a_crowd(low: Service) -> None:
