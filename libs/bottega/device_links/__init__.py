@@ -1,7 +1,7 @@
 """Links between devices: backends that move the tensors of bottega.transport's links between device memories.
 
-The two backends implement bottega.transport.channel.backend. Frames and message headers go over a connection of the
-link's own, so nothing is parsed in device memory:
+The two backends implement bottega.transport.channel.backend. Frames and message headers go over a socket connection of
+each link, so nothing is parsed in device memory:
 
 - slot_pool.py, within a host: the receiver maps the sender's slots in device memory (CUDA IPC) and copies from them
   into its own slots.

@@ -1,4 +1,4 @@
-"""The link backends of a process's device: its endpoint in offers, which backends fit a peer, and their set-up."""
+"""The device of a process as its links see it: its endpoint in offers, which backends fit a peer, and their set-up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bottega.transport.handshake.offer import host_identity
 _log = logging.getLogger(__name__)
 
 Setting = Literal["auto", "off", "gloo"]
-"""How links between devices are configured: with the device's own backends, not at all, or with Gloo.
+"""How links move tensors between devices: by the devices' own backends ("auto"), not at all ("off"), or by Gloo.
 
 Gloo moves host memory. It is for tests, and for networks where nothing else works.
 """
@@ -33,7 +33,7 @@ Gloo moves host memory. It is for tests, and for networks where nothing else wor
 Ends = tuple[DeviceSender, DeviceReceiver]
 Opener = Callable[[ProvenConnections, Deadline], Ends]
 
-# How long a backend is not tried again after it failed with a listener's device.
+# Seconds for which a backend is not tried again after it failed with a listener's device.
 _AGAIN_S = 600.0
 # Maximum number of remembered failures.
 _MAX_FAILURES = 256
@@ -41,10 +41,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def device_links(setting: Setting, device: torch.device, *, budget: SlotBudget | None = None) -> Devices | None:
-    """Return the devices that links can use, or None if they use only host memory.
+    """Return the object that lets links use this device, or None if links use only host memory.
 
     Args:
-        budget: Budget for slots in device memory.
+        budget: Account for the slots in device memory; None counts nothing.
     """
     if setting == "gloo":
         return Devices("memory of the host", {Backend.GLOO: open_gloo})  # its slots are not device memory
@@ -61,12 +61,12 @@ def device_links(setting: Setting, device: torch.device, *, budget: SlotBudget |
 
 
 class Devices:
-    """The DeviceLinks of a process (bottega.transport).
+    """The DeviceLinks of a process (see bottega.transport).
 
     Args:
-        device: Name of the device, the same for all processes.
+        device: Identity of the device, the same in all processes.
         openers: How each supported backend opens a link.
-        budget: Budget for the slots of all links; None if nothing is counted.
+        budget: Account for the slots of all links; None counts nothing.
     """
 
     def __init__(self, device: str, openers: Mapping[Backend, Opener], *, budget: SlotBudget | None = None) -> None:
@@ -79,7 +79,7 @@ class Devices:
         self._lock = threading.Lock()
 
     def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
-        """Return why a backend cannot carry a link to a listener, or ""."""
+        """Return why a backend cannot be used for a link to a listener, or "" if it can."""
         here = self.endpoint
         if backend not in here.backends or backend not in listener.backends:
             return f"{'this end' if backend not in here.backends else 'the listener'} has none"
@@ -92,9 +92,9 @@ class Devices:
         return self._failure(backend, listener)
 
     def open(self, backend: Backend, connections: ProvenConnections, deadline: Deadline) -> Ends:
-        """Set up both directions, while the other end does the same.
+        """Set up both directions of a link, while the other end does the same.
 
-        The set-up runs in its own thread and is abandoned at the deadline, because NCCL's calls have none. Raises
+        The set-up runs in a thread of its own and is abandoned at the deadline, because NCCL's calls have none. Raises
         LinkError with the reason; the connections are closed then.
         """
         ends: Future[Ends] = Future()
@@ -139,7 +139,7 @@ class Devices:
             return ends.result()  # it finished at the last moment
 
     def remember_failure(self, backend: Backend, listener: DeviceEndpoint, why: str) -> None:
-        """Remember a failure, which `misfit` reports for a while."""
+        """Remember that opening a link failed. `misfit` reports it for a while."""
         _log.warning("two devices could not be linked", extra={"backend": backend, "why": why})
         with self._lock:
             if len(self._failures) >= _MAX_FAILURES:
@@ -156,7 +156,7 @@ class Devices:
 
 
 def pool_opener(memory: SharedMemory) -> Opener:
-    """Return an opener of links through memory that two processes of a host share."""
+    """Return a function that opens links through memory that two processes on a host share."""
 
     def open_pool(connections: ProvenConnections, deadline: Deadline) -> Ends:
         sender = PoolSender(connections.sending, memory)
@@ -193,7 +193,7 @@ def _open_groups(
     deadline: Deadline,
     new_group: Callable[[LinkStore, bool], PairGroup],
 ) -> Ends:
-    """Return the ends over one group for each direction, made in the same order at both ends."""
+    """Return the sender and receiver of a link. Each direction has a group; both ends create them in the same order."""
     groups: dict[bool, PairGroup] = {}
     try:
         for sends in (connections.connecting, not connections.connecting):
@@ -219,7 +219,7 @@ def _close(connections: ProvenConnections) -> None:
 
 
 def _version() -> str:
-    """Return the versions that both ends of a process group must share."""
+    """Return the versions that must be equal at both ends of a process group."""
     text = f"torch {torch.__version__.partition('+')[0]}"
     if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
         text += f" NCCL {'.'.join(str(part) for part in torch.cuda.nccl.version())}"  # type: ignore[no-untyped-call]

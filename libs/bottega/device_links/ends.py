@@ -1,7 +1,7 @@
-"""The parts of a device link's ends that all backends share: slots, headers, and credit.
+"""What the senders and receivers of all device backends have in common: slots, headers, and credit.
 
 A DATA frame is followed by the announced bytes of the message's headers, as over TCP. The other bytes are moved in
-pieces that both ends cut alike.
+pieces of a size that both ends compute alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bottega.transport.memory import GrowingSlots
 
 # Size of one operation: large enough to hide its launch, small enough that a slow link shows progress.
 PIECE_BYTES = 64 << 20
-# How often a wait for a device checks whether the peer is still there.
+# Seconds between two checks, during a wait for a device, whether the peer is still there.
 _LOOK_S = 0.05
 # For reads of a released message to finish. If they take longer, the device is stuck and its link is given up.
 _READ_S = 60.0
@@ -36,7 +36,7 @@ _HOLDER = "links"
 
 
 def pieces_of(memory: Tensor) -> Iterator[Tensor]:
-    """Yield flat bytes in the pieces that both ends agree on."""
+    """Yield a flat tensor in pieces. Sender and receiver cut the same bytes into the same pieces."""
     for start in range(0, memory.nbytes, PIECE_BYTES):
         yield memory[start : start + PIECE_BYTES]
 
@@ -45,14 +45,14 @@ class SlotBudget(Protocol):
     """An account of device memory, such as a MemoryPlan."""
 
     def grow(self, name: str, change_bytes: int) -> None:
-        """Reserve more bytes for the name, or fewer if negative. Raises TooLarge if there are not enough left."""
+        """Reserve more bytes under a name, or fewer if negative. Raises TooLarge if not enough are left."""
         ...
 
 
 class DeviceSlots:
-    """Slots in device memory by index, allocated at first use, which grow like slots in host memory.
+    """Slots (message buffers) in device memory, by index. They are allocated at first use and grow when needed.
 
-    A budget counts their bytes after a call of `count_in`.
+    After a call of `count_in`, their bytes are reserved in a budget.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class DeviceSlots:
         return memory
 
     def clear(self) -> None:
-        """Forget all slots. Memory that is still referenced stays valid."""
+        """Drop all slots. Memory that is still referenced stays valid."""
         self._slots.clear()
         self._headers.clear()
         self._take(-self._reserved_bytes)
@@ -121,7 +121,7 @@ def no_memory(size_bytes: int) -> NoSharedMemory:
 
 
 class _DeviceEnd(FrameStream):
-    """The part that both ends share. Frames are sent as they are between hosts' memories."""
+    """The base of DeviceSender and DeviceReceiver. Frames are sent as on links between hosts' memories."""
 
     def __init__(self, connection: socket.socket, device: torch.device, slots: DeviceSlots | None = None) -> None:
         super().__init__(connection)
@@ -131,7 +131,7 @@ class _DeviceEnd(FrameStream):
         self._gone.register(connection, select.POLLRDHUP)
 
     def check_peer(self) -> None:
-        """Raise PeerDead if the peer has left, or the reason of its BYE."""
+        """Raise PeerDead if the peer has disconnected, or the reason that its BYE frame gives."""
         if not self._gone.poll(0):
             return
         frame = super().receive_frame(_NOW)
@@ -145,7 +145,7 @@ class _DeviceEnd(FrameStream):
 
 
 class DeviceSender(_DeviceEnd):
-    """The sender's end. Backends override `move`, and `prepare` if they need it."""
+    """The sender of one direction. Backends override `move`, and `prepare` if needed."""
 
     passes_files = False
 
@@ -159,7 +159,7 @@ class DeviceSender(_DeviceEnd):
             return slot.pieces(layout, *layout.span(0, len(layout.specs)))
 
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        raise ValueError("links between devices pass no files")
+        raise ValueError("links between devices cannot pass files")
 
     def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
         memory = [piece for piece in pieces if isinstance(piece, DeviceTensor)]
@@ -171,10 +171,10 @@ class DeviceSender(_DeviceEnd):
             self.move(piece)
 
     def prepare(self, piece: DeviceTensor, deadline: Deadline) -> None:
-        """Prepare the transfer, before the receiver is told of the bytes. Raises DeadlineExceeded."""
+        """Prepare the transfer before the receiver is told about the bytes. Raises DeadlineExceeded."""
 
     def move(self, piece: DeviceTensor) -> None:
-        """Send the bytes, or enqueue sending them, after the receiver was told."""
+        """Send the bytes, or enqueue sending them, after the receiver was told about them."""
 
 
 class Inflow(Protocol):
@@ -186,7 +186,7 @@ class Inflow(Protocol):
 
 
 class DeviceReceiver(_DeviceEnd):
-    """The receiver's end. Backends override `begin`, and `check_slot` if they need it."""
+    """The receiver of one direction. Backends override `begin`, and `check_slot` if needed."""
 
     def __init__(self, connection: socket.socket, device: torch.device) -> None:
         super().__init__(connection, device)
@@ -201,7 +201,7 @@ class DeviceReceiver(_DeviceEnd):
         return slot.views(layout)
 
     def check_slot(self, index: int, layout: Layout) -> None:
-        """Raise BadFrame if the sender shared too little memory for such a message."""
+        """Raise BadFrame if the memory that the sender shared is too small for this message."""
 
     def pop_file(self, index: int) -> memoryview | None:
         return None
@@ -223,7 +223,7 @@ class DeviceReceiver(_DeviceEnd):
         return size
 
     def begin(self, index: int, target: Tensor, start: int) -> Inflow:
-        """Enqueue receiving the bytes of that slot's message from `start` on, in the current stream."""
+        """Enqueue receiving the bytes of the message in a slot, from byte `start` on, in the current stream."""
         raise NotImplementedError
 
     def finish(self, deadline: Deadline) -> None:
@@ -257,7 +257,7 @@ class _LateCredits:
         self._thread: threading.Thread | None = None
 
     def send(self, frame: Frame, moment: torch.cuda.Event) -> None:
-        """Give credit when the device has reached a point in its stream. The caller holds the lock of all credit."""
+        """Send a credit once the device has reached `moment`. The caller holds the lock that orders credits."""
         self._queue.put((frame, moment))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="link-credit", daemon=True)
@@ -280,7 +280,7 @@ class _LateCredits:
 
 
 class Moved:
-    """An inflow that the receiver's own device copies: done when the current stream has reached this point."""
+    """An Inflow that the receiver's own device copies. It is done when the current stream has reached this point."""
 
     def __init__(self, device: torch.device) -> None:
         self._moment = mark(device)

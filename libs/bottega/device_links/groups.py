@@ -1,8 +1,8 @@
 """Process groups of two, which move the bytes of one direction of one link, and the link's ends that use them.
 
 A group is created without torch.distributed's world, so a failure affects only its link. While it is set up, its ends
-exchange values over the connection of that direction. The connection is proven, so no stranger can take part, unlike
-with stores that listen on their own port. A group lives as long as the link.
+exchange values over the connection of that direction. Both ends have proved themselves on that connection, so no other
+process can take part, unlike with stores that listen on their own port. A group lives as long as the link.
 
 The sender enqueues its operation when the DATA frame is on its way, and the receiver when that frame has arrived, so a
 device only waits for a peer that is there. If the peer dies in the middle, the connection of the frames reports it and
@@ -38,9 +38,9 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-# Timeout of one piece. Links give up a peer much earlier; this bounds operations that no thread waits for any more.
+# Seconds for one piece. Links give up a peer much earlier; this bounds operations that no thread waits for.
 _OPERATION_S = 60.0
-# Shorter for Gloo, whose waits cannot be interrupted.
+# Seconds, shorter for Gloo, whose waits cannot be interrupted.
 _GLOO_OPERATION_S = 15.0
 _PAUSE_S = 5e-5
 _NOW = Deadline(at=0.0)
@@ -59,23 +59,23 @@ class Transfer(Protocol):
 
 
 class PairGroup(Protocol):
-    """A group of two processes of which one sends. Pieces arrive in order and have the same size at both ends."""
+    """A group of two processes, one of which sends. Pieces arrive in order and have the same size at both ends."""
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Enqueue sending flat bytes after the current stream. Raises PeerDead."""
+        """Enqueue sending a flat tensor, after the work in the current stream. Raises PeerDead."""
         ...
 
     def receive(self, tensor: Tensor) -> Transfer:
-        """Enqueue receiving flat bytes. Raises PeerDead."""
+        """Enqueue receiving into a flat tensor. Raises PeerDead."""
         ...
 
     def abort(self) -> None:
-        """Free waiting threads and the device. Any thread may call it, more than once."""
+        """Release threads and the device that wait for the group. Any thread may call it, more than once."""
         ...
 
 
 def failed(error: Exception) -> PeerDead:
-    """Return the link's error for an error of a group."""
+    """Convert an error of a group to the link's error."""
     lines = str(error).splitlines() or [type(error).__name__]
     return PeerDead(f"the link between the devices failed: {lines[0][:200]}")
 
@@ -84,7 +84,7 @@ class GlooGroup:
     """A Gloo group, which moves host memory over its own, unauthenticated connections."""
 
     def __init__(self, store: Store, *, sends: bool, host: str, deadline: Deadline) -> None:
-        """Connect from `host`, this end's address. Raises RuntimeError, and the store's errors."""
+        """Connect from `host`, the address of this process. Raises RuntimeError, and the store's errors."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
@@ -115,7 +115,7 @@ class GlooGroup:
 
 
 class _GlooTransfer:
-    """A transfer over Gloo, which reports an end only to a waiting thread: a thread of the group waits."""
+    """A transfer over Gloo. Only a waiting thread learns that it has ended, so a thread of the group waits."""
 
     def __init__(self, waiting: Future[object]) -> None:
         self._waiting = waiting
@@ -159,7 +159,7 @@ class NcclGroup:
             threading.Thread(target=self._group.abort, name="link-abort", daemon=True).start()
 
     def check(self) -> None:
-        """Raise PeerDead if the group has failed or was aborted. Received bytes are void then."""
+        """Raise PeerDead if the group has failed or was aborted, because received bytes are then invalid."""
         if self._aborted.is_set():
             raise PeerDead("the link between the devices was ended")
         if self._group.get_error() != ErrorType.SUCCESS:
@@ -191,7 +191,7 @@ class _NcclTransfer:
 
 
 class GroupSender(DeviceSender):
-    """The sender's end of a process group."""
+    """The sender of one direction over a process group."""
 
     def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
         super().__init__(connection, device)
@@ -214,7 +214,7 @@ class GroupSender(DeviceSender):
 
 
 class GroupReceiver(DeviceReceiver):
-    """The receiver's end of a process group."""
+    """The receiver of one direction over a process group."""
 
     def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
         super().__init__(connection, device)
@@ -233,7 +233,7 @@ class GroupReceiver(DeviceReceiver):
 
 
 class LinkStore(Store):
-    """A torch.distributed store for two processes. Calls end by the deadline."""
+    """A torch.distributed store for two processes. Every call ends by the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class LinkStore(Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value at both ends. Raises OSError, DeadlineExceeded."""
+        """Set a value for both processes. Raises OSError, DeadlineExceeded."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         if self._connection is not None:
@@ -251,13 +251,13 @@ class LinkStore(Store):
             self._connection.sendall(_LENGTHS.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """Return a value, after waiting for the other end to set it. Raises PeerDead, DeadlineExceeded, BadFrame."""
+        """Return a value, once the other process has set it. Raises PeerDead, DeadlineExceeded, BadFrame."""
         while key not in self._values:
             self._receive()
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Raises like `get`."""
+        """Wait until all keys are set. Raises the errors of `get`."""
         for key in keys:
             self.get(key)
 
@@ -266,7 +266,7 @@ class LinkStore(Store):
         return all(key in self._values for key in keys)
 
     def close(self) -> None:
-        """End the set-up: from now on the connection carries frames, and keys that are not set never will be."""
+        """End the set-up. From now on the connection carries frames, and no further keys are set."""
         self._connection = None
 
     def _receive(self) -> None:

@@ -1,8 +1,8 @@
-"""Device memory that two processes of a host share: one allocates and exports it, the other maps it.
+"""Device memory that two processes on a host share: one allocates and exports it, the other maps it.
 
-Exported memory is freed only when nobody has it mapped; freeing it earlier would take it from the other process's
-device. The handle goes over a socket that the other end holds as long as it has the memory mapped, so its end or death
-is noticed.
+Exported memory must be freed only when no other process has it mapped; otherwise the other process's device would lose
+it. The handle goes over a socket that the other process keeps open as long as it has the memory mapped, so that its end
+or death is noticed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bottega.errors import BadFrame
 _log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
-"""Size of a handle by which another process maps memory."""
+"""Bytes of a handle with which another process maps memory."""
 
-# How long an ended link's process may take to unmap memory. What a stopped process holds is never freed.
+# Seconds in which the peer of an ended link must unmap memory. What a stopped process holds is never freed.
 _GIVE_UP_S = 60.0
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -35,7 +35,7 @@ _BY_ADDRESS = 4  # cudaMemcpyDefault: derives the direction from the addresses
 
 
 class Exported(Protocol):
-    """Memory that another process may map by its handle. `memory` is a flat uint8 tensor."""
+    """Memory that another process may map with the handle. `memory` is a flat uint8 tensor."""
 
     @property
     def memory(self) -> Tensor: ...
@@ -49,19 +49,19 @@ class Exported(Protocol):
 
 
 class Mapped(Protocol):
-    """Another process's memory, mapped here."""
+    """Memory of another process, mapped into this one."""
 
     def copy_to(self, target: Tensor, start: int) -> None:
-        """Enqueue a copy of the bytes from `start` on into flat device bytes of this process, in the current stream."""
+        """Enqueue a copy of the bytes, from `start` on, into a flat tensor of this process, in the current stream."""
         ...
 
     def unmap(self) -> None:
-        """Unmap the memory, once, when no copy runs."""
+        """Unmap the memory. Call it once, when no copy is running."""
         ...
 
 
 class SharedMemory(Protocol):
-    """A way to share device memory."""
+    """A way to share device memory between processes."""
 
     @property
     def device(self) -> torch.device: ...
@@ -76,7 +76,7 @@ class SharedMemory(Protocol):
 
 
 class Export:
-    """An export as its sender holds it, with the socket whose other end the receiver holds."""
+    """Exported memory, with the sender's end of the socket whose other end the receiver holds."""
 
     def __init__(self, exported: Exported, held: socket.socket) -> None:
         self.memory = exported.memory
@@ -85,26 +85,26 @@ class Export:
 
     @classmethod
     def of(cls, exported: Exported) -> tuple[Export, socket.socket]:
-        """Return the export, and the socket for the receiver, in which the handle waits."""
+        """Create the export, and return it with the socket for the receiver. The handle waits in that socket."""
         here, there = socket.socketpair()
         here.sendall(exported.handle)
         return cls(exported, here), there
 
     @property
     def mapped(self) -> bool:
-        """Whether the receiver has the memory mapped, or still may map it."""
+        """Whether the receiver has the memory mapped or may still map it."""
         poll = select.poll()
         poll.register(self.held, select.POLLRDHUP)
         return not poll.poll(0)
 
     def free(self) -> None:
-        """Free the memory. Call it only when it is no longer mapped."""
+        """Free the memory. Call it only when the receiver no longer has it mapped."""
         self._exported.free()
         self.held.close()
 
 
 def free_when_unmapped(exports: Sequence[Export]) -> None:
-    """Free exports in the background as their receiver unmaps them, which is soon unless it is stopped."""
+    """Free exports in the background once their receivers unmap them, which takes long only for stopped receivers."""
     if exports:
         thread = threading.Thread(target=_free_all, args=(list(exports),), name="link-memory", daemon=True)
         thread.start()
@@ -118,13 +118,13 @@ def _free_all(exports: list[Export]) -> None:
             export.free()
         else:
             facts = {"bytes": export.memory.nbytes, "seconds": _GIVE_UP_S}
-            _log.warning("memory of a device stays taken: the process that mapped it does not give it up", extra=facts)
+            _log.warning("device memory cannot be freed, because another process still has it mapped", extra=facts)
 
 
 class CudaMemory:
-    """A SharedMemory over CUDA IPC, allocated outside torch's allocator.
+    """A SharedMemory over CUDA IPC, allocated outside of torch's allocator.
 
-    An export exposes a whole allocation, and torch's allocations hold more than one tensor.
+    An export exposes a whole allocation, and an allocation of torch contains more than one tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,10 +177,7 @@ class _CudaMapping:
             self._check_size(size_bytes)
 
     def _check_size(self, size_bytes: int) -> None:
-        """Raise BadFrame if the memory is too small.
-
-        A copy from beyond its end would break this process's device context.
-        """
+        """Raise BadFrame if the memory is too small: copying from beyond its end would break the device context."""
         base, found = ctypes.c_void_p(), ctypes.c_size_t()
         status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), self._address)
         if status == 0 and found.value < size_bytes:
@@ -202,7 +199,7 @@ class _CudaMapping:
 
 
 class _CudaArray:
-    """Memory as torch adopts it by address, through the CUDA array interface. torch does not free it."""
+    """Memory that torch uses by address, through the CUDA array interface. torch does not free it."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -215,7 +212,7 @@ class _CudaArray:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise BadFrame that names the failed call. It ends the link, and another backend is tried."""
+    """Raise BadFrame, which names the failed call. This ends the link, and another backend is tried."""
     if status:
         why = _runtime().cudaGetErrorString(status).decode(errors="replace")
         _runtime().cudaGetLastError()  # otherwise torch would raise it at its next call
@@ -241,7 +238,7 @@ def _runtime() -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """Return the CUDA driver, which every process with a device has loaded."""
+    """Return the CUDA driver library, which every process with a device has loaded."""
     driver = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_void_p
     driver.cuMemGetAddressRange_v2.argtypes = (ctypes.POINTER(pointer), ctypes.POINTER(ctypes.c_size_t), pointer)

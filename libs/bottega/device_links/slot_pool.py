@@ -1,8 +1,8 @@
 """Links within a host over shared device memory.
 
-Each slot of the sender is device memory that is exported once. The receiver copies from it into slots on its own
-device, so it does not depend on memory that ends with the sender. The sender announces bytes only when they are
-written, because the receiver's operations are not ordered with the sender's streams.
+Each slot (message buffer) of the sender is device memory that is exported once. The receiver copies from it into slots
+on its own device, so it does not depend on memory that ends with the sender. The sender announces bytes only when they
+are written, because the receiver's operations are not ordered with the sender's streams.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _Announce = Callable[[int, int, socket.socket], None]
 
 
 class PoolSender(DeviceSender):
-    """The sender's end of a slot pool."""
+    """The sender of one direction over shared device memory."""
 
     def __init__(self, connection: socket.socket, memory: SharedMemory) -> None:
         super().__init__(connection, memory.device, _ExportedSlots(memory, self._announce))
 
     def prepare(self, piece: DeviceTensor, deadline: Deadline) -> None:
         if not reached(piece.written, deadline):
-            raise DeadlineExceeded("a message was not written in time by the device, which is busy or stuck")
+            raise DeadlineExceeded("the device, which is busy or stuck, did not write a message in time")
 
     def _announce(self, index: int, size_bytes: int, held: socket.socket) -> None:
         frame = Frame(FrameKind.SEGMENT, slot=index, size=size_bytes)
@@ -48,7 +48,7 @@ class _ExportedSlots(DeviceSlots):
     """Slots in exported device memory.
 
     Args:
-        announce: Tells the receiver of a slot's memory.
+        announce: Tells the receiver about the memory of a slot.
     """
 
     def __init__(self, memory: SharedMemory, announce: _Announce) -> None:
@@ -79,7 +79,7 @@ class _ExportedSlots(DeviceSlots):
 
 
 class PoolReceiver(DeviceReceiver):
-    """The receiver's end of a slot pool."""
+    """The receiver of one direction over shared device memory."""
 
     def __init__(self, connection: socket.socket, memory: SharedMemory, limits: Limits) -> None:
         super().__init__(connection, memory.device)
@@ -117,7 +117,7 @@ class PoolReceiver(DeviceReceiver):
         self._segments.clear()
 
     def _map(self, announced: Frame) -> None:
-        """Map the memory whose handle waits in the socket that comes with the next byte."""
+        """Map the memory whose handle waits in the socket that arrives with the next byte."""
         held = self._receive_socket()
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
@@ -145,7 +145,7 @@ class PoolReceiver(DeviceReceiver):
 
 
 class _MappedSlot:
-    """A slot of the sender, mapped here. Closing `held` tells the sender that the memory is unmapped."""
+    """A slot of the sender, mapped into this process. Closing `held` tells the sender that the memory is unmapped."""
 
     def __init__(self, mapped: Mapped, size_bytes: int, held: socket.socket) -> None:
         self.mapped = mapped

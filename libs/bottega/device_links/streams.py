@@ -1,4 +1,4 @@
-"""Streams for the device work of a link's thread, which runs beside the engine's work.
+"""CUDA streams for the device work of a link's thread, which runs beside the engine's work.
 
 A CPU has no streams: work is done when the call returns.
 """
@@ -23,7 +23,7 @@ _of_thread = threading.local()
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event at the current point of the current stream; None on a CPU."""
+    """Return an event that marks the current point of the current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 @contextmanager
 def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Enqueue the work inside in this thread's own stream, after that moment of another stream."""
+    """Enqueue the work of the block in this thread's own stream, after the event `after` of another stream."""
     if device.type != "cuda":
         yield
         return
@@ -45,18 +45,18 @@ def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Itera
 
 
 def keep_until_used(tensor: Tensor) -> None:
-    """Keep the memory of a tensor that another stream made until the current stream has read it."""
+    """Keep the memory of a tensor that another stream created until the current stream has read it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def has_come(moment: torch.cuda.Event | None) -> bool:
-    """Return whether the device has reached an event of `mark`."""
+    """Return whether the device has reached an event from `mark`; True for None."""
     return moment is None or bool(moment.query())  # type: ignore[no-untyped-call]
 
 
 def reached(moment: torch.cuda.Event | None, deadline: Deadline) -> bool:
-    """Wait until the device has reached an event of `mark`. Return False at the deadline."""
+    """Wait until the device has reached an event from `mark`. Return False at the deadline."""
     pause_s = _FIRST_PAUSE_S
     while not has_come(moment):
         left_s = deadline.left_s()

@@ -1,7 +1,7 @@
-"""Messages of links as tensors by name: how they are built, and read where they arrived.
+"""Messages of links as tensors by name: how they are built, and how received ones are read without a copy.
 
 The first tensors of a message are its header, in host memory; the others may be on a device. Building a message does
-not wait for the device. The thread that sends it does, if the link goes through host memory.
+not wait for the device. If the link goes through host memory, the thread that sends the message does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TensorMessage:
     layout: Layout
     tensors: tuple[Tensor, ...]
     made: torch.cuda.Event | None = None
-    """When tensors on a device are ready, in the stream that was current."""
+    """CUDA event after which tensors on a device are ready; None if all are ready."""
 
     @property
     def buffers(self) -> list[Part]:
-        """The bytes of its tensors, where they are."""
+        """The bytes of its tensors, in host or device memory."""
         return [self._buffer(tensor.reshape(-1).view(torch.uint8)) for tensor in self.tensors]
 
     def _buffer(self, flat: Tensor) -> Part:
@@ -47,11 +47,11 @@ class TensorMessage:
 
 
 def message_of(parts: Mapping[str, Tensor], *, headers: int | None = None) -> TensorMessage:
-    """Return the message of named tensors, in this order.
+    """Build a message of named tensors, in this order.
 
     Args:
         parts: The tensors.
-        headers: How many of them are its header, which is copied to the host; all by default.
+        headers: Number of tensors in its header, which is copied to the host; None means all.
     """
     headers = len(parts) if headers is None else headers
     tensors = {
@@ -68,18 +68,18 @@ def message_of(parts: Mapping[str, Tensor], *, headers: int | None = None) -> Te
 
 
 def parts_of(layout: Layout, parts: Sequence[Part], *, headers: int | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a received message by name, where they are.
+    """Return the tensors of a received message by name, without copying them.
 
     Args:
         layout: Layout of the message.
         parts: Its buffers.
-        headers: How many of them, at least, must be its header; all by default.
+        headers: Number of tensors that its header must have at least; None means all.
 
     Raises:
         ValueError: Its header has fewer tensors.
     """
     if layout.headers < (len(layout.specs) if headers is None else headers):
-        raise ValueError(f"a message has only {layout.headers} tensors in its header, and more of them must be read")
+        raise ValueError(f"a message must have more than {layout.headers} tensors in its header")
     return {spec.name: tensor_at(layout, parts, index) for index, spec in enumerate(layout.specs)}
 
 
@@ -90,19 +90,19 @@ def packed(data: bytes) -> Tensor:
 
 
 def unpacked(header: Tensor) -> bytes:
-    """Return the bytes of such a tensor. Raise ValueError if it is malformed or too long."""
+    """Return the bytes of a tensor from `packed`. Raise ValueError if it is malformed or too long."""
     if header.dtype != torch.uint8 or header.dim() != 1 or len(header) > _MAX_HEADER_BYTES:
         raise ValueError(f"a message's header is malformed, or longer than {_MAX_HEADER_BYTES} bytes")
     return header.numpy().tobytes()
 
 
 def tensor_at(layout: Layout, parts: Sequence[Part], index: int) -> Tensor:
-    """Return one tensor of a message, where it is."""
+    """Return one tensor of a message by index, without copying it."""
     return tensor_of(layout.specs[index], parts[index])
 
 
 def tensor_of(spec: TensorSpec, part: Part) -> Tensor:
-    """Return one tensor of a message, where it is. Received tensors must not be changed."""
+    """Return one tensor of a message, without copying it. Received tensors must not be changed."""
     if isinstance(part, DeviceTensor):
         return part.tensor.view(_TORCH[spec.dtype]).reshape(spec.shape)
     return torch.frombuffer(in_host_memory(part), dtype=_TORCH[spec.dtype]).reshape(spec.shape)

@@ -16,8 +16,7 @@ class DeviceTensor:
     """A DeviceBuffer over a flat uint8 tensor.
 
     Args:
-        written: The moment when the bytes are written, in the stream that writes them; None if they are written
-            already.
+        written: CUDA event after which the bytes are written; None if they are written already.
     """
 
     __slots__ = ("tensor", "written")
@@ -31,7 +30,7 @@ class DeviceTensor:
         return self.tensor.nbytes
 
     def to_host(self) -> memoryview:
-        """Return a copy in host memory. It waits only until the bytes are written."""
+        """Return a copy in host memory. Waits only until the bytes are written."""
         with beside(self.tensor.device, self.written):
             data: memoryview = self.tensor.cpu().numpy().data
             keep_until_used(self.tensor)
@@ -79,7 +78,7 @@ class DeviceSlot:
         return slot.memory[: layout.header_bytes]
 
     def pieces(self, layout: Layout, start: int, stop: int) -> list[Part]:
-        """Return bytes `start` to `stop` - 1 of a message: a memoryview for headers, a DeviceTensor for the rest.
+        """Return the bytes `start` to `stop` - 1 of a message: a memoryview for headers, a DeviceTensor for the rest.
 
         The DeviceTensor counts as written when the current stream has reached this point.
         """
@@ -103,7 +102,7 @@ class DeviceSlot:
 
 
 def part_of(memory: Tensor) -> Part:
-    """Return flat bytes as a message part: a memoryview if they are in host memory."""
+    """Return a flat tensor as a part of a message: a memoryview if it is in host memory."""
     if memory.device.type == "cpu":
         view: memoryview = memory.numpy().data
         return view
@@ -111,10 +110,10 @@ def part_of(memory: Tensor) -> Part:
 
 
 def bytes_of(part: Part) -> Tensor:
-    """Return a part as flat bytes where it lies. Write to it only if it is a slot's."""
+    """Return a part of a message as a flat tensor without copying it. Write to it only if it belongs to a slot."""
     if isinstance(part, DeviceTensor):
         return part.tensor
     if not isinstance(part, memoryview):
-        raise TypeError(f"{type(part).__name__} is not a message part made by this process")
+        raise TypeError(f"{type(part).__name__} is not a part of a message of this process")
     # torch warns about read-only memory such as bytes. Large tensors come from writable memory.
     return torch.frombuffer(part if not part.readonly else bytearray(part), dtype=torch.uint8)

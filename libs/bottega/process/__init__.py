@@ -1,4 +1,4 @@
-"""Child processes: the framed pipe to them, pools of limited ones, and the supervisor of an engine process."""
+"""Child processes: the framed pipe to them, pools of processes with limits, and the supervisor of an engine process."""
 
 from bottega.process.child import MAX_FRAME_BYTES, AsyncFramedPipe, ChildProcess, FramedPipe, open_pair
 from bottega.process.engine_supervisor import (

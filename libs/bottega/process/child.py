@@ -1,4 +1,4 @@
-"""A child process with a framed pipe to it. The module is independent of the child's task and the frames' content.
+"""A child process with a framed pipe to it. This module knows neither the child's task nor the content of frames.
 
 The child is a fresh interpreter (`python -m MODULE --fd N ...`), never a fork: forking a process that runs gRPC or
 threads is unsafe. It leads its own process group, so that Ctrl-C in a terminal reaches only the parent, which then
@@ -30,10 +30,10 @@ from bottega.process import open_files
 MAX_FRAME_BYTES = 64 * 2**20
 
 _LENGTH = struct.Struct("<I")
-# Maximum size of one send or receive on the event loop. If the other end is busy at the same time, one call would
+# Upper bound on one send or receive on the event loop. If the other end is busy at the same time, one call would
 # handle a whole frame (12 MiB: 15 ms).
 _PIECE_BYTES = 256 * 2**10
-# How much the parent reads at once. An engine sends a dozen small messages after every turn; with a system call for
+# Bytes that the parent reads at once. An engine sends a dozen small messages after every step; with a system call for
 # each, a message costs 38 us at both ends, and 28 us without (measured).
 _READ_AHEAD_BYTES = 64 * 2**10
 # A killed process is gone in milliseconds, unless it waits for a device. Then its parent must not wait for it.
@@ -45,7 +45,7 @@ _CONFINED: Mapping[str | None, Sequence[str]] = {None: (), "reads": (_WRAPPER,),
 
 
 class ChildProcess:
-    """A running child process, made by `start`. `stop` must be called, even after it died."""
+    """A running child process, created by `start`. `stop` must be called, even after it died."""
 
     def __init__(self, process: Process, channel: AsyncFramedPipe) -> None:
         self._process = process
@@ -67,7 +67,7 @@ class ChildProcess:
             env: Variables added to this process's environment, or to an almost empty one for a confined process.
             limits: Resource limits (resource.RLIMIT_...), set before anything is sent to the child.
             confined: For processes that open untrusted files. As far as the machine allows, the child has no network
-                and may only read files, or also write them (see sandbox.py).
+                and may only read files, or also write them (see sandbox.py). None: no confinement.
 
         Raises TooManyOpenFiles, OSError.
         """
@@ -96,11 +96,11 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until the child has ended in any way; return its exit code."""
+        """Wait until the child has ended, and return its exit status."""
         return await self._process.wait()
 
     def kill(self) -> None:
@@ -109,9 +109,9 @@ class ChildProcess:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> int | None:
-        """Close the pipe, wait for the child to exit, then kill it.
+        """Close the pipe, wait `grace_s` for the child to exit, then kill it.
 
-        Returns its exit code, or None if even a killed process is not gone after some seconds.
+        Returns its exit status, or None if even a killed process is not gone after some seconds.
         """
         self.channel.close()
         code = await self._exited(grace_s)
@@ -128,7 +128,7 @@ class ChildProcess:
 
 
 class FramedPipe:
-    """The blocking end, for a child. Any thread may call `send`, one at a time `recv`."""
+    """The child's end of the pipe, which blocks. Any thread may call `send`; one thread at a time calls `recv`."""
 
     def __init__(self, end: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
@@ -137,7 +137,7 @@ class FramedPipe:
 
     @classmethod
     def from_fd(cls, fd: int, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> FramedPipe:
-        """Take over the descriptor that the parent passed."""
+        """Open the descriptor that the parent passed."""
         end = socket.socket(fileno=fd)
         end.setblocking(True)
         return cls(end, max_frame_bytes=max_frame_bytes)
@@ -160,7 +160,7 @@ class FramedPipe:
                 raise _gone() from error
 
     def recv(self) -> bytes | None:
-        """Return the next frame, or None if the other end is gone. It blocks until the frame is complete.
+        """Wait for the next frame and return it, or None if the other end is closed.
 
         Raises InternalError for a frame beyond the limit.
         """
@@ -185,9 +185,9 @@ class FramedPipe:
 
 
 class AsyncFramedPipe:
-    """The asyncio end, for a parent. One task sends at a time and one receives.
+    """The parent's end of the pipe, for asyncio. One task at a time sends and one receives.
 
-    No turn of the event loop copies more than a piece of a frame.
+    No step of the event loop copies more than a piece of a frame.
     """
 
     def __init__(self, end: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -197,9 +197,9 @@ class AsyncFramedPipe:
         self._ahead = memoryview(b"")
 
     async def send(self, payload: bytes) -> None:
-        """Send one frame. If it is cancelled or fails half-way, it closes the channel.
+        """Send one frame. If sending is cancelled or fails half-way, the pipe is closed.
 
-        Raises InternalError for a frame beyond the limit, and Unavailable if the other end is gone.
+        Raises InternalError for a frame beyond the limit, and Unavailable if the other end is closed.
         """
         _check_length(len(payload), self._max_frame_bytes)
         loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ class AsyncFramedPipe:
             raise
 
     async def recv(self) -> bytes | None:
-        """Return the next frame, or None if the other end is gone. If it is cancelled, it closes the channel.
+        """Return the next frame, or None if the other end is closed. If receiving is cancelled, the pipe is closed.
 
         Raises InternalError for a frame beyond the limit.
         """
@@ -234,12 +234,12 @@ class AsyncFramedPipe:
         return await self._read(length)
 
     def close(self) -> None:
-        """Close this end. The child sees the end of the pipe."""
+        """Close this end. The child then reads the end of the pipe."""
         _shut(self._socket)
         self._socket.close()
 
     async def _read(self, length: int) -> bytes | None:
-        """Return `length` bytes, beginning with those read ahead, or None if the other end is gone before."""
+        """Return `length` bytes, beginning with those read ahead, or None if the other end closes before."""
         if length <= len(self._ahead):
             return self._taken(length)
         pieces: list[memoryview | bytes] = [self._taken(len(self._ahead))]
@@ -262,7 +262,7 @@ class AsyncFramedPipe:
         return await copied(length, lambda: b"".join(pieces))
 
     async def _piece(self, missing: int) -> memoryview:
-        """Return the next bytes of a frame that lacks `missing`, at least one; empty at the end. Raises OSError."""
+        """Return at least one of the `missing` bytes of a frame; empty at the end of the pipe. Raises OSError."""
         max_bytes = max(_READ_AHEAD_BYTES, min(missing, _PIECE_BYTES))
         return memoryview(await asyncio.get_running_loop().sock_recv(self._socket, max_bytes))
 

@@ -2,9 +2,10 @@
 
 The engine owns a device. If it crashes, hangs or runs out of memory, only its own work is lost. While it starts it
 reports its progress, and is killed after `start_stall_s` without any. From then on every message is a sign of life. The
-engine is killed after `hang_s` without one, and if it has work but makes no turn for `stall_s`. Time in which this
-process itself was stopped does not count against the engine. A new engine is started after a growing pause. When three
-in a row did not get ready, the supervisor gives up with an error. This module does not know the content of messages.
+engine is killed after `hang_s` without one, and if it has work but completes no forward pass for `stall_s`. Time in
+which this process itself was stopped does not count against the engine. A new engine is started after a growing pause.
+When three in a row did not get ready, the supervisor gives up with an error. This module does not know the content of
+messages.
 
 Each operator of a network is split between threads, which then wait for the next operator. Sleeping threads cost
 nothing but take some 50 microseconds to wake. Spinning threads begin at once, but take the core from other processes.
@@ -38,7 +39,7 @@ ReadyT = TypeVar("ReadyT", bound=Message)
 Ready_contra = TypeVar("Ready_contra", contravariant=True)
 Event_contra = TypeVar("Event_contra", contravariant=True)
 
-# How many loop turns libgomp's threads spin before they sleep: some tens of microseconds, about the time between two
+# Number of loops that libgomp's threads spin before they sleep: some tens of microseconds, about the time between two
 # operators. Measured with two threads on two cores, 0 against 10,000: a forward of SDXL's topology at a quarter of its
 # width 1.57 s and 1.18 s, one of an edit .50 s and .28 s; with a second such process 2.3 s and 2.9 s, .48 s and .99 s.
 # Without a bound ("active") two processes slow each other down 80-fold.
@@ -49,7 +50,7 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 # Transformers warns about image processors that are not used here.
 _ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error"}
-# The engine reads its pipe between two turns. If this many commands wait, it has stopped reading.
+# The engine reads its pipe between two forward passes. If so many commands wait, it has stopped reading.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
 # How often an engine's silence is checked, and how many times at least before it is given up.
@@ -65,47 +66,47 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """The progress of an engine that is not ready yet."""
+    """The progress of an engine that is still starting."""
 
     stage: str
     """Description of the current stage, for users."""
     done_bytes: int = 0
     total_bytes: int = 0
-    """Bytes to process in the stage; 0 if the stage does not count bytes."""
+    """Bytes to process in this stage; 0 if the stage does not count bytes."""
 
 
 class EngineListener(Protocol[Ready_contra, Event_contra]):
-    """The receiver of an engine's messages."""
+    """Receives the messages of an engine."""
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """Handle a new stage of the engine's start, or progress in it."""
+        """Handle a new stage of the engine's start, or progress in a stage."""
 
     async def on_engine_ready(self, ready: Ready_contra) -> None:
         """Handle that the engine is ready and accepts commands."""
 
     async def on_engine_event(self, event: Event_contra) -> None:
-        """Handle an event. This must be fast, because the engine's next message waits for it."""
+        """Handle an event. Must be fast, because the engine's next message waits for it."""
 
     async def on_engine_lost(self, why: str) -> None:
-        """Handle the loss of the engine, with all of its work."""
+        """Handle the loss of the engine and all of its work. `why` is the reason as text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeouts:
-    """Seconds after which an engine is killed and replaced."""
+    """Times in seconds after which an engine is killed and replaced."""
 
     start_stall_s: float
-    """Seconds without progress of the engine's start."""
+    """Seconds without progress while the engine starts."""
     hang_s: float
-    """Seconds without any message of a ready engine."""
+    """Seconds without any message from a ready engine."""
     stall_s: float
-    """Seconds without a turn while the engine has work."""
+    """Seconds without a completed forward pass while the engine has work."""
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
-    """A supervisor that keeps one engine process running. Call `spawn`, then `watch` until the end, then `stop`.
+    """Keeps one engine process running. Call `spawn`, then `watch` until the end, then `stop`.
 
-    Subclasses define the messages. `lost` is the error of a command to an engine that is not running.
+    Subclasses define the messages. `lost` is the error for a command while no engine is running.
 
     Args:
         exclusive_cores: See engine_environment.
@@ -125,23 +126,23 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     @abstractmethod
     def read(self, frame: bytes) -> EventT:
-        """Return the event of a frame. Raises DecodeError."""
+        """Parse a frame as an event. Raises DecodeError."""
 
     @abstractmethod
     def ready(self, event: EventT) -> ReadyT | None:
-        """Return the facts about the engine in a ready event; None for all other events."""
+        """Return the engine's properties if the event says that it is ready; None for all other events."""
 
     def starting(self, event: EventT) -> StartProgress | None:
-        """Return the progress in an event of the engine's start; None for all other events."""
+        """Return the progress if the event is one of the engine's start; None for all other events."""
         return None
 
     @abstractmethod
     def turns(self, event: EventT) -> int | None:
-        """Return the number of turns in an event of an engine with work; None for all other events."""
+        """Return the number of forward passes so far if the event is from an engine with work; else None."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, or None."""
+        """Process ID of the engine, or None."""
         return self._child.pid if self._child else None
 
     @property
@@ -155,7 +156,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
-        """Serve the listener until cancelled, with one engine process after another.
+        """Start engine processes, one after the other, and pass their messages to the listener until cancelled.
 
         Raises:
             ConfigError: An engine ended because of its configuration, or a file that it names. Another one would end,
@@ -168,16 +169,18 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             exit_code = await self.stop()
             _log.error("engine lost", extra={"why": why, "was_ready": was_ready, "exit_code": exit_code})
             if not was_ready and exit_code == ConfigError.exit_status:
-                raise ConfigError("the engine cannot use its configuration; what it logged just before says why")
+                raise ConfigError("the engine cannot use its configuration; its last log lines say why")
             await _deliver(listener.on_engine_lost(why))
             failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts == _MOST_FAILED_STARTS:
-                raise InternalError(f"the engine could not be started {failed_starts} times in a row; at last: {why}")
+                raise InternalError(
+                    f"the engine could not be started {failed_starts} times in a row; the last reason: {why}"
+                )
             pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     def send(self, command: CommandT, size_bytes: int = 0) -> None:
-        """Queue a command of about that size. Raises `lost` if no engine is ready."""
+        """Queue a command of approximately that size. Raises `lost` if no engine is ready."""
         if self._commands is None:
             raise self.lost("the engine is being started again")
         try:
@@ -186,9 +189,9 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             raise self.lost("the engine does not read its commands") from None
 
     async def stop(self) -> int | None:
-        """End the process: first a pause to exit by itself, then by force. It does nothing if there is none.
+        """End the process: wait for it to exit by itself, then kill it. Does nothing if there is none.
 
-        Returns its exit code, or None if it is unknown.
+        Returns its exit status, or None if it is unknown.
         """
         self._commands = None
         if self._child is None:
@@ -228,7 +231,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
                 return "it sent another event before it was ready"
             stage = f" while {progress.stage}"
             await _deliver(listener.on_engine_starting(progress))
-        return f"{event}{stage}, before it was ready; what it logged just before says why"
+        return f"{event}{stage}, before it was ready; its last log lines say why"
 
     async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
         """Pass the engine's events to the listener until the engine ends. Return the reason."""
@@ -239,7 +242,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
                 turns, moved_s = -1 if now is None else now, self._awake()
             if self._awake() - moved_s > self._timeouts.stall_s:
                 child.kill()
-                return f"it made no step for {self._timeouts.stall_s:g} s"
+                return f"it had work but completed no step for {self._timeouts.stall_s:g} s"
             await _deliver(listener.on_engine_event(event))
         return event
 
@@ -254,7 +257,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         except InternalError as error:
             return error.message
         if frame is None:
-            return "it closed its pipe or died"
+            return "it died or closed its pipe"
         try:
             return await copied(len(frame), lambda: self.read(frame))
         except DecodeError:
@@ -262,7 +265,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     @contextlib.contextmanager
     def _limit_awake_time(self, limit: asyncio.Timeout, timeout_s: float) -> Iterator[None]:
-        """Let `limit` expire after `timeout_s` seconds of the block in which this process was awake.
+        """Let `limit` expire after `timeout_s` seconds in the block, without time in which this process was stopped.
 
         A plain timer would expire as soon as a stopped service continues, before it has read the engine's messages.
         """
@@ -286,14 +289,14 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Command:
-    """A command that waits to be sent, and its size."""
+    """A command that waits to be sent, and its approximate bytes."""
 
     pack: Callable[[], bytes]
     size_bytes: int
 
 
 async def _send_commands(child: ChildProcess, commands: asyncio.Queue[_Command]) -> None:
-    """Send until cancelled, or until the pipe is closed, which `_receive_event` notices as well."""
+    """Send commands until cancelled, or until the pipe is closed, which `_receive_event` notices as well."""
     while True:
         command = await commands.get()
         frame = await copied(command.size_bytes, command.pack)
@@ -304,18 +307,18 @@ async def _send_commands(child: ChildProcess, commands: asyncio.Queue[_Command])
 
 
 async def _deliver(telling: Awaitable[None]) -> None:
-    """Deliver one event. If it fails, log the error and go on with the next events."""
+    """Deliver one event. If that fails, log the error, so that the next events are delivered."""
     try:
         await telling
     except Exception:  # noqa: BLE001 - the boundary of the engine's events; an attempt's own errors end that attempt
-        _log.exception("an event of the engine could not be served")
+        _log.exception("handling an event of the engine failed")
 
 
 def engine_environment(*, exclusive_cores: bool) -> Mapping[str, str]:
-    """Return the variables to set before torch is imported. An operator's own GLIBC_TUNABLES stay.
+    """Return environment variables that must be set before torch is imported. A GLIBC_TUNABLES that is set stays.
 
     Args:
-        exclusive_cores: No other process computes on these cores. Otherwise threads sleep while they wait.
+        exclusive_cores: Whether no other process computes on these cores. If not, threads sleep while they wait.
     """
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -325,7 +328,7 @@ def engine_environment(*, exclusive_cores: bool) -> Mapping[str, str]:
 
 
 class PendingCalls(Generic[AnswerT]):
-    """Pending calls by number, in one event loop."""
+    """Calls that wait for their answers, by number. Used in one event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -349,7 +352,7 @@ class PendingCalls(Generic[AnswerT]):
             self._pending.pop(number, None)
 
     def answer(self, number: int, answer: AnswerT | BottegaError) -> None:
-        """Complete a call. It does nothing if the caller no longer waits."""
+        """Complete a call. Does nothing if the caller no longer waits."""
         call = self._pending.pop(number, None)
         if call is None or call.done():
             return

@@ -1,7 +1,7 @@
 """A child process with resource limits that serves one call at a time. It starts on demand, and ends when it fails.
 
-A caller that has an untrusted file read must distinguish a file that kills its reader from a machine that is too busy,
-so a lost process reports how it was lost.
+A caller that has an untrusted file read must know whether the file killed its reader or the machine was too busy, so a
+lost process reports how it was lost.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 
 class Loss(StrEnum):
-    """The cause for which a process was lost during a call."""
+    """The reason why a process was lost during a call."""
 
     OVERTIME = "took too long"
     """The process was still working at the deadline of the call."""
     STALLED = "stood still"
-    """The deadline passed while it hardly ran: it was stopped, or the machine was busy."""
+    """The deadline passed while the process hardly ran: it was stopped, or the machine was busy."""
     CPU_LIMIT = "reached its limit of processor time"
-    """The process used up the processor time that a call may take."""
+    """The process used all the processor time that a call may take."""
     DIED = "died"
     """The process ended for another reason."""
 
@@ -52,7 +52,7 @@ class Loss(StrEnum):
 
 
 class ProcessLost(Exception):
-    """The process ended before it answered its call."""
+    """Raised if the process ended before it answered its call."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss.value)
@@ -64,18 +64,18 @@ class ProcessSpec:
     """The settings of a process `python -m MODULE`, which sends its first frame when it is ready."""
 
     name: str
-    """Name in the log and errors, such as "codec process"."""
+    """Name of the process in logs and errors, such as "codec process"."""
     module: str
     deadline_s: float
     """Seconds that one call may take."""
     limits: Mapping[int, int] = field(default_factory=dict)
-    """Resource limits. For these and the next two see ChildProcess.start."""
+    """Resource limits. For these, `environment` and `sandbox` see ChildProcess.start."""
     environment: Mapping[str, str] = field(default_factory=dict)
     sandbox: Literal["reads", "writes"] | None = None
 
 
 class LimitedProcess:
-    """A child process for one caller at a time."""
+    """A child process that one caller at a time may use."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._spec = spec
@@ -83,7 +83,7 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None if there is no process."""
+        """Process ID, or None if there is no process."""
         return self._child.pid if self._child else None
 
     async def start(self, limits: Mapping[int, int] | None = None) -> ChildProcess:
@@ -113,7 +113,7 @@ class LimitedProcess:
         return child
 
     async def exchange(self, frame: bytes, limits: Mapping[int, int] | None = None) -> bytes:
-        """Return the answer to a frame. Raises ProcessLost, InternalError.
+        """Send a frame and return the answer. Raises ProcessLost, InternalError.
 
         If the caller is cancelled, the process ends, because half a call would confuse the next one. For `limits` see
         `start`.
@@ -127,7 +127,7 @@ class LimitedProcess:
             raise
 
     async def stop(self) -> int | None:
-        """End the process, if there is one, and return its exit code."""
+        """End the process, if there is one, and return its exit status."""
         if self._child is None:
             return None
         child, self._child = self._child, None
@@ -149,7 +149,7 @@ class LimitedProcess:
             code = await self.stop()  # not killed: that would hide how it died
             loss = Loss.CPU_LIMIT if code in _CPU_SIGNALS else loss
             facts = {"child": self._spec.name, "pid": child.pid, "why": loss.value, "exit_code": code}
-            _log.warning("child process lost", extra=facts)
+            _log.warning("a child process was lost during a call", extra=facts)
             raise ProcessLost(loss)
         return answer
 
@@ -163,14 +163,14 @@ async def _is_ready(child: ChildProcess) -> bool:
 
 
 class CpuTime:
-    """Processor time of one process, from when this object is made."""
+    """Measures the processor time of one process, from the creation of this object on."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._began_s = self._now_s()
 
     def spent_s(self) -> float:
-        """Return the processor seconds spent since then; 0 if the process is gone."""
+        """Return the processor seconds used since then; 0 if the process has ended."""
         return max(0.0, self._now_s() - self._began_s)
 
     def stood_still(self, deadline_s: float) -> bool:
@@ -187,7 +187,7 @@ class CpuTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxStatus:
-    """The restrictions that are in force for a process."""
+    """The sandbox restrictions that apply to a process."""
 
     no_network: bool
     """Whether it has a network namespace of its own."""
@@ -198,9 +198,9 @@ class SandboxStatus:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The missing restrictions, as text for users.
+        """The missing restrictions, as texts for users.
 
-        The filter forbids sockets, which replaces a network namespace.
+        A system-call filter forbids sockets, so it replaces a network namespace.
         """
         parts = {
             "a network of its own": self.no_network or self.filtered,
@@ -211,7 +211,7 @@ class SandboxStatus:
 
 
 def sandbox_status(pid: int) -> SandboxStatus | None:
-    """Return the status of a process, or None if it is unknown: the process is gone, or there is no /proc."""
+    """Return the sandbox status of a process, or None if it is unknown: the process has ended, or there is no /proc."""
     process, this = Path("/proc") / str(pid), Path("/proc/self")
     try:
         network = (process / "ns/net").readlink() != (this / "ns/net").readlink()
@@ -226,7 +226,7 @@ def sandbox_status(pid: int) -> SandboxStatus | None:
 
 
 def log_missing_restrictions(pid: int) -> None:
-    """Log once which restrictions a confined child lacks. Call it when the child is ready."""
+    """Log once which restrictions a confined child does not have. Call it when the child is ready."""
     known = sandbox_status(pid)
     if known is None or not known.missing or known.missing in _logged:
         return
@@ -243,8 +243,8 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def _filters(status: dict[str, str]) -> int:
-    """Return the number of filters in force. Kernels before 5.9 report only whether there are any.
+    """Return the number of system-call filters of a process. Kernels before 5.9 report only whether there are any.
 
-    Services may have one from systemd.
+    A service may have one from systemd.
     """
     return int(status.get("Seccomp_filters") or status.get("Seccomp") == "2")

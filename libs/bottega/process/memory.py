@@ -1,9 +1,8 @@
-"""Keeps memory management off the event loop and the forwards, and measures the memory of processes and the machine.
+"""Keeps memory management from delaying the event loop and forward passes, and measures memory.
 
 Fresh pages cost more than the copy that fills them. Receiving an image of 8 MiB takes 15 to 120 ms of CPU on the event
 loop if the C library returns memory after every picture, and 2 ms if it keeps it (two shared x86-64 cores, measured). A
-forward on the CPU frees and allocates its activations at every step: one of 130 ms costs 5 ms less if they stay. This
-module does not know what the memory is for.
+forward pass on the CPU frees and allocates its activations at every step: one of 130 ms takes 5 ms less if they stay.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bottega.background_tasks import running
 
 _ROOT = Path("/")
 
-# Age from which a MemoryMeter measures again.
+# Age in seconds from which a MemoryMeter measures again.
 _LOOK_S = 1.0
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -55,7 +54,7 @@ _log = logging.getLogger(__name__)
 def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
     """Keep up to 128 MiB of freed memory. Allocate `at_once_bytes` of it now, so that the first image is fast, too.
 
-    Call it before there are other threads. It does nothing if the C library has no such setting.
+    Call it before there are other threads. Does nothing if the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -68,7 +67,7 @@ def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
 
 
 def tune_garbage_collector() -> None:
-    """Run the collector rarely and never on imported objects: a full run costs 5 ms and more. Call it after imports."""
+    """Run Python's garbage collector rarely and never on imported objects. Call it after imports."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
@@ -76,9 +75,9 @@ def tune_garbage_collector() -> None:
 
 @contextlib.asynccontextmanager
 async def trimmed_at_rest() -> AsyncIterator[None]:
-    """Return freed memory to the system whenever this process comes to rest in the block.
+    """Return freed memory to the system whenever this process becomes idle while the block runs.
 
-    Otherwise the process keeps what its largest requests needed at once. Only protobuf returns some memory by itself,
+    Otherwise the process keeps what its largest requests needed together. Only protobuf returns some memory by itself,
     at every 10,000th block that it frees.
     """
     async with running(_trim_while_at_rest(_RestDetector())):
@@ -86,12 +85,12 @@ async def trimmed_at_rest() -> AsyncIterator[None]:
 
 
 def trim_at_rest() -> None:
-    """Return freed memory at rest, for a process without an event loop. It uses a thread until the process ends."""
+    """Return freed memory when this process is idle. A thread does it, for processes without an event loop."""
     threading.Thread(target=_trim_always, args=(_RestDetector(),), name="giving back", daemon=True).start()
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the resident memory of these processes together; processes that are gone are skipped."""
+    """Return the total resident memory of these processes; processes that have ended are skipped."""
     total = 0
     for pid in pids:
         try:
@@ -102,10 +101,10 @@ def resident_bytes(pids: Iterable[int]) -> int:
 
 
 def measure_peak_bytes(run: Callable[[], object]) -> int | None:
-    """Return how much more memory of this process was resident at a time while `run` ran than before it.
+    """Return by how many bytes the resident memory of this process rose at most while `run` ran.
 
-    Memory that was freed and kept is given back first, because `run` would use it again. The process's own record of
-    its highest memory (`VmHWM`) begins anew. Returns None where the kernel has no such record.
+    Memory that was freed and kept is returned first, because `run` would use it again. The process's own record of its
+    highest memory (`VmHWM`) is reset. Returns None where the kernel has no such record.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
@@ -120,10 +119,10 @@ def measure_peak_bytes(run: Callable[[], object]) -> int | None:
 
 
 class MemoryMeter:
-    """A meter of the resident memory of a service's processes.
+    """Measures the resident memory of a service's processes.
 
     Args:
-        pids: Returns the process ids; called for each measurement.
+        pids: Returns the process IDs; called for each measurement.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
@@ -133,7 +132,7 @@ class MemoryMeter:
 
     @property
     def resident_bytes(self) -> int:
-        """The resident memory, measured at most a second ago. It is the last figure if it cannot be measured."""
+        """The resident memory, measured at most a second ago. If it cannot be measured, the last value."""
         now = time.monotonic()
         if now >= self._due_at:
             self._due_at = now + _LOOK_S
@@ -150,7 +149,7 @@ def _status_bytes(name: str) -> int:
 
 
 class _RestDetector:
-    """Detects whether the process was at rest since the last call, and whether it has memory to return."""
+    """Detects whether the process was idle since the last call, and whether it has memory to return."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -158,7 +157,7 @@ class _RestDetector:
         self._kept_bytes = 0
 
     def is_at_rest(self) -> bool:
-        """Return whether it was at rest since the last call and has grown since the last trim."""
+        """Return whether it was idle since the last call and its memory has grown since the last `trim`."""
         before_s, self._used_s = self._used_s, time.process_time()
         if self._trim is None or self._used_s - before_s >= _AT_REST * _REST_S:
             return False
@@ -180,7 +179,7 @@ async def _trim_while_at_rest(rest: _RestDetector) -> None:
 
 
 def _trim_always(rest: _RestDetector) -> None:
-    """Trim at rest, without calling the collector: an engine's collector has Python's defaults and runs often."""
+    """Return memory when idle, without calling the collector, which runs often in an engine."""
     while True:
         time.sleep(_REST_S)
         if rest.is_at_rest():
@@ -188,13 +187,13 @@ def _trim_always(rest: _RestDetector) -> None:
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return how much more memory this process can have before the kernel ends a process; None outside Linux.
+    """Return how many more bytes this process can use before the kernel ends a process; None outside of Linux.
 
     That is what the machine and its cgroups leave. Pages of files count as available, as in the kernel's own
     `MemAvailable`: they are dropped before anything is ended. This takes about a tenth of a millisecond.
 
     Args:
-        root: Where `proc` and `sys` are.
+        root: The folder that contains `proc` and `sys`.
     """
     try:
         of_machine = 1024 * _numbers(root / "proc" / "meminfo")["MemAvailable"]
@@ -219,9 +218,9 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(mount: Path, path: str, *, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """Yield the remaining bytes of a group and of its parents.
+    """Yield the remaining bytes of a control group and of its parents.
 
-    In a container the path may be one of the machine's, of which only the container's own group is mounted.
+    In a container the path may be that of the machine, of which only the container's own group is mounted.
     """
     own = Path(path.lstrip("/"))
     for group in (own, *own.parents) if ".." not in own.parts else (Path(),):
@@ -237,6 +236,6 @@ def _left(mount: Path, path: str, *, limit: str, usage: str, prefix: str) -> Ite
 
 
 def _numbers(path: Path) -> Mapping[str, int]:
-    """Return the numbers of a file that has a name and a number a line."""
+    """Parse a file with a name and a number in each line."""
     lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}

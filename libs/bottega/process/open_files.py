@@ -1,4 +1,4 @@
-"""The limit of open files and sockets, and how to recognise the errors when it is reached.
+"""The limit on open files and sockets, and how to recognise errors that it causes.
 
 Linux counts files and sockets together, as descriptors.
 """
@@ -23,14 +23,14 @@ LITTLE = 8_192
 TODO = "raise LimitNOFILE in the service's unit (systemctl edit), or ulimit -Hn where it is started"
 
 _CAUSES = frozenset({errno.EMFILE, errno.ENFILE})
-# How long callers of a full server are asked to wait. Connections come and go.
+# Seconds after which callers of a full server are asked to retry. Connections come and go.
 _RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def raise_limit() -> None:
-    """Raise the limit as far as this user may: shells often start processes with 1,024.
+    """Raise the limit as far as this user may. Shells often start processes with a limit of 1,024.
 
     Call it before anything reads the limit. Child processes inherit it.
     """
@@ -41,11 +41,11 @@ def raise_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:  # the hard limit is above the kernel's own, fs.nr_open
-        _log.warning("the limit of open files stays %d, and is not raised to %d: %s", soft, wanted, error)
+        _log.warning("the limit on open files stays %d and could not be raised to %d: %s", soft, wanted, error)
 
 
 def limit() -> int:
-    """Return the limit of this process."""
+    """Return this process's limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
@@ -54,17 +54,17 @@ def warn_if_low() -> None:
     """Log a warning if the limit is lower than a service needs. Call it after raise_limit."""
     if limit() < LITTLE:
         facts = {"limit": limit(), "wanted": ENOUGH, "todo": TODO}
-        _log.warning("few files and sockets may be open at once; fewer connections are taken", extra=facts)
+        _log.warning("the limit on open files is low; fewer connections are accepted", extra=facts)
 
 
 def is_cause(error: BaseException | None) -> bool:
-    """Return whether the system refused to open one more file or socket, for this process or for all."""
+    """Return whether an error means that the system refused to open one more file or socket."""
     return isinstance(error, OSError) and error.errno in _CAUSES
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Turn the errors of `is_cause` in the block into TooManyOpenFiles."""
+    """Convert errors of the block for which `is_cause` is True to TooManyOpenFiles."""
     try:
         yield
     except OSError as error:
@@ -83,10 +83,10 @@ def exhausted() -> OSError | None:
 
 
 def too_many(error: OSError) -> TooManyOpenFiles:
-    """Return the error for callers and the log. `is_cause(error)` must hold."""
+    """Convert an error for callers and the log. `is_cause(error)` must be True."""
     cause = errno.errorcode[error.errno or errno.EMFILE]
     if error.errno == errno.ENFILE:
         what = "too many open files: the machine has as many as its kernel allows; raise fs.file-max (sysctl)"
     else:
-        what = f"too many open files: the service has as many files and sockets open as it may, {limit()}; {TODO}"
+        what = f"too many open files: the service has reached its limit of {limit()} open files and sockets; {TODO}"
     return TooManyOpenFiles(what, metadata={"cause": cause, "limit": str(limit())}, retry_after_s=_RETRY_AFTER_S)

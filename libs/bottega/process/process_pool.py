@@ -1,10 +1,10 @@
-"""A pool of child processes behind limits, with a bounded queue. Each process serves one call at a time.
+"""A pool of child processes with limits, and a bounded queue. Each process serves one call at a time.
 
-The processes are lanes, which are given to calls by tenant and by the seconds that calls take in them. Of the tenants
-whose calls wait, the one that has used least of the lanes for its weight is next (bottega.fair_order). A call is
-charged what it is expected to take when it begins, and what it took when it ends, so that nobody gains by a call that
-takes longer than its header says. One of several lanes never serves large calls, so that small ones get on whatever is
-sent beside them.
+The scheduler calls the processes lanes. It gives them to calls by tenant and by the seconds that calls take. Of the
+tenants whose calls wait, the one that has used least for its weight is next (bottega.fair_order). A call is charged its
+expected seconds when it starts, and its actual seconds when it ends, so that nobody gains by a call that takes longer
+than its header says. If there are several lanes, one never serves large calls, so that large ones do not delay small
+ones.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from bottega.process.limited_process import LimitedProcess, ProcessLost, Process
 LaneT = TypeVar("LaneT")
 ResultT = TypeVar("ResultT")
 
-# Of the room for calls that wait, what a tenant may have alone while no other has any.
+# Share of the queue that a tenant may use while no other tenant has calls in it.
 _TENANT_SHARE = 0.75
 
 # Number of recent calls over which the duration of one is measured.
 _PACE_CALLS = 16
 _MIN_RETRY_S = 0.5
-# A caller that returns after this share of the queue was served finds room.
+# A caller that retries after this share of the queue was served finds a place.
 _RETRY_SHARE = 0.1
-# Longest suggested pause over the shortest, so that callers that were refused together do not return together.
+# Ratio of the longest to the shortest suggested pause: callers that were refused together do not retry together.
 _SPREAD = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallNeed:
-    """The owner of a call to a pool, and the time that it is expected to take."""
+    """The tenant of a call to a pool, and the time that the call is expected to take."""
 
     share: Share = field(default_factory=Share)
-    """The tenant and its weight. A pool without tenants serves all calls first come, first served."""
+    """The tenant and its weight. If there are no tenants, all calls are served first come, first served."""
     expected_s: float = 1.0
-    """Seconds that it is expected to take."""
+    """Seconds that the call is expected to take."""
     large: bool = False
-    """Whether the call may occupy a lane for long."""
+    """Whether the call may occupy a process for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """Bounds of a pool."""
+    """Limits of a pool."""
 
     processes: int
     """Number of processes."""
     max_waiting: int
-    """How many calls may wait for a process, half of them large."""
+    """Upper bound on calls that wait for a process. Half of them may be large."""
     max_wait_s: float | None = None
-    """How long a call may wait; None means as long as its caller does."""
+    """Longest time in seconds that a call may wait; None means as long as its caller does."""
     limit: str
-    """Name of these bounds in a refusal."""
+    """Name of these limits in a refusal."""
     waiting: str
     """Plural noun for the waiting calls, in error messages."""
     attempts: int = 2
     """Number of attempts at a call whose process was lost by accident."""
     new_process: bool = False
-    """Whether each call gets a process of its own."""
+    """Whether each call gets a new process."""
     idle_s: float | None = None
-    """Processes end after this long without a call, and start on demand; None means never, and `start` starts all."""
+    """Seconds without a call after which processes end until the next call. None: never, and `start` starts all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
-    """A frame to send to a process, and resource limits for a process that this call starts."""
+    """A frame to send to a process, and resource limits for a process that is started for this call."""
 
     frame: bytes
     limits: Mapping[int, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class PreparedCall:
 
 
 class ProcessPool:
-    """A pool of processes. They start with `start` or on demand. Call `stop` after the last call."""
+    """A pool of processes, which start with `start` or on demand. Call `stop` after the last call."""
 
     def __init__(self, spec: ProcessSpec, limits: PoolLimits) -> None:
         self._spec = spec
@@ -98,15 +98,15 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the running processes."""
+        """IDs of the running processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Wait until all processes are ready, except those that serve a call, which starts its own.
+        """Start all processes and wait until they are ready.
 
-        It starts none if processes end when they are idle.
+        A process that serves a call already starts with that call.
 
-        Raises InternalError if one does not start, and Unavailable.
+        Does nothing if processes end when they are idle. Raises InternalError if one does not start, and Unavailable.
         """
         if self._limits.idle_s is None:
             await self._until_stopped(self._start_all())
@@ -120,10 +120,10 @@ class ProcessPool:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
     async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, need: CallNeed | None = None) -> bytes:
-        """Return a process's answer to the frame that `prepare` makes when the call's turn comes.
+        """Call `prepare` when it is the call's turn, send its frame to a process, and return the answer.
 
-        A started call runs to its end even if its caller is cancelled; only a process of its own ends with the caller.
-        Raises ProcessLost, QueueFull with the time after which to retry, Unavailable, InternalError, and the errors of
+        A call that has started runs to its end even if its caller is cancelled; only a new process of its own ends with
+        the caller. Raises ProcessLost, QueueFull with the time to retry, Unavailable, InternalError, and the errors of
         `prepare`.
         """
         if self._stopped:
@@ -140,7 +140,7 @@ class ProcessPool:
         """Return the result of `work`. Raises Unavailable if the pool stops first.
 
         Args:
-            shielded: Whether the work outlives its caller.
+            shielded: Whether `work` continues if its caller is cancelled.
         """
         if self._stopped:  # the pool stopped since the caller last ran
             work.close()
@@ -156,7 +156,7 @@ class ProcessPool:
     async def _start_all(self) -> None:
         """Start all free processes.
 
-        Calls that come meanwhile wait: the first frame of a process is not their answer.
+        Calls that arrive meanwhile wait, because the first frame of a process is not their answer.
         """
         await asyncio.gather(*(self._start(process) for process in self._queue.acquire_free()))
 
@@ -195,15 +195,15 @@ class ProcessPool:
                 attempt += 1
 
     def _full(self) -> QueueFull:
-        """Return the error for a call that found no room in the queue, or waited too long."""
+        """Return the error for a call that found the queue full, or waited too long."""
         return QueueFull(
-            f"too many {self._limits.waiting}; ask again",
+            f"too many {self._limits.waiting}; retry",
             metadata={"limit": self._limits.limit},
             retry_after_s=random.uniform(1.0, _SPREAD) * self._due_s(),
         )
 
     def _due_s(self) -> float:
-        """Return the seconds until about a tenth of the queue is served, at the pace of the last calls."""
+        """Return the seconds until about a tenth of the queue is served, at the pace of recent calls."""
         call_s = sum(self._took_s) / len(self._took_s) if self._took_s else self._spec.deadline_s
         calls = max(1.0, _RETRY_SHARE * len(self._queue))
         return min(max(calls * call_s / len(self._processes), _MIN_RETRY_S), self._spec.deadline_s)
@@ -241,12 +241,12 @@ class _Waiter(Generic[LaneT]):
 
 
 class FairLanes(Generic[LaneT]):
-    """A scheduler that assigns lanes to calls, in one event loop.
+    """Assigns lanes (processes) to calls, in one event loop.
 
     Args:
-        lanes: All of them; the first of several serves small calls alone.
-        max_waiting: Number of calls that may wait for a lane, half of them large. The more wait, the fewer of them may
-            be one tenant's.
+        lanes: All lanes. If there are several, the first one serves only small calls.
+        max_waiting: Upper bound on the calls that wait for a lane. Half of them may be large. The more wait, the fewer
+            of them may belong to one tenant.
     """
 
     def __init__(self, lanes: Sequence[LaneT], max_waiting: int) -> None:
@@ -263,7 +263,7 @@ class FairLanes(Generic[LaneT]):
         return sum(map(len, self._waiting.values()))
 
     async def acquire(self, need: CallNeed) -> LaneT:
-        """Return a lane when it is the call's turn; `settle` and `release` it.
+        """Wait for the call's turn and return a lane; then `settle` the call and `release` the lane.
 
         Raises:
             asyncio.QueueFull: If no more calls may wait, or none of this tenant.
@@ -290,7 +290,7 @@ class FairLanes(Generic[LaneT]):
             raise
 
     def settle(self, need: CallNeed, took_s: float) -> None:
-        """Charge the seconds that an ended call took, in place of the expected seconds."""
+        """Replace the expected seconds in a call's charge by the seconds that it took."""
         self._order.charge(need.share.tenant, cost=took_s - need.expected_s, weight=need.share.weight)
         self._unsettled -= 1
         if not self._unsettled and not self._waiting:
@@ -308,7 +308,7 @@ class FairLanes(Generic[LaneT]):
         self._free.insert(0 if lane is self._for_small else len(self._free), lane)
 
     def acquire_free(self) -> list[LaneT]:
-        """Return the lanes that serve no call. Release them."""
+        """Return the lanes that serve no call. The caller must release them."""
         free, self._free = self._free, []
         return free
 
@@ -321,7 +321,7 @@ class FairLanes(Generic[LaneT]):
                     waiter.lane.set_exception(error())
 
     def _next_for(self, lane: LaneT) -> _Waiter[LaneT] | None:
-        """Return the first call of the tenant that has used least, of those that may have this lane."""
+        """Return the first call of the tenant that has used least, among the calls that this lane may serve."""
         firsts = (self._first_for(lane, line) for line in self._waiting.values())
         return min(
             (waiter for waiter in firsts if waiter is not None),
@@ -361,5 +361,5 @@ class FairLanes(Generic[LaneT]):
 
 
 def _leaves_room(free: int, held: int, tenant: str) -> bool:
-    """Return whether one more call may wait; where tenants have names, some room is left for others."""
+    """Return whether one more call may wait. For a named tenant, some places are left for others."""
     return fair_room(free=free, held=held, share=_TENANT_SHARE) > 0 if tenant else free > 0

@@ -2,11 +2,12 @@
 
 Processes that open untrusted files run in it (`ChildProcess.start(confined=...)`). An attacker that takes over a
 decoder has no network, cannot start programs, and cannot write files. Each restriction is applied only if the machine
-lets an ordinary user apply it. The module runs in any case; `limited_process.sandbox_status` reports what is in force.
+lets an ordinary user apply it. The module runs in any case; `limited_process.sandbox_status` reports the restrictions
+that apply.
 
-The process may only make the system calls of reading, computing and answering. Everything else fails with "operation
-not permitted", including new sockets, new programs, and signals to other processes. libseccomp does the work, through
-its own Python module (`seccomp`, which distributions ship) or one with the same interface (`pyseccomp`, in the extra
+The process may only make system calls that read, compute and answer. Everything else fails with "operation not
+permitted", including new sockets, new programs, and signals to other processes. libseccomp does the work, through its
+own Python module (`seccomp`, which distributions ship) or one with the same interface (`pyseccomp`, in the extra
 `sandbox`). If neither can be imported, there is no filter.
 
 --writes: the module may write to files, as its user may.
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def confine(*, writes: bool) -> None:
-    """Take away network access and most system calls from this process and its children. It cannot be undone.
+    """Remove network access and most system calls from this process and its children. This cannot be undone.
 
     Args:
         writes: Whether it may write to files.
@@ -92,7 +93,7 @@ def confine(*, writes: bool) -> None:
 
 
 def restrict_calls(*, writes: bool) -> bool:
-    """Restrict the system calls of this process and all its threads. It cannot be undone.
+    """Restrict the system calls of this process and all its threads. This cannot be undone.
 
     Returns:
         False if the machine has no libseccomp for Python, or no support for filters.

@@ -1,4 +1,4 @@
-"""The client of links: it opens a link to a service, and reopens it with the next epoch when it is lost."""
+"""The client of links: it opens a link to a service, and opens it again (in the next epoch) when it is lost."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 # Pause before a new offer is requested after one that could not be used, if the service gives no retry time.
 _OFFER_RETRY_S = 0.5
-# How long `join` lets the thread send the link's end. The service notices a closed connection anyway.
+# Seconds for which `join` lets the thread send the end of the link. The service notices a closed connection anyway.
 _END_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOffer:
-    """An offer of a link."""
+    """An offer of a link, and the service that made it."""
 
     offer: Offer
     service: str
@@ -47,16 +47,16 @@ class ServiceOffer:
 
 
 class OfferSource(Protocol):
-    """A source of offers of links from other services."""
+    """Requests offers of links from other services."""
 
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """Return an offer of the service of that kind at host:port. The future fails with a BottegaError.
+        """Request an offer from the service of that kind at host:port. The future fails with a BottegaError.
 
         Args:
-            link_id: Id of the lost link that is replaced, or "".
-            terms: Properties that the service must match, such as the model's hash, by name.
+            link_id: ID of the lost link that is replaced, or "".
+            terms: Properties that the service must have, such as the model's hash, by name.
         """
         ...
 
@@ -66,37 +66,37 @@ class LinkClientSettings:
     """Timeouts and limits of a LinkClient."""
 
     silence_s: float = 5.0
-    """Seconds of silence after which a service counts as dead."""
+    """Seconds without a message after which a service counts as dead."""
     limits: Limits = field(default_factory=Limits)
-    """Limits on messages that the service sends."""
+    """Limits on the messages that the service sends."""
     send_s: float | None = None
-    """Seconds for which the service may let a message wait; None means silence_s."""
+    """Seconds in which the service must receive a message; None means silence_s."""
     connect_s: float = 5.0
-    """Timeout of offer and connection together. A healthy service takes milliseconds."""
+    """Seconds for offer and connection together. A healthy service takes milliseconds."""
     start_s: float = 120.0
-    """Timeout while the service reports that it is starting the engine in which its links end."""
+    """Seconds to wait while the service reports that it is starting its engine."""
     retry_s: float = 0.5
-    """Pause between two attempts to reach a service."""
+    """Seconds between two attempts to reach a service."""
     devices: DeviceLinks | None = None
-    """The devices of this process, if its links may be between devices."""
+    """The device of this process, if links may use it; else None."""
 
 
 class LinkClientHandler(LinkHandler):
-    """The client's callbacks for a link: whether one is wanted, and the handling of messages."""
+    """The callbacks of a LinkClient: whether a link is wanted, and the handling of messages."""
 
     @property
     @abstractmethod
     def wants_link(self) -> bool:
-        """Whether there should be a link. It must not wait. After a change to True, call LinkClient.wake."""
+        """Whether there should be a link. Must not wait. After a change to True, call LinkClient.wake."""
 
 
 class LinkClient:
-    """A client that opens a link whenever its handler wants one and there is none.
+    """Opens a link whenever its handler wants one and there is none.
 
     Args:
         peer: Name of the service in texts.
-        request: Requests an offer, given the id of the link that it replaces.
-        link_id: Id of a link that an earlier client had.
+        request: Requests an offer. It gets the ID of the link that the new one replaces.
+        link_id: ID of a link that an earlier client had, or "".
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class LinkClient:
         return self.connection.serve(link, self._handler)
 
     def _open(self, deadline: Deadline) -> Link:
-        """Open a link. Retry until the deadline if the service has no room, or its engine is starting.
+        """Open a link. Retry until the deadline if the service has too many links, or its engine is starting.
 
         Args:
             deadline: For offer and connection, from the moment at which the service's engine has started.

@@ -1,7 +1,7 @@
-"""A link as a process uses it: one thread receives, another sends what any thread put into the outbox.
+"""A link as a process uses it: one thread receives, another sends what any thread has put into the outbox.
 
-A LinkHandler gives the messages their meaning. This module answers pings. Where the peer must not fall silent, it is
-pinged when nothing comes, and given up in the end.
+A LinkHandler handles the messages. This module answers pings. Where the peer must not fall silent, it is pinged when
+nothing arrives, and finally given up.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class ConnectionSettings:
     """Names and timeouts of a connection."""
 
     here: str
-    """Name of this end in texts, such as "the worker"."""
+    """Name of this process in texts, such as "the worker"."""
     peer: str
-    """Name of the other end in texts."""
+    """Name of the other process in texts."""
     silence_s: float
-    """Seconds of silence after which the peer counts as dead."""
+    """Seconds without a message after which the peer counts as dead."""
     send_s: float
-    """Seconds for which the peer may let a message wait."""
+    """Seconds in which the peer must receive a message."""
     receive_s: float | None
-    """Seconds in which a message of the peer must arrive; None: as long as bytes keep arriving."""
+    """Seconds in which a message from the peer must arrive; None: as long as bytes keep arriving."""
     pings: bool
-    """Whether this end sends pings, and so checks the link several times a second."""
+    """Whether this end sends pings. It then checks the link several times a second."""
 
 
 class LinkHandler(ABC):
-    """The messages and rules of a pair of services, at one end of its links."""
+    """Handles the messages of one end of a link. Each pair of services has its own messages and rules."""
 
     def on_open(self, connection: Connection) -> None:  # noqa: B027 - a hook
         """Handle the opening of the link, before any message arrives. Called by the receiving thread."""
@@ -77,7 +77,7 @@ class LinkHandler(ABC):
         """
 
     def on_disconnect(self) -> None:  # noqa: B027 - a hook
-        """Handle the end of the link. `on_end` follows when nothing is being sent. Called by the receiving thread."""
+        """Handle the end of the link, in the receiving thread. `on_end` follows when nothing is being sent."""
 
     @abstractmethod
     def on_end(self, cause: BottegaError) -> None:
@@ -88,7 +88,7 @@ class LinkHandler(ABC):
 
     @property
     def progress(self) -> int:
-        """A counter that increases while this end makes progress. Responses to pings carry it."""
+        """A counter that rises while this end makes progress. Answers to pings contain it."""
         return 0
 
     def on_pong(self, progress: int) -> None:  # noqa: B027 - a hook
@@ -124,15 +124,15 @@ class Connection:
 
     @property
     def cause(self) -> LinkError | None:
-        """Why the connection was closed here, or why the link ended."""
+        """Why this process closed the connection, or why the link ended; None while it is open."""
         return self._cause or (self.link.cause if self.link is not None else None)
 
     def send(self, message: WholeMessage, *, on_failure: Callable[[BottegaError], None] | None = None) -> bool:
-        """Put a whole message into the outbox; return False if the link has ended.
+        """Put a whole message into the outbox. Return False if the link has ended.
 
         Args:
-            on_failure: Called if there is no memory for the message or it is too large for the peer. Without it, that
-                ends the link.
+            on_failure: Called if there is no memory for the message or it is too large for the peer. If None, that ends
+                the link.
         """
 
         def send(link: Link) -> None:
@@ -146,9 +146,9 @@ class Connection:
         return self.post(send)
 
     def post(self, task: SendTask) -> bool:
-        """Put a task for the sending thread into the outbox; return False if the link has ended.
+        """Put a task for the sending thread into the outbox. Return False if the link has ended.
 
-        The task runs even if the link ends before its turn, so that it frees what it holds.
+        The task runs even if the link ends before its turn, so that it can free what it holds.
         """
         self._used_at = time.monotonic()
         return self._enqueue(task)
@@ -160,11 +160,11 @@ class Connection:
             if self._outbox.qsize() < MAX_OUTBOX:
                 self._outbox.put(task)
                 return True
-        self.close(PeerDead(f"{self._settings.peer} reads nothing of what is sent to it"))
+        self.close(PeerDead(f"{self._settings.peer} does not read the messages that are sent to it"))
         return False
 
     def send_now(self, link: Link, message: WholeMessage, *, file: SealedFile | None = None) -> None:
-        """Send a whole message, in the sending thread. Raises like Link.send."""
+        """Send a whole message. Only the sending thread may call it. Raises the errors of Link.send."""
         link.send(message.layout, message.buffers, Deadline.after(self._settings.send_s), file=file)
 
     def wait(self, incoming: Incoming, count: int) -> None:
@@ -182,13 +182,13 @@ class Connection:
         return [incoming.view(index) for index in range(count)]
 
     def wait_all_parts(self, incoming: Incoming) -> list[Part]:
-        """Wait for a whole message; return its tensors where they lie. Raises LinkError."""
+        """Wait for a whole message; return its tensors in host or device memory. Raises LinkError."""
         count = len(incoming.layout.specs)
         self.wait(incoming, count)
         return [incoming.part(index) for index in range(count)]
 
     def close(self, cause: LinkError) -> None:
-        """End the connection without waiting. The peer is told."""
+        """End the connection without waiting, and tell the peer."""
         with self._lock:
             self._cause = self._cause or cause
             link = self.link
@@ -240,7 +240,7 @@ class Connection:
                 self._send_sign(number_message(_PONG, handler.progress))
 
     def _send_sign(self, message: WholeMessage) -> None:
-        """Put a ping or its response into the outbox."""
+        """Put a ping, or the answer to one, into the outbox."""
         self._enqueue(lambda link: self.send_now(link, message))
 
     def _send_all(self, link: Link, handler: LinkHandler) -> None:
@@ -265,20 +265,20 @@ class Connection:
         except ValueError as error:
             link.end(BadFrame(f"{peer} broke the rules of its messages: {error}"))
         except BottegaError as error:
-            link.end(PeerDead(f"{here} could not go on with the link: {error.message}"))
+            link.end(PeerDead(f"{here} had to end the link: {error.message}"))
         except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-            _log.exception("a link could not be served", extra={"link_id": link.link_id, "peer": peer})
-            link.end(PeerDead(f"{here} could not serve the link"))
+            _log.exception("a link failed with an unexpected error", extra={"link_id": link.link_id, "peer": peer})
+            link.end(PeerDead(f"{here} had to end the link because of an internal error"))
 
 
 class Keepalive:
-    """A receiver that pings a silent peer. One thread uses it.
+    """Receives messages and pings a silent peer. One thread uses it.
 
     Time during which this process itself was stopped does not count as silence of the peer.
 
     Args:
         peer: Its name in errors.
-        silence_s: Seconds of silence after which the peer counts as dead.
+        silence_s: Seconds without a message after which the peer counts as dead.
         ping: Sends a ping; None if the peer sends something every few seconds anyway.
         check: Called while no message arrives. Raises to end the link although the peer answers pings.
         is_at_rest: Returns whether the link has carried only pings for a while, so that checks can be rarer.
@@ -309,7 +309,7 @@ class Keepalive:
     def next(self) -> Incoming:
         """Return the next message.
 
-        Raises DeadlineExceeded if the peer has been silent for too long, and like `check` and Link.recv.
+        Raises DeadlineExceeded if the peer has been silent for too long, and the errors of `check` and Link.recv.
         """
         while True:
             try:
@@ -322,7 +322,7 @@ class Keepalive:
                 return incoming
 
     def wait(self, incoming: Incoming, count: int) -> None:
-        """Wait for the first `count` tensors of a message, as long as bytes keep coming. Raises like `next`."""
+        """Wait for the first `count` tensors of a message while bytes keep arriving. Raises the errors of `next`."""
         while True:
             filled = incoming.filled
             try:
@@ -346,7 +346,9 @@ class Keepalive:
         now_s = self._awake()
         quiet_s = now_s - self._last_s
         if quiet_s > self._silence_s:
-            raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error
+            raise DeadlineExceeded(
+                f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped or unreachable"
+            ) from error
         self._check()
         quiet_since_s = max(self._last_s, self._pinged_s)
         share = _REST_PING_SHARE if self._is_at_rest() else _PING_SHARE

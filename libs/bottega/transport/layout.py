@@ -60,7 +60,7 @@ class TensorSpec:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    """Extents, outermost first, each at least 1; () is a single element."""
+    """Dimensions, outermost first, each at least 1; () is a single element."""
 
     def __post_init__(self) -> None:
         if not (0 < len(self.name.encode()) <= MAX_NAME_BYTES and self.name.isprintable()):
@@ -80,16 +80,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Tensors in the order in which they are sent: those that are needed first come first.
+    """The tensors of a message, in the order in which they are sent: those that are needed first come first.
 
-    Raises ValueError if there is no tensor, too many, two of one name, or fewer tensors than headers.
+    Raises ValueError if there is no tensor, too many, two with the same name, or fewer tensors than headers.
     """
 
     specs: tuple[TensorSpec, ...]
     headers: int = 0
-    """How many tensors, from the first, are the message's header."""
+    """Number of tensors, counted from the first, that are the message's header."""
     header_bytes: int = field(init=False)
-    """Bytes of the slot that the header takes."""
+    """Bytes of the header in the slot."""
     offsets: tuple[int, ...] = field(init=False)
     """First byte of each tensor in the slot."""
     ends: tuple[int, ...] = field(init=False)
@@ -136,7 +136,7 @@ class Layout:
         return tuple(slot[offset:end] for offset, end in zip(self.offsets, self.ends, strict=True))
 
     def encode(self) -> bytes:
-        """Return the description that is registered with a peer."""
+        """Serialize the layout, to register it with a peer."""
         parts = [_COUNTS.pack(len(self.specs), self.headers)]
         for spec in self.specs:
             name, rank = spec.name.encode(), len(spec.shape)
@@ -145,7 +145,7 @@ class Layout:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Layout:
-        """Return the layout of a description. Raises ValueError that names the rule which the bytes break.
+        """Parse a serialized layout. Raises ValueError, which names the broken rule.
 
         Args:
             encoded: A copy, not memory that the peer may still change.
@@ -158,7 +158,7 @@ class Layout:
             raise ValueError(f"a layout's description has {count} tensors; at most {MAX_TENSORS} can be sent")
         specs = tuple(_read_spec(stream) for _ in range(count))
         if stream.read(1):
-            raise ValueError("a layout's description has bytes behind its end")
+            raise ValueError("a layout's description has bytes after its end")
         return cls(specs=specs, headers=headers)
 
 

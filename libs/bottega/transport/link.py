@@ -27,12 +27,12 @@ class LinkTerms:
     epoch: int
     backend_choice: BackendChoice
     ours: Limits
-    """Limits on messages that this end receives."""
+    """Limits on the messages that this process receives."""
     theirs: Limits
-    """Limits on messages that the other end receives."""
+    """Limits on the messages that the other process receives."""
     counters: LinkCounters
     lease_s: float = LEASE_S
-    """Seconds for which messages stay readable after the link's end."""
+    """Seconds for which messages stay readable after the link has ended."""
 
 
 class Link:

@@ -57,9 +57,9 @@ def private_slot(size_bytes: int) -> mmap.mmap:
 
 
 def shared_slot(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """Return memory to write and share: the file descriptor for the peer, which the caller closes, and our mapping.
+    """Return memory to write and share: a file descriptor for the peer, which the caller closes, and its mapping.
 
-    Every page is reserved first, so a system without room raises NoSharedMemory here, instead of SIGBUS later.
+    Every page is reserved first, so a system without memory raises NoSharedMemory here, instead of SIGBUS later.
     """
     size = _pages(size_bytes)
     with _no_memory(size):
@@ -116,7 +116,7 @@ def address(buffer: object) -> int:
 
 
 def sharing_failure() -> str:
-    """Share one page as a test; return why sharing does not work, or ""."""
+    """Share one page as a test. Return why sharing does not work, or ""."""
     try:
         descriptor, _ = shared_slot(mmap.PAGESIZE)
         try:
@@ -135,7 +135,7 @@ def _check_slot(descriptor: int, size_bytes: int) -> None:
         raise BadFrame("the peer sent a file that is not shared memory") from None
     status = os.fstat(descriptor)
     if seals & _SEALS != _SEALS:
-        raise BadFrame("the peer sent memory that is not sealed: it could be taken away while we read it")
+        raise BadFrame("the peer sent memory that is not sealed: it could be removed while we read it")
     if status.st_size != size_bytes or size_bytes % mmap.PAGESIZE or status.st_blocks * 512 < size_bytes:
         raise BadFrame(f"the peer announced a slot of {size_bytes} bytes and sent one of {status.st_size}")
 
@@ -199,7 +199,7 @@ def _libc() -> Any:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
+    """Copy all of `source` to the start of `target`; both are flat bytes. Large copies let other threads run."""
     size = len(source)
     if size <= _SMALL_BYTES:
         target[:size] = source
@@ -212,7 +212,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def _by_two(target: int, source: int, size: int) -> None:
-    """Copy in two threads that take pieces until none is left. If the other is late, the caller copies everything."""
+    """Copy in two threads that take pieces until none is left. If one is late, the caller copies everything."""
     piece = -(-size // _PIECES)
     starts = deque(range(0, size, piece))
 
@@ -255,7 +255,7 @@ class Slot:
         return len(self.memory)
 
     def views(self, layout: Layout) -> tuple[memoryview, ...]:
-        """Return the memory of each tensor of the layout. The slot is large enough."""
+        """Return the memory of each tensor of the layout. The slot must be large enough."""
         if self._layout is not layout:
             self._layout, self._views = layout, layout.views(self.memory)
         return self._views
@@ -288,20 +288,20 @@ class GrowingSlots:
         return found
 
     def clear(self) -> None:
-        """Forget all slots. Memory that is still referenced stays valid."""
+        """Drop all slots. Memory that is still referenced stays valid."""
         self._slots.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """A file to send. Its maker may close the descriptor at any time: a sent file stays with the receiver."""
+    """A memory file to send. Its creator may close the descriptor at any time: the receiver keeps a sent file."""
 
     descriptor: int
     size_bytes: int
 
 
 def new_file(name: str) -> int:
-    """Create an empty file, and return its descriptor, which the caller closes. Raises OSError.
+    """Create an empty memory file, and return its descriptor, which the caller closes. Raises OSError.
 
     Args:
         name: Shown by tools that inspect the process.
@@ -319,7 +319,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def seal(descriptor: int) -> None:
-    """Seal the file: nobody can change it any more. Raises OSError while a writable mapping exists."""
+    """Seal the file, so that nobody can change it any more. Raises OSError while a writable mapping exists."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FILE_SEALS)
 
 

@@ -1,6 +1,6 @@
-"""Common parts of link messages: the kind, which is the name of the first tensor, and numbers; and pacing.
+"""What messages of links have in common: a kind, which is the name of the first tensor, and numbers; and pacing.
 
-bottega.device_links.tensor_messages makes messages of torch tensors. Large transfers are sent in pieces that keep to a
+bottega.device_links.tensor_messages builds messages of torch tensors. Large transfers are sent in pieces that keep to a
 rate and let other messages pass in between.
 """
 
@@ -59,7 +59,7 @@ def pack_number(number: int) -> bytes:
 
 
 def read_number(layout: Layout, parts: Sequence[Part]) -> int:
-    """Return the number that a message begins with. Raises ValueError if it begins with something else."""
+    """Return the number with which a message begins. Raises ValueError if it begins with something else."""
     spec = layout.specs[0]
     if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
         raise ValueError(f"a {spec.name} message does not begin with a number")
@@ -67,10 +67,10 @@ def read_number(layout: Layout, parts: Sequence[Part]) -> int:
 
 
 class RateLimiter:
-    """A limiter of the bytes that a link sends per second; 0 means no limit.
+    """Limits the bytes that a link sends per second; 0 means no limit.
 
     Args:
-        max_bytes: Maximum size of a piece, whatever the rate.
+        max_bytes: Upper bound on the bytes of a piece, whatever the rate.
     """
 
     def __init__(self, bytes_per_s: int, *, max_bytes: int) -> None:
@@ -85,7 +85,7 @@ class RateLimiter:
 
     @property
     def max_bytes(self) -> int:
-        """Maximum size of the next piece."""
+        """Upper bound on the bytes of the next piece."""
         if not self._bytes_per_s:
             return self._max_bytes
         return min(self._max_bytes, max(_LEAST_BYTES, int(self._bytes_per_s * _PIECE_S)))
@@ -100,8 +100,8 @@ class PieceSize:
     """Chooses the size of the next piece: the bytes that the link moves in _PIECE_S, measured on earlier pieces.
 
     Args:
-        slots: How many messages the receiver can hold. The time of slots + 1 pieces is measured: not all of them fit
-            into the receiver, so it shows the speed of the link instead of free buffers.
+        slots: Number of messages that the receiver can hold. The time of slots + 1 pieces is measured, because not all
+            of them fit into the receiver, so it shows the speed of the link instead of free buffers.
     """
 
     def __init__(self, *, slots: int, max_bytes: int) -> None:
@@ -112,7 +112,7 @@ class PieceSize:
         self._since_s = 0.0
 
     def next(self) -> int:
-        """Return the size of the next piece in bytes. Call it before each piece."""
+        """Return the bytes of the next piece. Call it before each piece."""
         now_s = time.monotonic()
         if self._pieces == self._measured_pieces:
             took_s = (now_s - self._since_s) / self._measured_pieces

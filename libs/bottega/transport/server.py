@@ -19,17 +19,17 @@ from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.listener import LinkListener
 from bottega.transport.handshake.offer import Offer, TcpEndpoint
 
-# For the rest of a message that has begun to arrive, and for a worker to read an answer.
+# Seconds for the rest of a message that has begun to arrive, and for a worker to read an answer.
 MESSAGE_S = 20.0
 # A worker uses an offer at once, or not at all.
 _TOKEN_S = 5.0
 # Longer than an offer lives, so the listener ends the wait.
 _ACCEPT_S = 2 * _TOKEN_S
-# A worker sends a ping every few seconds (keepalive.py), or it is gone.
+# Seconds of silence: a worker sends a ping every few seconds (Keepalive), or it has ended.
 _SILENCE_S = 30.0
 # Each worker has one link. The listener bounds unused offers.
 _MAX_LINKS = 256
-# Most suites run all their workers on a few hosts; some links are left for another host.
+# Upper bound per host. Most suites run all their workers on a few hosts; some links are left for another host.
 _MAX_LINKS_PER_HOST = 192
 # A link may end at any moment. The spread keeps refused workers from returning together.
 _RETRY_S = (0.5, 1.5)
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _NOT_USED = SampledLog(
     _log, "an offer of a link was not used", more="more offers of links were not used", counted="offers"
 )
-_LINKED = SampledLog(_log, "a worker is linked", more="more links were opened", counted="links")
+_LINKED = SampledLog(_log, "a worker has opened a link", more="more links were opened", counted="links")
 _ENDED = SampledLog(_log, "a worker's link has ended", more="more links have ended", counted="links")
 
 H = TypeVar("H", bound=LinkHandler)
@@ -50,17 +50,17 @@ class LinkServerSettings:
     """Limits and timeouts of a LinkServer."""
 
     limits: Limits
-    """Limits on messages that workers send."""
+    """Limits on the messages that workers send."""
     send_s: float = MESSAGE_S
-    """Seconds for which a worker may let a message wait."""
+    """Seconds in which a worker must receive a message."""
     receive_s: float = MESSAGE_S
-    """Seconds in which a message of a worker must arrive, once it has begun."""
+    """Seconds in which a message from a worker must arrive, once it has begun."""
     max_links: int = _MAX_LINKS
-    """Maximum number of links at once."""
+    """Upper bound on open links."""
     max_links_per_host: int = _MAX_LINKS_PER_HOST
-    """Maximum number of links with one host at once."""
+    """Upper bound on open links with one host."""
     devices: DeviceLinks | None = None
-    """The devices of this process, if its links may be between devices."""
+    """The device of this process, if links may use it; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,13 +75,13 @@ class _OpenLink(Generic[H]):
 
 
 class LinkServer(ABC, Generic[H]):
-    """A server of links. Any thread may call it.
+    """Serves links. Any thread may call it.
 
     Args:
-        service: Name of this end in texts.
-        peer: Name of the other end in texts.
+        service: Name of this process in texts.
+        peer: Name of the other process in texts.
         counters: Counters of all links.
-        advertised: Address that offers name instead of the listener's own.
+        advertised: Address that offers contain instead of the listener's own; None for the listener's.
 
     Raises ConfigError if an address cannot be bound.
     """
@@ -123,7 +123,7 @@ class LinkServer(ABC, Generic[H]):
         """Return an offer for a worker.
 
         Args:
-            link_id: Id of the link that it replaces, or "".
+            link_id: ID of the link that the new one replaces, or "".
             caller: Host of the worker.
 
         Raises Draining, LinksFull, or InvalidRequest for a malformed link_id.
@@ -141,7 +141,7 @@ class LinkServer(ABC, Generic[H]):
         self.draining = True
 
     def close(self) -> None:
-        """Open no more links, and end the open ones. It may wait for messages that are being sent."""
+        """Open no more links, and end the open ones. May wait for messages that are being sent."""
         self._listener.close()
         with self._lock:
             self._closed = True
@@ -162,7 +162,7 @@ class LinkServer(ABC, Generic[H]):
         ):
             if count >= most:
                 raise LinksFull(
-                    f"{most} {whose} are linked with {self._service}, the most that it serves",
+                    f"{self._service} has links with {most} {whose}, as many as it may",
                     metadata={"limit": "links"},
                     retry_after_s=random.uniform(*_RETRY_S),
                 )
@@ -204,6 +204,6 @@ class LinkServer(ABC, Generic[H]):
 
 
 def sum_up_logs() -> None:
-    """Log how many log lines about links were suppressed."""
+    """Log how many log lines about links were not logged, because they are sampled."""
     for lines in (_NOT_USED, _LINKED, _ENDED):
         lines.sum_up()

@@ -92,5 +92,7 @@ def test_hostile_images_beside_ordinary_requests_delay_them_little(suite: Suite,
     print(f"alone {alone:.3f} s, beside {beside:.3f} s, worst {max(beside_s):.3f} s")
     assert max(beside_s) < MOST_S
     assert suite.gateway.process.poll() is None
-    replaced = [event for event in suite.gateway.events() if event.get("event") == "child process lost"]
+    replaced = [
+        event for event in suite.gateway.events() if event.get("event") == "a child process was lost during a call"
+    ]
     assert not replaced, "a process was ended: something took as long as it could"

@@ -117,7 +117,7 @@ async def test_one_that_stands_still_is_given_up_after_one_deadline(
     limited = ControlNetInspector(deadline_s=1)
     with pytest.raises(Unavailable, match="not checked in time"):
         await limited.inspect("stands still", root / "good", root)
-    (lost,) = (record for record in caplog.records if record.getMessage() == "child process lost")
+    (lost,) = (record for record in caplog.records if record.getMessage() == "a child process was lost during a call")
     assert lost.why == "stood still"  # type: ignore[attr-defined]
     assert not limited.pids, "another process would have a deadline of its own"
 

@@ -395,7 +395,7 @@ def test_within_a_host_a_message_carries_a_file_and_elsewhere_it_is_said_that_no
     data = bytes(range(251)) * 1000
     with sealed_file(data) as file:
         if not near.passes_files:
-            with pytest.raises(ValueError, match="passes no files"):
+            with pytest.raises(ValueError, match="cannot pass files"):
                 near.send(LAYOUT, content(LAYOUT, 1), patience(), file=file)
         for seed in range(4 * near.passes_files):  # more than there are slots
             near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)

@@ -57,7 +57,7 @@ def test_one_host_leaves_links_for_another_one(server: EchoServer) -> None:
     with ExitStack() as links:
         for _ in range(4):
             links.enter_context(link_to(server))
-        with pytest.raises(LinksFull, match="4 workers of your host are linked with the server"):
+        with pytest.raises(LinksFull, match="the server has links with 4 workers of your host"):
             server.offer("w", "", caller="10.0.0.1")
         links.enter_context(link_to(server, caller="10.0.0.2"))
 

@@ -125,7 +125,7 @@ async def test_an_engine_that_cannot_use_its_configuration_is_not_started_again(
             await start(config)
         error = caught.value
     assert isinstance(error, ConfigError)
-    assert error.message == "the engine cannot use its configuration; what it logged just before says why"
+    assert error.message == "the engine cannot use its configuration; its last log lines say why"
     starts = [line.was_ready for line in caplog.records if line.message == "engine lost"]  # type: ignore[attr-defined]
     assert starts == ([True, False] if was_ready else [False])
 

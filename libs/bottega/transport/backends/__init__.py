@@ -14,7 +14,7 @@ from bottega.transport.channel.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A connection on which both ends have proved themselves."""
+    """A connection on which both processes have proved that they know the offer's token."""
 
     connection: socket.socket
     keys: SealKeys | None = None
@@ -22,17 +22,17 @@ class Proven:
 
     @property
     def records(self) -> Records | None:
-        """Records that seal the connection, or None."""
+        """Encrypts and decrypts the connection's bytes; None if it is not sealed."""
         return Records(self.keys) if self.keys is not None else None
 
 
 def backend_ends(
     backend: Backend, sending: Proven, receiving: Proven, limits: Limits
 ) -> tuple[SenderBackend, ReceiverBackend]:
-    """Return this process's ends of both directions.
+    """Return the sender and the receiver of this process.
 
     Args:
-        limits: Limits of what this process receives.
+        limits: Limits on the messages that this process receives.
     """
     if backend == Backend.MEMFD:
         return MemfdSender(sending.connection), MemfdReceiver(receiving.connection, limits)

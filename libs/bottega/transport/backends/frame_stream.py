@@ -35,10 +35,10 @@ _Rights = tuple[int, int, "array.array[int]"]
 
 
 class FrameStream:
-    """An end of one direction's connection: the part of a BackendEnd that all backends share.
+    """One end of one direction's connection. All backends share this part of a BackendEnd.
 
     Args:
-        records: Seals outgoing and opens incoming bytes; None for plain bytes.
+        records: Encrypts outgoing and decrypts incoming bytes; None for plain bytes.
     """
 
     def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
@@ -80,7 +80,7 @@ class FrameStream:
                 self._torn = False
 
     def write(self, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        """Send bytes, gathered from the pieces. Raises DeadlineExceeded, which leaves the stream torn, and PeerDead."""
+        """Send the pieces. Raises PeerDead, or DeadlineExceeded, after which the stream cannot be used further."""
         with self._writing:
             self._torn = True  # until everything is sent
             if self._records is not None:
@@ -92,7 +92,7 @@ class FrameStream:
             self._torn = False
 
     def send_frame_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
-        """Send a frame, followed by one byte that carries a file descriptor. Raises like `write`."""
+        """Send a frame, followed by one byte that carries a file descriptor. Raises the errors of `write`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         with self._writing:
             self._torn = True
@@ -102,7 +102,7 @@ class FrameStream:
             self._torn = False
 
     def receive_descriptor(self) -> int:
-        """Return the descriptor that comes with the next byte, which has already arrived.
+        """Return the file descriptor that comes with the next byte, which has already arrived.
 
         Raises PeerDead, BadFrame, NoSharedMemory.
         """
@@ -156,7 +156,7 @@ class FrameStream:
         return done
 
     def shut_down(self, cause: LinkError) -> None:
-        """Send BYE unless half a message is in the way, end the connection, and wake the waiting threads."""
+        """Send BYE (unless half a message is in the way), shut the connection down, and wake the waiting threads."""
         # A thread that is writing a frame finishes soon. After half a message, the peer would read a BYE as part of it.
         if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:
@@ -176,7 +176,7 @@ class FrameStream:
         self.socket.close()
 
     def wait_readable(self, deadline: Deadline) -> bool:
-        """Return whether something can be read before the deadline; the end of the connection counts.
+        """Wait until something can be read, or the connection ends. Return False at the deadline.
 
         Raises BadFrame at once if the received bytes are not a record.
         """
@@ -187,7 +187,7 @@ class FrameStream:
         return bool(self._readable.poll(_milliseconds(deadline)))
 
     def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
-        """Return a whole header, or None at the deadline. A partly read header is continued."""
+        """Return a whole header, or None at the deadline. The next call continues with a partly read header."""
         if self._have == 0 and self._records is None:
             if not self._readable.poll(_milliseconds(deadline)):
                 return None
@@ -206,7 +206,7 @@ class FrameStream:
         return self._header if self._gather(self._header, deadline) else None
 
     def _gather(self, target: bytearray, deadline: Deadline) -> bool:
-        """Fill `target`, continuing where the last call stopped; return False at the deadline."""
+        """Fill `target`, continuing where the last call stopped. Return False at the deadline."""
         while self._have < len(target):
             if not self.wait_readable(deadline):
                 return False
@@ -240,7 +240,7 @@ class FrameStream:
         return min(missing, _COARSE_BYTES)
 
     def _sealed(self, data: bytes) -> bytes | memoryview:
-        """Return the data as it is sent, sealed if the link is. Hold `_writing`, because records are ordered."""
+        """Return the data in the form in which it is sent. Hold `_writing`, because records are ordered."""
         return data if self._records is None else self._records.seal(data)
 
     def _send_at_once(self, encoded: bytes | memoryview) -> int:
@@ -271,9 +271,9 @@ class FrameStream:
 
 
 def gone(error: OSError | None = None) -> PeerDead:
-    """Return the error for a lost connection, whose peer has probably ended."""
+    """Return the error for a lost connection. Its peer has probably ended."""
     why = f" ({error.strerror})" if error and error.strerror else ""
-    return PeerDead(f"the process at the other end of the link is gone{why}")
+    return PeerDead(f"the process at the other end of the link has ended{why}")
 
 
 def _poll(connection: socket.socket, events: int) -> select.poll:

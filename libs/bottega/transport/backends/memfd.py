@@ -1,8 +1,8 @@
-"""Links between processes of one host: bytes lie in sealed shared memory, frames go over a unix socket.
+"""Links between processes on one host: messages are in sealed shared memory, frames go over a unix socket.
 
-The sender owns the slots and writes them in place or copies into them. The receiver maps the same pages and cannot
-write them. The memory of a slot is passed once, when it is first used or has to grow; a file is passed with its
-message. Both are mapped on arrival and their descriptors are closed.
+The sender owns the slots (message buffers) and writes them in place or copies into them. The receiver maps the same
+pages and cannot write them. The memory of a slot is passed once, when it is first used or has to grow; a file is passed
+with its message. Both are mapped on arrival and their descriptors are closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
 
 
 class MemfdSender(FrameStream):
-    """The sender's end of a memfd link."""
+    """The sender of one direction over shared memory."""
 
     passes_files = True
 
@@ -64,7 +64,7 @@ class MemfdSender(FrameStream):
 
 
 class MemfdReceiver(FrameStream):
-    """The receiver's end of a memfd link."""
+    """The receiver of one direction over shared memory."""
 
     def __init__(self, connection: socket.socket, limits: Limits) -> None:
         super().__init__(connection)

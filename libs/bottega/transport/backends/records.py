@@ -1,9 +1,9 @@
-"""Sealed records, in which bytes cross a network between hosts. This module knows no sockets.
+"""Sealed (encrypted) records, in which bytes cross a network between hosts. This module does not use sockets.
 
 A record is its length (4 bytes), followed by up to 256 KiB encrypted with AES-256-GCM. Each direction of a connection
 has its own key, derived from the offer's token and both ends' nonces, and counts its records. A record that was
-changed, omitted, repeated or moved does not open. A truncated connection is detected by its frames: without a BYE the
-peer counts as lost.
+changed, omitted, repeated or moved cannot be decrypted. A truncated connection is detected by its frames: without a BYE
+the peer counts as lost.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SealKeys:
     """The keys of one connection, 32 bytes each."""
 
     ours: bytes
-    """Key of the bytes that this end sends."""
+    """Key for the bytes that this end sends."""
     theirs: bytes
-    """Key of the bytes that this end receives."""
+    """Key for the bytes that this end receives."""
 
 
 class Records:
@@ -52,7 +52,7 @@ class Records:
         )
 
     def seal(self, data: bytes | memoryview) -> memoryview:
-        """Return a record of at most RECORD_BYTES. It is valid until the next one is sealed."""
+        """Return the data as a record of at most RECORD_BYTES. It is valid until the next one is sealed."""
         size = len(data) + _TAG_BYTES
         record = self._outgoing[: _HEADER_BYTES + size]
         record[:_HEADER_BYTES] = size.to_bytes(_HEADER_BYTES, "little")
@@ -101,12 +101,14 @@ class Records:
 
     @property
     def missing(self) -> int:
-        """Number of bytes that the current record lacks. Raises like `wanted`."""
+        """Number of bytes that are missing from the current record. Raises the errors of `wanted`."""
         self.read_header()
         return (self._due or _HEADER_BYTES) - self._have
 
     def received(self, count: int, target: memoryview) -> int:
-        """Count bytes received into `wanted`; return how many bytes of a complete record went into `target`.
+        """Account for bytes received into `wanted`.
+
+        Return how many bytes of a complete record were written to `target`.
 
         A record that does not fit into `target` waits. Raises BadFrame for bytes that are not a record, or not the next
         one.

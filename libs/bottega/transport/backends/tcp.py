@@ -1,4 +1,4 @@
-"""Links between hosts: frames and bytes share one TCP connection for each direction, sealed in records.
+"""Links between hosts: each direction has a TCP connection for frames and messages, sealed in records.
 
 The sender gathers from the caller's buffers or from its own slots. The receiver reads straight into its slots, so only
 the system copies the bytes.
@@ -24,8 +24,8 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 3), (socket.TCP_
 def tune(connection: socket.socket) -> None:
     """Set TCP_NODELAY and keepalive on a link's connection.
 
-    The system sizes the buffers by the path's delay. Fixed buffers of 4 MiB took half as long again on one host,
-    because the bytes leave the processor's cache meanwhile.
+    The system sizes the buffers by the path's delay. With fixed buffers of 4 MiB, transfers within a host took half as
+    long again, because the bytes leave the processor's cache meanwhile.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -34,7 +34,7 @@ def tune(connection: socket.socket) -> None:
 
 
 class TcpSender(FrameStream):
-    """The sender's end of a TCP link."""
+    """The sender of one direction over TCP."""
 
     passes_files = False
 
@@ -56,7 +56,7 @@ class TcpSender(FrameStream):
         return pieces
 
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        raise ValueError("links over TCP pass no files")
+        raise ValueError("links over TCP cannot pass files")
 
     def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
         self.write([memoryview(frame.pack()), *on_host(pieces)], deadline)
@@ -67,7 +67,7 @@ class TcpSender(FrameStream):
 
 
 class TcpReceiver(FrameStream):
-    """The receiver's end of a TCP link."""
+    """The receiver of one direction over TCP."""
 
     def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
         super().__init__(connection, records)

@@ -43,7 +43,7 @@ class Buffer(Protocol):
 
 
 class DeviceBuffer(Protocol):
-    """Flat bytes in device memory. Its implementation is in bottega.device_links."""
+    """Flat bytes in device memory. bottega.device_links implements it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -54,16 +54,16 @@ class DeviceBuffer(Protocol):
 
 
 Part: TypeAlias = memoryview | DeviceBuffer
-"""The bytes of one tensor of a message, where they lie. Tensors of a header are always a memoryview."""
+"""The bytes of one tensor of a message, in host or device memory. Tensors of a header are always a memoryview."""
 
 SentBuffer: TypeAlias = Buffer | DeviceBuffer
-"""A buffer from which a tensor of a whole message is sent."""
+"""A buffer from which a tensor of a message is sent."""
 
 
 def checked(layout: Layout, buffers: Sequence[SentBuffer]) -> list[Part]:
-    """Return the flat bytes of every buffer, with a header's copied to the host.
+    """Return the flat bytes of every buffer. Those of a header are copied to the host.
 
-    Raises ValueError if the buffers do not fit the layout.
+    Raises ValueError if the buffers do not match the layout.
     """
     if len(buffers) != len(layout.specs):
         raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
@@ -81,9 +81,9 @@ def on_host(parts: Sequence[Part]) -> list[memoryview]:
 
 
 def in_host_memory(part: Part) -> memoryview:
-    """Return a part that must be in host memory already.
+    """Return a part as a memoryview. It must be in host memory already.
 
-    Raises ValueError if it is not: nothing is parsed in device memory.
+    Raises ValueError if it is not, because nothing is parsed in device memory.
     """
     if not isinstance(part, memoryview):
         raise ValueError("the header of a message must be in host memory, not in device memory")
@@ -91,11 +91,11 @@ def in_host_memory(part: Part) -> memoryview:
 
 
 def check_file(file: SealedFile, *, passes: bool, max_bytes: int) -> None:
-    """Raise ValueError if the link passes no files or the file is empty, and TooLarge if it exceeds `max_bytes`."""
+    """Raise ValueError if the link cannot pass files or the file is empty, and TooLarge if it exceeds `max_bytes`."""
     if not passes:
-        raise ValueError("this link passes no files: check passes_files first")
+        raise ValueError("this link cannot pass files: check passes_files first")
     if file.size_bytes < 1:
-        raise ValueError("an empty file needs no passing")
+        raise ValueError("an empty file cannot be passed")
     if file.size_bytes > max_bytes:
         raise TooLarge(
             f"a file of {file.size_bytes} bytes is more than the {max_bytes} that the peer receives",
@@ -131,7 +131,7 @@ class Backend(StrEnum):
 
     @property
     def within_host(self) -> bool:
-        """Whether the backend links only processes of one host, which may share memory."""
+        """Whether the backend works only between processes on one host, which may share memory."""
         return self in {Backend.CUDA_IPC, Backend.MEMFD}
 
     @property
@@ -149,10 +149,10 @@ class BackendChoice:
 
 
 class SentSlot(Protocol):
-    """A slot of the sender, whose memory holds one message after another."""
+    """A slot (message buffer) of the sender. Its memory holds one message after another."""
 
     def views(self, layout: Layout) -> tuple[Part, ...]:
-        """Return the memory of each tensor of the layout. The slot is large enough."""
+        """Return the memory of each tensor of the layout. The slot must be large enough."""
         ...
 
     def pieces(self, layout: Layout, start: int, stop: int) -> Sequence[Part]:
@@ -161,12 +161,12 @@ class SentSlot(Protocol):
 
 
 class BackendEnd(Protocol):
-    """The operations that both ends of a direction share. One thread at a time calls all but `shut_down`."""
+    """What the two ends of a direction have in common. Only one thread at a time calls these, except `shut_down`."""
 
     def receive_frame(self, deadline: Deadline) -> Frame | None:
         """Return the peer's next frame with its payload, or None at the deadline.
 
-        It can be called again after None: a partly received frame is kept. Raises PeerDead at the end of the
+        It can be called again after None, because a partly received frame is kept. Raises PeerDead at the end of the
         connection, and BadFrame for bytes that are not a frame.
         """
         ...
@@ -185,7 +185,7 @@ class BackendEnd(Protocol):
 
 
 class SenderBackend(BackendEnd, Protocol):
-    """The sender's end of a backend."""
+    """The sender of one direction, implemented by a backend."""
 
     @property
     def passes_files(self) -> bool:
@@ -200,7 +200,7 @@ class SenderBackend(BackendEnd, Protocol):
         ...
 
     def stage(self, index: int, layout: Layout, parts: Sequence[Part], deadline: Deadline) -> list[Part]:
-        """Take a whole message from the sender's own memory; return the parts that `send_data` needs.
+        """Prepare a whole message from the caller's own memory. Return the parts that `send_data` needs.
 
         The memory must not change until the slot's credit is back.
         """
@@ -209,7 +209,7 @@ class SenderBackend(BackendEnd, Protocol):
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         """Attach a file to the slot's next message.
 
-        Raises like `send_frame`, and ValueError if the backend passes no files.
+        Raises the errors of `send_frame`, and ValueError if the backend cannot pass files.
         """
         ...
 
@@ -218,12 +218,12 @@ class SenderBackend(BackendEnd, Protocol):
         ...
 
     def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
-        """Send a DATA frame and move the bytes that are ready. Raises like `send_frame`."""
+        """Send a DATA frame and move the bytes that are ready. Raises the errors of `send_frame`."""
         ...
 
 
 class ReceiverBackend(BackendEnd, Protocol):
-    """The receiver's end of a backend."""
+    """The receiver of one direction, implemented by a backend."""
 
     def open_slot(self, index: int, layout: Layout) -> tuple[Part, ...]:
         """Return the memory of each tensor of this slot's message. Called once per message, before any byte moves."""
@@ -250,37 +250,37 @@ class DeviceEndpoint:
     """The device in whose memory one end of a link sends and receives messages."""
 
     host: str
-    """Identity of the running system."""
+    """Identity of the running system; "" if unknown."""
     device: str
-    """Identity of the device, the same for all processes."""
+    """Identity of the device, the same in all processes."""
     version: str
-    """Version of the software that moves bytes. Both ends must have the same."""
+    """Version of the software that moves bytes. It must be the same at both ends."""
     backends: tuple[Backend, ...]
     """Backends that this end supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenConnections:
-    """The connections of a link that is being opened, one for each direction."""
+    """The connections of a link that is being opened, one for each direction. Both ends have proved themselves."""
 
     sending: socket.socket
     receiving: socket.socket
     connecting: bool
-    """Whether this end connected."""
+    """Whether this process connected. Otherwise it listened."""
     limits: Limits
-    """Limits on messages that this end receives."""
+    """Limits on the messages that this process receives."""
 
 
 class DeviceLinks(Protocol):
-    """The device of a process, as links use it."""
+    """The device of a process, as its links see it."""
 
     @property
     def endpoint(self) -> DeviceEndpoint:
-        """The endpoint that offers contain."""
+        """The description of the device for offers."""
         ...
 
     def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
-        """Return why a backend cannot carry a link to a listener, or "". It does not wait."""
+        """Return why a backend cannot be used for a link to a listener, or "". Does not wait."""
         ...
 
     def open(

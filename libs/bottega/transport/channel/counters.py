@@ -1,4 +1,4 @@
-"""The state of a link, open or ended, and counters: bytes moved, time waited, and causes of ends.
+"""The state of a link (open or ended), and counters: bytes moved, time waited, and causes of ends.
 
 A link ends once, for one cause, at both ends of both directions together.
 """
@@ -18,14 +18,14 @@ from bottega.transport.channel.backend import BackendEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStatistics:
-    """Counters of the complete messages of one direction."""
+    """Counters of the complete messages in one direction."""
 
     messages: int = 0
     size_bytes: int = 0
     file_bytes: int = 0
-    """Bytes of files that messages carried. They were not moved and are not in the other counters."""
+    """Bytes of files that messages carried. They were shared, not moved, and are not in the other counters."""
     seconds: float = 0.0
-    """Total transfer time, which includes what the sender computed meanwhile.
+    """Total transfer time in seconds. It includes what the sender computed meanwhile.
 
     A sender counts from the credit to the last tensor sent, a receiver from the first frame to the last tensor.
     """
@@ -44,7 +44,7 @@ class TransferStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics:
-    """A snapshot of the counters."""
+    """A snapshot of LinkCounters."""
 
     sent: TransferStatistics
     received: TransferStatistics
@@ -52,11 +52,11 @@ class LinkStatistics:
     no_credit: int
     aborted: int
     deaths: Mapping[str, int]
-    """Number of ended links by error name; an orderly close counts as LinkClosed."""
+    """Number of ended links by the name of the error; an orderly close counts as LinkClosed."""
 
 
 class LinkCounters:
-    """Counters of one link, or of all links that share them. A service exports one for each kind of link."""
+    """Counters of one link, or of several links that share them. A service exports one for each kind of link."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class LinkCounters:
 
 
 class Lifecycle:
-    """State of a link: open, or ended by a cause."""
+    """The state of a link: open, or ended by a cause."""
 
     def __init__(self, ends: Sequence[BackendEnd], counters: LinkCounters) -> None:
         self._ends = ends

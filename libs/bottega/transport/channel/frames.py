@@ -42,27 +42,27 @@ class Frame(NamedTuple):
 
     kind: int
     flag: int = 0
-    """Of DATA: 1 if the sender aborts the message. Of BYE: the reason."""
+    """In DATA: 1 if the sender aborts the message. In BYE: the reason."""
     slot: int = 0
     """Index of the slot, from 0."""
     ready: int = 0
-    """Of DATA: how many tensors are ready, counted from the first."""
+    """In DATA: number of tensors that are ready, counted from the first."""
     layout: int = 0
     """Number of the layout on this link."""
     sequence: int = 0
-    """Of DATA and CREDIT: number of the message, from 1."""
+    """In DATA and CREDIT: number of the message, counted from 1."""
     size: int = 0
-    """Number of bytes that belong to the frame."""
+    """Number of bytes that follow the frame."""
     payload: bytes = b""
-    """Of LAYOUT: the description. It is not part of the header."""
+    """In LAYOUT: the description. It is not part of the header."""
 
     def pack(self) -> bytes:
-        """Return the header's bytes."""
+        """Serialize the header."""
         return _HEADER.pack(_MAGIC, *self[:-1])
 
 
 def unpack(header: bytes | bytearray) -> Frame:
-    """Return the frame in a copy of 28 received bytes. Raises BadFrame if they are not a frame.
+    """Parse a copy of 28 received bytes as a frame. Raises BadFrame if they are not a frame.
 
     Sender and receiver check the numbers of slots, layouts and messages, because they know the valid ones.
     """
@@ -80,9 +80,9 @@ _KINDS = frozenset(int(kind) for kind in FrameKind)
 # The reasons for a BYE, and the message at the peer. Any other reason is a plain close to the peer.
 _BYE_MESSAGES: dict[type[LinkError], str] = {
     LinkClosed: "the peer closed the link",
-    LayoutMismatch: "the peer expects messages of another layout than ours, and closed the link",
+    LayoutMismatch: "the peer expects messages of a layout other than ours, and closed the link",
     BadFrame: "the peer found a fault in what we sent, and closed the link",
-    StaleEpoch: "the peer has opened this link anew; this one is of an older epoch",
+    StaleEpoch: "the peer has opened this link again; this connection is of an older epoch",
     DeadlineExceeded: "the peer could not send a message in time, and closed the link",
 }
 _REASONS = tuple(_BYE_MESSAGES)
@@ -95,6 +95,6 @@ def bye(cause: LinkError) -> Frame:
 
 
 def cause_of_bye(frame: Frame) -> LinkError:
-    """Return the reason that the peer's BYE gives for the end of the link."""
+    """Return the cause of the link's end that the peer's BYE frame states."""
     kind = _REASONS[frame.flag] if frame.flag < len(_REASONS) else LinkClosed
     return kind(_BYE_MESSAGES[kind])

@@ -15,10 +15,10 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A point in time on time.monotonic() until which calls may wait. Several calls may share one deadline."""
+    """A time on time.monotonic() until which calls may wait. Several calls may share a deadline."""
 
     at: float
-    """Seconds of time.monotonic(). It is finite, because every wait ends."""
+    """The time in seconds of time.monotonic(). It is finite, because every wait must end."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):
@@ -26,7 +26,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """Return the deadline `seconds` from now; 0 does not wait at all."""
+        """Return the deadline `seconds` from now. 0 means not to wait at all."""
         return cls(at=time.monotonic() + seconds)
 
     def left_s(self) -> float:
@@ -46,11 +46,11 @@ class Limits:
     """
 
     slots: int = 2
-    """How many messages may be under way or held at once: the sender's credit."""
+    """Number of messages that may be on their way or kept at the same time: the sender's credit."""
     slot_bytes: int = 256 << 20
-    """Maximum size of one message, and of its file."""
+    """Upper bound on the bytes of one message, and of its file."""
     layouts: int = 64
-    """How many layouts are remembered. The sender forgets the least recently used one."""
+    """Number of layouts that are remembered. Beyond it, the sender drops the least recently used one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:

@@ -1,6 +1,6 @@
-"""The receiver's half of a link: it receives messages tensor by tensor, checks the peer's frames, and gives credit.
+"""The receiving half of a link: it receives messages tensor by tensor, checks the peer's frames, and gives credit.
 
-Every number that a check depends on is read once, from a copy, because the peer can still write shared memory.
+Every number on which a check depends is read once, from a copy, because the peer can still write shared memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Receiver:
                     )
 
     def pump(self, deadline: Deadline) -> bool:
-        """Process one frame, or some bytes of the last one. Return False if nothing arrived in time."""
+        """Process one frame, or some more bytes of the last one. Return False if nothing arrived in time."""
         try:
             if self._current is not None and self._current.awaited:
                 return self._fill(self._current, deadline)
@@ -83,7 +83,7 @@ class Receiver:
         return True
 
     def release(self, incoming: Incoming) -> None:
-        """Free the slot, now or when the sender has sent the rest of the message."""
+        """Free the slot now, or when the sender has sent the rest of the message."""
         with self._giving:
             if incoming.index not in self._held or incoming.released:
                 return
@@ -97,7 +97,7 @@ class Receiver:
             raise LeaseExpired(f"the link ended more than {self._lease_s:g} s ago; its messages are no longer valid")
 
     def close(self) -> None:
-        """Release memory and descriptors, after the link's end."""
+        """Release memory and descriptors, after the end of the link."""
         with self.lock, self._giving:
             self._started.clear()
             self._current = None
@@ -243,17 +243,17 @@ class Incoming:
         self.release()
 
     def wait(self, count: int, deadline: Deadline) -> None:
-        """Wait until the first `count` tensors have arrived. Only the receiver's thread calls it.
+        """Wait until the first `count` tensors have arrived. Only the receiver's thread may call it.
 
         Raises DeadlineExceeded, after which waiting again is possible; MessageAborted; or the cause of the link's end.
         """
         if count > len(self.layout.specs):
-            raise ValueError(f"{count} tensors will never be there: the message has {len(self.layout.specs)}")
+            raise ValueError(f"cannot wait for {count} tensors: the message has {len(self.layout.specs)}")
         if self.arrived < count:
             self._receiver.wait(self, count, deadline)
 
     def wait_all(self, deadline: Deadline) -> None:
-        """Wait until the message is complete. Raises like `wait`."""
+        """Wait until the message is complete. Raises the errors of `wait`."""
         self.wait(len(self.layout.specs), deadline)
 
     def view(self, index: int) -> memoryview:
@@ -262,12 +262,12 @@ class Incoming:
         Python treats them as writable, so that torch.frombuffer does not warn, but they are not. Between processes a
         write ends this process with SIGSEGV; within one process it changes the sender's data.
 
-        Raises like `part`, and ValueError if the bytes are in device memory.
+        Raises the errors of `part`, and ValueError if the bytes are in device memory.
         """
         return in_host_memory(self.part(index))
 
     def part(self, index: int) -> Part:
-        """Return the read-only bytes of one tensor where they lie.
+        """Return the read-only bytes of one tensor, in host or device memory.
 
         Raises IndexError if the tensor has not arrived, and LeaseExpired if the message was released or its link ended
         longer ago than its lease_s.
@@ -283,7 +283,7 @@ class Incoming:
         return parts[index]
 
     def release(self) -> None:
-        """Release the message, which gives the sender its credit back once it has sent the message.
+        """Release the message. The sender gets its credit back once it has sent all of the message.
 
         Any thread may call it, more than once.
         """

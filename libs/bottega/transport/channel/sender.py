@@ -1,4 +1,4 @@
-"""The sender's half of a link: credit, layouts, and one message at a time, in pieces or whole."""
+"""The sending half of a link: credit, layouts, and one message at a time, in pieces or whole."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Sender:
                     raise DeadlineExceeded(f"the receiver still holds {len(self._under_way)} messages")
 
     def publish(self, outgoing: Outgoing, count: int) -> None:
-        """Send an open message's tensors up to `count`."""
+        """Send the first `count` tensors of an open message, as far as they are not sent yet."""
         with self.lock:
             self._lifecycle.check()
             layout, index = outgoing.layout, outgoing.index
@@ -121,12 +121,12 @@ class Sender:
             self._send(self._backend.send_data, frame, [], outgoing.deadline)
 
     def close(self) -> None:
-        """Release memory and descriptors, after the link's end."""
+        """Release memory and descriptors, after the end of the link."""
         with self.lock:
             self._backend.close()
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
-        """Return a free slot for the next message, and the layout's number."""
+        """Return a free slot for the next message, and the number of the layout."""
         self._lifecycle.check()
         if self._open is not None:
             raise RuntimeError("one message at a time: finish or abort the last one first")
@@ -143,7 +143,7 @@ class Sender:
         self._free.append(index)
 
     def _register(self, layout: Layout, deadline: Deadline) -> int:
-        """Return the layout's number on this link, after registering the layout if it is new."""
+        """Return the number of the layout on this link. Register the layout first if it is new."""
         self._lifecycle.check()
         number = self._layouts.get(layout.digest)
         if number is not None:
@@ -167,7 +167,7 @@ class Sender:
         return number
 
     def _credit(self, deadline: Deadline) -> int:
-        """Take a free slot. Raises the cause of the link's end."""
+        """Wait for a free slot and return its index. Raises the cause of the link's end."""
         while self._receive_frame(_NOW):
             pass
         if not self._free:
@@ -218,14 +218,14 @@ class Sender:
         return Frame(FrameKind.DATA, slot=index, ready=count, layout=number, sequence=self._sequence, size=size)
 
     def _send(self, send: Callable[_Arguments, None], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        """Send through the backend; an error ends the link."""
+        """Call a method of the backend. An error ends the link."""
         try:
             send(*args, **kwargs)
         except LinkError as error:
             self._fail(error)
 
     def _fail(self, error: LinkError) -> None:
-        """End the link. If the peer sent a BYE before it left, that is the cause."""
+        """End the link. If the peer sent a BYE before it disconnected, that is the cause."""
         if not isinstance(error, DeadlineExceeded):
             while self._receive_frame(_NOW):
                 pass
@@ -235,9 +235,9 @@ class Sender:
 class Outgoing:
     """A message that is written in place. Use it as a context manager, which aborts an unfinished message.
 
-    `parts` is the memory, on the host or a device, into which each tensor is written. Do not write a part after it is
+    `parts` is the memory, on the host or a device, into which each tensor is written. Do not write a part after it was
     declared ready. On a device, the writes only need to be enqueued in the current stream. `deadline` comes from
-    `start_message` and holds for the whole message.
+    `start_message` and applies to the whole message.
     """
 
     __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "parts", "published", "slot")
@@ -263,7 +263,7 @@ class Outgoing:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The parts, all in host memory. Raises ValueError if one is not."""
+        """The parts as memoryviews. Raises ValueError if one is not in host memory."""
         return tuple(in_host_memory(part) for part in self.parts)
 
     def ready(self, count: int) -> None:
@@ -279,7 +279,7 @@ class Outgoing:
             self.published = count
 
     def finish(self) -> None:
-        """Declare all tensors complete. Raises like `ready`."""
+        """Declare all tensors complete. Raises the errors of `ready`."""
         self.ready(len(self.layout.specs))
 
     def abort(self) -> None:

@@ -1,6 +1,6 @@
 """Accepts connections, which stay pending until their peers have proved that they know an offer's token.
 
-One thread serves all of them and hands proven connections over. The cost of pending connections is bounded: in bytes by
+One thread serves all of them and passes proven connections on. The cost of pending connections is bounded: in bytes by
 the fixed lengths of the handshake, in time, and in number (the newest replaces the oldest).
 """
 
@@ -41,19 +41,19 @@ _log = logging.getLogger(__name__)
 
 
 class Authenticator(Protocol):
-    """An interface that decides about pending connections. All calls come from the acceptor's thread."""
+    """Decides about pending connections. All calls come from the acceptor's thread."""
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """Return the token that this request has to prove, or the verdict that refuses it."""
+        """Return the token that the peer has to prove, or the verdict that refuses the request."""
         ...
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Keep a connection whose proof was right; return False if the offer has been used meanwhile."""
+        """Store a connection whose proof was right. Return False if the offer has been used meanwhile."""
         ...
 
 
 class Acceptor:
-    """The listening sockets of links, and the thread that serves them.
+    """The listening sockets for links, and the thread that serves them.
 
     Args:
         group: See links_group.
@@ -77,8 +77,8 @@ class Acceptor:
         )
         self._not_taken = SampledLog(
             _log,
-            "a link's connection cannot be taken",
-            more="more of a link's connections could not be taken",
+            "a connection for a link cannot be accepted",
+            more="more connections for links could not be accepted",
             counted="connections",
             level=logging.WARNING,
         )
@@ -173,7 +173,7 @@ class Acceptor:
 
 
 class _PendingConnection:
-    """A connection before its proof. Its request is read first, then its proof, and nothing more."""
+    """A connection whose peer is not proven yet. Its request is read first, then its proof, and nothing more."""
 
     def __init__(self, authenticator: Authenticator, backend: Backend, connection: socket.socket) -> None:
         self.connection = connection
@@ -187,7 +187,7 @@ class _PendingConnection:
         self._length = REQUEST_BYTES
 
     def read(self) -> HandshakeRequest | None:
-        """Read the bytes that have arrived; return the request once it is complete and proven.
+        """Read the bytes that have arrived. Return the request once it is complete and proven, else None.
 
         Raises BadFrame or OSError if the connection must be dropped.
         """
@@ -220,5 +220,5 @@ class _PendingConnection:
 
 
 def _carries(listening: Backend, backend: Backend) -> bool:
-    """Return whether connections of `backend` may arrive at the listening socket of another backend."""
+    """Return whether connections for one backend may arrive at the listening socket of another."""
     return backend.of_devices and (listening is Backend.MEMFD or backend.over_network)

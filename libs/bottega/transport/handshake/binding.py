@@ -1,9 +1,9 @@
-"""Binds the configured addresses and paths of links, and no others, and decides who may have a link.
+"""Binds exactly the configured addresses and paths of links, and decides which processes may open a link.
 
 A folder is opened first and the open descriptor is checked, so that nobody can swap the folder in between. The kernel
-tells which process is at the other end of a unix socket. Links of one machine are for processes of one user and root.
+tells which process is at the other end of a unix socket. Links within a machine are for processes of one user and root.
 Services that run as several users, such as systemd units, may share them through a group, which BOTTEGA_LINKS_GROUP
-names to each of them.
+names in the environment of each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHARED_MODE = 0o660
 
 
 def links_group() -> int | None:
-    """Return the group that shares links, or None if they are for one user.
+    """Return the group whose members may open links, or None if links are for one user.
 
     Raises ConfigError if the group does not exist.
     """
@@ -76,7 +76,7 @@ def distrust_reason(connection: socket.socket, group: int | None) -> str:
 
 
 def user_name(user: int) -> str:
-    """Return a user's name and number as text."""
+    """Return the name and ID of a user as text."""
     try:
         return f"user {pwd.getpwuid(user).pw_name} ({user})"
     except KeyError:
@@ -89,15 +89,14 @@ def _and_group(group: int | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """The addresses at which a listener can be reached. Raises ValueError for a path that is too long."""
+    """The addresses on which a listener accepts links. Raises ValueError for a path that is too long."""
 
     tcp: tuple[str, int] | None = None
-    """Host and port to bind, port 0 for any. Offers name the same host."""
+    """Host and port to bind; port 0 means any free port. Offers contain the same host. None: no TCP."""
     unix_path: Path | None = None
-    """Path of the socket for this host. This user, root and the links' group (credentials.py) may use it."""
+    """Path of the unix socket for this user, root and the group of `links_group`; None for none."""
     seal: bool = True
-    """Whether bytes over TCP are sealed. If so, links between devices of two hosts are refused: those cannot be sealed.
-    """
+    """Whether bytes over TCP are encrypted. If so, links between devices of two hosts are refused."""
 
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:
@@ -105,7 +104,7 @@ class Endpoints:
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError."""
+    """Create a listening TCP socket. Raises ConfigError."""
     try:
         return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     except OSError as error:
@@ -117,9 +116,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a listening socket for this user and the links' group, in place of one that a dead process left.
+    """Create a listening unix socket for this user and the links' group. It replaces one that a dead process left.
 
-    Raises ConfigError, also if others could replace the socket.
+    Raises ConfigError, also if other users could replace the socket.
     """
     try:
         folder = open_folder(path.parent)
@@ -167,7 +166,7 @@ def _remove_left_over(path: Path, folder: int) -> None:
 def default_socket_path(service: str) -> Path:
     """Return a path for a unix socket of this process.
 
-    It is in the folder that systemd made for the unit, else in a private folder of this user, which is created if
+    It is in the folder that systemd created for the unit, else in a private folder of this user, which is created if
     needed in the user's runtime folder or in the one for temporary files. Raises ConfigError if the folder belongs to
     another user or is open to others.
     """
@@ -182,12 +181,12 @@ def default_socket_path(service: str) -> Path:
 
 
 def open_folder(folder: Path, *, private: bool = False) -> int:
-    """Return a descriptor of a folder in which only this user and root can create or replace anything.
+    """Open a folder in which only this user and root can create or replace anything. Return its descriptor.
 
-    Raises ConfigError that names the owner and what to do, and OSError if there is no such folder.
+    Raises ConfigError, which names the owner and what to do, and OSError if there is no such folder.
 
     Args:
-        private: Also require that the folder is this user's and that no other user can read it.
+        private: Whether the folder must also belong to this user and be unreadable for other users.
     """
     _refuse_links(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -216,7 +215,7 @@ def _of_this_user() -> Path:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise a clear error for a symbolic link or a file; opening it would fail with the same words for both."""
+    """Raise a clear error for a symbolic link or a file, because opening either would fail with the same text."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"

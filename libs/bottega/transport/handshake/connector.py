@@ -34,7 +34,7 @@ from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory import sharing_failure
 
-# The listener's host answers in microseconds, another host in a round trip. If it takes longer, try another backend.
+# Seconds for a connection: microseconds within a host, a round trip between hosts. Then the next backend is tried.
 _ATTEMPT_S = 5.0
 
 _Dial = Callable[[Deadline], socket.socket]
@@ -55,16 +55,16 @@ def connect(
     Link.backend_choice tells which backend was chosen, and why.
 
     Args:
-        limits: Limits of what this end receives.
+        limits: Limits on the messages that this process receives.
         backends: The backends to try, in order; None for all.
-        devices: The devices of this end.
+        devices: The device of this process; None for host memory only.
 
     Raises:
         StaleEpoch: There is a newer offer for the link.
         AuthFailed: The listener refused the offer, or two devices could not be linked, which uses the offer up. A new
             offer tries other backends.
         PeerDead: No backend reached the listener; the message has the reason for each.
-        DeadlineExceeded: There was no link in time.
+        DeadlineExceeded: The link was not open in time.
     """
     limits = limits or Limits()
     reasons: list[str] = []
@@ -110,7 +110,7 @@ def connect(
 
 
 def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConnections, offer: Offer) -> Link:
-    assert offer.device is not None, "it was dialled"
+    assert offer.device is not None, "it was requested"
     backend = terms.backend_choice.backend
     try:
         return open_device_link(terms, devices, connections)
@@ -125,7 +125,7 @@ def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConn
 def _connections(
     dial: _Dial, offer: Offer, backend: Backend, limits: Limits, deadline: Deadline, *, sealed: bool
 ) -> tuple[Proven, Proven]:
-    """Return two proven connections: one to send on, one to receive on. Raises LinkError."""
+    """Open two connections and prove this process on them: one to send, one to receive. Raises LinkError."""
     made: list[socket.socket] = []
     keys: list[SealKeys | None] = []
     try:

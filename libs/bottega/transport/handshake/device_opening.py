@@ -1,4 +1,4 @@
-"""Opens a link between devices: both ends set it up at once and prove that bytes pass in both directions before use."""
+"""Opens a link between devices: both ends set it up together, and first check that bytes pass in both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATTERN = (bytes(range(251)) * (_PROBE_BYTES // 251 + 1))[:_PROBE_BYTES]
 
 
 def open_device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConnections) -> Link:
-    """Return the link, while the other end does the same.
+    """Open the link, while the other end does the same.
 
     Raises LinkError with the reason; everything is closed then.
     """
@@ -30,7 +30,7 @@ def open_device_link(terms: LinkTerms, devices: DeviceLinks, connections: Proven
 
 
 def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadline: Deadline) -> None:
-    """Send a pattern each way over a temporary link, so that the real link starts to count from zero."""
+    """Send a pattern each way over a temporary link, so that the counters of the real link start at zero."""
     link = Link(replace(terms, counters=LinkCounters()), *ends)
     sent, expected = _layout(terms.theirs), _layout(terms.ours)
     try:
@@ -47,5 +47,5 @@ def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadli
 
 
 def _layout(limits: Limits) -> Layout:
-    """Return the layout of a probe that an end with these limits receives."""
+    """Return the layout of the probe message that an end with these limits receives."""
     return Layout.of(TensorSpec(name="probe", dtype=DType.UINT8, shape=(min(_PROBE_BYTES, limits.slot_bytes),)))

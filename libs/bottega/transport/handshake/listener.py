@@ -1,7 +1,7 @@
 """The listening side of links: it makes offers, and opens a link for each process that connects with one.
 
-It binds only the address and the path that it is given. Its caller sends the offers over gRPC. A caller with many
-unused offers does not block others: its own oldest offer makes room for its next one.
+It binds only the configured address and path. Its caller sends the offers over gRPC. A caller with many unused offers
+does not block others: at its limit, its oldest offer is dropped for its next one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory import sharing_failure
 
 MAX_OFFERS = 256
-# For one caller: all workers of one host may reconnect at once, with room left for another host.
+# Upper bound for one caller: all workers of one host may reconnect at once, and some offers are left for another host.
 MAX_OFFERS_OF_ONE = 128
 # An offer is not dropped for others before this. A worker uses it within milliseconds, or within this on a busy
 # machine.
@@ -62,7 +62,7 @@ _MAX_REMEMBERED = 4096
 
 
 class LinkListener:
-    """A listener that offers links and accepts them. Any thread may call it. Its links outlive it."""
+    """Makes offers of links and accepts the links. Any thread may call it. Open links outlive it."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class LinkListener:
         """Bind the endpoints and start to accept connections.
 
         Args:
-            token_s: Longest time that an offer can be used (PendingOffers).
-            devices: The devices of this process, for links between devices.
+            token_s: Seconds for which an offer can be used (PendingOffers).
+            devices: The device of this process, for links between devices; None for host memory only.
 
         Raises ConfigError if an address cannot be bound, or other users control the folder of the unix socket.
         """
@@ -104,18 +104,18 @@ class LinkListener:
         self.close()
 
     def offer(self, link_id: str | None = None, *, caller: str = "") -> Offer:
-        """Return an offer for one other process, to be used once.
+        """Return an offer for one other process, which can be used once.
 
         With the link_id of an earlier offer, it has the next epoch, and the earlier link ends with StaleEpoch.
 
         Args:
-            caller: Host of the process that requests the offer. Its unused offers are bounded.
+            caller: Host of the process that requests the offer. The unused offers of a host are bounded.
 
         Raises LinksFull if too many offers wait, and InvalidRequest if link_id is malformed.
         """
         link_id = link_id or new_link_id()
         if not is_link_id(link_id):
-            violation = Violation(field="link_id", description=f"{link_id!r} is no name of a link")
+            violation = Violation(field="link_id", description=f"{link_id!r} is not the ID of a link")
             raise InvalidRequest(f"link_id: {violation.description}", violations=[violation])
         with self._lock:
             if self._closed:
@@ -130,11 +130,11 @@ class LinkListener:
             self._pending.add(offer, caller)
             older = self._links.pop(link_id, None)
         if older is not None:
-            older.end(StaleEpoch("the link was opened anew here; this one is of an older epoch"))
+            older.end(StaleEpoch("the link was opened again; this connection is of an older epoch"))
         return offer
 
     def accept(self, offer: Offer, deadline: Deadline) -> Link:
-        """Return the link, once the other end has connected.
+        """Wait until the other process has connected with the offer, and return the link.
 
         Raises DeadlineExceeded, after which waiting again is possible; AuthFailed if the offer expired or was dropped
         in favour of others; StaleEpoch if there is a newer one; or the error of opening a link between devices.
@@ -173,7 +173,7 @@ class LinkListener:
             Path(self._memfd.path).unlink(missing_ok=True)
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """Return the token that this request has to prove, or the verdict that refuses it."""
+        """Return the token that the peer has to prove, or the verdict that refuses the request."""
         with self._lock:
             if request.epoch < self._epochs.get(request.link_id, 0):
                 return Verdict.STALE
@@ -189,7 +189,7 @@ class LinkListener:
             return pending.offer.token
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Keep a connection whose proof was right; return False if the offer has been used meanwhile."""
+        """Store a connection whose proof was right. Return False if the offer has been used meanwhile."""
         with self._lock:
             pending = self._pending.get(request.link_id)
             if pending is None or isinstance(self.token_for(request), Verdict) or self._closed:
@@ -216,7 +216,7 @@ class LinkListener:
         pending = self._pending.get(offer.link_id)
         if pending is None:
             raise AuthFailed(
-                f"the offer of a link was not used within {self._pending.token_s:g} s, or was given up for others"
+                f"the offer of a link was not used within {self._pending.token_s:g} s, or was dropped for others"
             )
         return pending
 
@@ -234,7 +234,7 @@ class LinkListener:
         receiving = pending.connections[Direction.CONNECTOR_SENDS]
         if not request.backend.of_devices:
             return Link(terms, *backend_ends(request.backend, sending, receiving, self._limits))
-        assert self._devices is not None, "others are refused"
+        assert self._devices is not None, "other backends are refused"
         connections = ProvenConnections(
             sending=sending.connection, receiving=receiving.connection, connecting=False, limits=self._limits
         )
@@ -287,11 +287,11 @@ class PendingOffer:
 
 
 class PendingOffers:
-    """Unused offers by link_id, the oldest first.
+    """Unused offers by link_id, oldest first.
 
     Args:
         lock: The listener's lock.
-        token_s: How long an offer can be used.
+        token_s: Seconds for which an offer can be used.
     """
 
     def __init__(self, lock: threading.RLock, *, token_s: float) -> None:
@@ -316,10 +316,10 @@ class PendingOffers:
         )
 
     def make_room(self, caller: str) -> None:
-        """Make room for one more offer of this caller.
+        """If there are too many offers, drop one, so that this caller can get another.
 
-        At the caller's bound, its oldest offer is dropped. At the total bound, the oldest offer of the caller with the
-        most is dropped. Raises LinksFull if that one is too young.
+        At the caller's limit, its oldest offer is dropped. At the total limit, the oldest offer of the caller with the
+        most offers is dropped. Raises LinksFull if that one is too young.
         """
         self._expire()
         counts = Counter(each.caller for each in self._pending.values())

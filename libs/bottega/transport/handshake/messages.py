@@ -68,17 +68,17 @@ class HandshakeRequest:
     epoch: int
     limits: Limits
     encoded: bytes
-    """The request as it was sent."""
+    """The bytes of the request as they were received."""
     answer: bytes = b""
-    """The challenge that the listener sent in reply; empty until then."""
+    """The challenge that the listener sent in reply; b"" until then."""
 
 
 def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits, *, sealed: bool) -> bytes:
-    """Return the first bytes of a connection.
+    """Return the first bytes to send on a connection.
 
     Args:
-        limits: Limits of what the connecting end receives.
-        sealed: Whether the connection will be sealed.
+        limits: Limits on the messages that the connecting end receives.
+        sealed: Whether the connection will be encrypted.
     """
     return _REQUEST.pack(
         _MAGIC,
@@ -95,7 +95,7 @@ def handshake_request(offer: Offer, backend: Backend, direction: Direction, limi
 
 
 def parse_request(encoded: bytes) -> HandshakeRequest:
-    """Return the request of an unproven peer. Raises BadFrame if the bytes are not a request."""
+    """Parse the request of an unproven peer. Raises BadFrame if the bytes are not a request."""
     magic, backend, direction, sealed, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
     known = backend < len(_BACKENDS) and direction in set(Direction) and sealed in (0, 1)
     if magic != _MAGIC or not known or epoch > MAX_EPOCH:
@@ -116,7 +116,7 @@ def parse_request(encoded: bytes) -> HandshakeRequest:
 
 
 def challenge(token: bytes, encoded: bytes) -> tuple[bytes, bytes]:
-    """Return the listener's answer to a request, and the proof that must come back."""
+    """Return the listener's answer to a request, and the proof that the peer must send."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = _CHALLENGE.pack(_MAGIC, Verdict.WELCOME, nonce, _proof(token, b"listener", encoded, nonce))
     return answer, _proof(token, b"connector", encoded, nonce)
@@ -128,7 +128,7 @@ def refusal(verdict: Verdict) -> bytes:
 
 
 def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
-    """Check the listener's proof, and return the connecting end's. Raises AuthFailed, StaleEpoch."""
+    """Check the listener's proof, and return the proof of the connecting end. Raises AuthFailed, StaleEpoch."""
     magic, verdict, nonce, proof = _CHALLENGE.unpack(answer)
     if magic != _MAGIC:
         raise AuthFailed("the process at that address is not a link listener")
@@ -143,7 +143,7 @@ def seal_keys(token: bytes, encoded: bytes, answer: bytes, *, connecting: bool) 
 
     Args:
         encoded: The connection's request, whose nonce makes the keys unique.
-        answer: Its challenge, which has the other nonce.
+        answer: Its challenge, which contains the other nonce.
     """
     salt = hashlib.sha256(encoded + answer).digest()
 
@@ -159,7 +159,7 @@ def check_verdict(verdict: int) -> None:
     if verdict == Verdict.STALE:
         raise StaleEpoch("the link was reopened after this offer was made; request a new offer")
     if verdict != Verdict.WELCOME:
-        raise AuthFailed("the listener refuses the offer: it was used, has expired or is another's; get a new one")
+        raise AuthFailed("the listener refuses the offer: it was used, has expired or is another's; request a new one")
 
 
 def _proof(token: bytes, role: bytes, encoded: bytes, nonce: bytes) -> bytes:

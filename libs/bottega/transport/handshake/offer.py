@@ -1,4 +1,4 @@
-"""Offers to open a link, and their messages. gRPC carries them; it never carries a link's bytes.
+"""Offers to open a link, and their messages. gRPC carries offers, but never the tensors of a link.
 
 The token is a secret: a process that has the offer may open the link, once, before it expires. It is not printed.
 """
@@ -33,7 +33,7 @@ class MemfdEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpEndpoint:
-    """A TCP address, which processes on any host can connect to."""
+    """A TCP address to which processes on any host can connect."""
 
     host: str
     port: int
@@ -43,18 +43,18 @@ class TcpEndpoint:
 class Offer:
     """An offer to open a link, with everything that the connecting process needs.
 
-    Raises ValueError with the name of the field if a value is not valid.
+    Raises ValueError, which names the field, if a value is not valid.
     """
 
     link_id: str
-    """32 hexadecimal digits."""
+    """ID of the link: 32 hexadecimal digits."""
     token: bytes = field(repr=False)
     epoch: int
-    """How often the link has been opened, from 1."""
+    """Number of times that the link has been opened, counted from 1."""
     limits: Limits
-    """Limits on messages that the listener receives."""
+    """Limits on the messages that the listener receives."""
     sealed: bool = True
-    """Whether bytes that cross a network are sealed."""
+    """Whether bytes that cross a network are encrypted."""
     memfd: MemfdEndpoint | None = None
     tcp: TcpEndpoint | None = None
     device: DeviceEndpoint | None = None
@@ -89,17 +89,17 @@ def host_identity() -> str:
 
 
 def new_link_id() -> str:
-    """Return a random id that cannot be guessed."""
+    """Return a random ID that cannot be guessed."""
     return secrets.token_hex(LINK_ID_CHARACTERS // 2)
 
 
 def is_link_id(text: str) -> bool:
-    """Return whether the text has the form of a link id."""
+    """Return whether the text has the form of a link ID."""
     return len(text) == LINK_ID_CHARACTERS and set(text) <= set(string.hexdigits.lower())
 
 
 def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
-    """Return the message. It holds the token: send it to the connecting process only, and never log it."""
+    """Convert an offer to its message. It contains the token: send it only to the connecting process, never log it."""
     limits = offer.limits
     message = link_pb2.LinkOffer(
         link_id=offer.link_id,
@@ -119,7 +119,7 @@ def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
 
 
 def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
-    """Return the offer. Raises InvalidRequest that names the faulty field."""
+    """Convert a message to an offer. Raises InvalidRequest, which names the invalid field."""
     wire, memfd, tcp = message.limits, message.memfd, message.tcp
     try:
         return Offer(
