@@ -21,13 +21,13 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A kind of arrow."""
+    """A kind of arrow in the picture: what flows along it, and how it is drawn."""
 
     name: str
     colour: str
     width: float
     dashes: str
-    """SVG's dash pattern of its line; empty for a solid one."""
+    """SVG's dash pattern of the line; "" for a solid line."""
     meaning: str
     """Its text in the legend."""
 

@@ -32,7 +32,7 @@ class Panel:
     """Its description."""
     unit: str
     queries: Mapping[str, str]
-    """PromQL by legend."""
+    """PromQL queries by legend."""
     stat: bool = False
     stacked: bool = False
 

@@ -51,7 +51,7 @@ def uv_environment(listed: str) -> Mapping[str, str]:
 
 
 def main() -> int:
-    """Return the exit status of uv, or of pip where uv failed."""
+    """Install everything, and return the exit status of uv, or of pip if uv failed."""
     wanted = ["-c", "constraints.txt", "-r", "requirements-dev.txt"]
     wanted += [word for path in DISTRIBUTIONS for word in ("-e", path)]
     if _pip("install", "--quiet", "-c", "constraints.txt", "uv").returncode == 0:
@@ -59,7 +59,7 @@ def main() -> int:
         uv = (sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable)
         if subprocess.run([*uv, *wanted], cwd=ROOT, env=environment, check=False).returncode == 0:
             return 0
-    print("uv could not install the packages. pip tries now, and takes longer.", file=sys.stderr)
+    print("uv could not install the packages. Trying pip, which takes longer.", file=sys.stderr)
     return _pip("install", "--no-compile", *wanted).returncode
 
 

@@ -28,7 +28,7 @@ _CPU_RUNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Median times of one case, and its differences from float64, see `difference`."""
+    """Median times of one case, and the differences of its results from float64; see `difference`."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class Measurement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the kernel is within its tolerance."""
+        """Whether the kernel's difference is within its tolerance."""
         return self.kernel_difference <= self.tolerance
 
 
@@ -63,7 +63,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, small: bool = False) ->
 
 
 def _modules() -> Sequence[ModuleType]:
-    """Import the kernels late, because `main` may switch on the interpreter before."""
+    """Import the kernels. `main` may switch on the interpreter before."""
     from bottega.kernels import geglu, group_norm_silu, guided_euler, lora_patch, tile_moves, token_moves
 
     return group_norm_silu, geglu, lora_patch, token_moves, tile_moves, guided_euler

@@ -15,7 +15,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A size of a kernel, with the kernel and its reference."""
+    """One size of a kernel to measure, with the kernel and its reference."""
 
     name: str
     kernel: Callable[[], Sequence[Tensor]]
@@ -32,7 +32,7 @@ class Case:
 
 
 def difference(made: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest |made - exact| as a share of the largest |exact|, over all tensors, or NaN if there is one."""
+    """Return the largest |made - exact| relative to the largest |exact|, over all tensors; NaN if there is a NaN."""
     worst = 0.0
     for result, true in zip(made, exact, strict=True):
         apart = (result.double() - true.double()).abs().max().item()

@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """The division of a map into tiles and parts."""
+    """How a feature map is divided into tiles and parts."""
 
     groups: int
     """Groups per tile."""
@@ -51,7 +51,7 @@ class _Cut:
 def _offsets(
     places: tl.tensor, width: tl.tensor, stride_h: tl.tensor, stride_w: tl.tensor, joined: tl.constexpr
 ) -> tl.tensor:
-    """Return the offsets of places, row-major. If `joined`, the map's rows are adjacent in memory."""
+    """Return the memory offsets of pixels in row-major order. If `joined`, the map's rows are adjacent in memory."""
     if joined:
         return places * stride_w
     else:  # noqa: RET505 - Triton chooses the branch when it compiles
@@ -256,7 +256,7 @@ def _joined(x: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> int:
-    """Return the number of elements of memory that one row of the batch spans."""
+    """Return how many elements of memory one batch row spans."""
     return 1 + sum((length - 1) * stride for length, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 

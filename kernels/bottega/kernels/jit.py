@@ -23,10 +23,10 @@ def jit(function: Callable[..., Any]) -> Kernel:
 
 
 def ceil_div(length: int, part: int) -> int:
-    """Return how many parts cover a length."""
+    """Return how many parts of this size are needed to cover a length."""
     return -(-length // part)
 
 
 def power_of_two(least: int) -> int:
-    """Return the least power of two that is at least `least`; Triton's blocks have no other sizes."""
+    """Return the smallest power of two that is at least `least`; Triton's blocks need such sizes."""
     return 1 << max(0, least - 1).bit_length()

@@ -30,7 +30,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchedLayer:
-    """A weight and its terms; the module lists the shapes."""
+    """A weight, and the tensors from which it is computed; the module's docstring lists the shapes."""
 
     weight: Tensor
     before: Tensor
@@ -129,7 +129,7 @@ def reference(layers: Sequence[PatchedLayer]) -> None:
 
 
 def _table(layers: Sequence[PatchedLayer]) -> tuple[Tensor, Tensor]:
-    """Return the fields, int64 [layers, fields], and the first tiles and the number of tiles, int32 [layers + 1]."""
+    """Return the layer table, int64 [layers, fields], and the first tile of each layer and the total, int32."""
     fields = torch.tensor(
         [
             (

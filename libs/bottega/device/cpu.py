@@ -1,4 +1,4 @@
-"""A CPU as a device: all work is done when it has been enqueued."""
+"""A CPU as a device: all work is done as soon as it is enqueued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.process.memory import measure_peak_bytes
 
 
 class CpuEvent:
-    """A time of this process."""
+    """A time of this process, as the Event of a CPU."""
 
     __slots__ = ("_at_s",)
 
@@ -26,7 +26,7 @@ class CpuEvent:
         return True
 
     def wait(self) -> None:
-        """Return at once: work on a CPU is done when it was enqueued."""
+        """Return at once, because work on a CPU is done when it is enqueued."""
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CpuEvent), "events of one device are compared"
@@ -34,7 +34,7 @@ class CpuEvent:
 
 
 class ArrivedCopy:
-    """A tensor that is already on the host."""
+    """The HostCopy of a CPU: a tensor that is already on the host."""
 
     __slots__ = ("_tensor",)
 
@@ -50,7 +50,7 @@ class ArrivedCopy:
 
 
 class CpuDevice:
-    """The host's CPU as a Device. Its copies are the same memory, so that nothing is copied needlessly."""
+    """The host's CPU as a Device. A copy is the same tensor, so that nothing is copied needlessly."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -21,7 +21,7 @@ _TO_HOST = "to_host"
 
 
 class CudaEvent:
-    """An event in the stream that was current when it was made."""
+    """An event in the stream that was current when it was created."""
 
     __slots__ = ("_event",)
 
@@ -38,7 +38,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def delay(self, stream: torch.cuda.Stream) -> None:
-        """Make all later work of this stream run after the event."""
+        """Make all later work of the stream run after this event."""
         stream.wait_event(self._event)
 
     def seconds_since(self, earlier: Event) -> float:
@@ -47,7 +47,7 @@ class CudaEvent:
 
 
 class CudaHostCopy:
-    """A pinned tensor that is filled when an event happens."""
+    """A tensor in pinned memory that is filled when an event happens."""
 
     __slots__ = ("_event", "_host")
 
@@ -69,8 +69,8 @@ class CudaDevice:
 
     Attributes:
         torch_device: The device, with its index.
-        pageable: Whether copies bypass pinned memory, so that the calling thread waits for each. The self-check
-            compares both ways.
+        pageable: Whether copies use normal instead of pinned memory, so that the calling thread waits for each one. The
+            self-check of accelerations compares both.
     """
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""The interface of the device beside which the engine's thread runs: enqueued work, its events, and copies.
+"""The interface of the device on which the engine's thread computes: enqueued work, events, and copies.
 
-On a CPU work is done when it has been enqueued. On a GPU it is not: code that reads a time or a copy checks `ready`
-first, and waits only if there is nothing else to do.
+On a CPU work is done when it is enqueued. On a GPU it is not: code that reads a time or a copy checks `ready` first,
+and waits only if there is nothing else to do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A point in a stream that is reached when all work that was enqueued before it is done."""
+    """A point in a stream. It is reached when all work that was enqueued before it is done."""
 
     @property
     def ready(self) -> bool:
-        """Whether the device has reached it. Never waits."""
+        """Whether the device has reached the event. Never waits."""
         ...
 
     def wait(self) -> None:
-        """Wait until the device has reached it."""
+        """Wait until the device has reached the event."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
@@ -36,16 +36,16 @@ class HostCopy(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it has arrived. Never waits."""
+        """Whether the copy has arrived. Never waits."""
         ...
 
     def take(self) -> Tensor:
-        """Return the tensor on the CPU. Wait if it has not arrived."""
+        """Return the tensor on the CPU. Wait if the copy has not arrived."""
         ...
 
 
 class Device(Protocol):
-    """A device that computes. One thread enqueues work. Additional streams have names, and are made when first used."""
+    """A device that computes. One thread enqueues work. Further streams have names, and are created at first use."""
 
     torch_device: torch.device
 
@@ -62,10 +62,10 @@ class Device(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> HostCopy:
-        """Copy a tensor to pinned host memory, beside other work.
+        """Copy a tensor to pinned host memory, in parallel with other work.
 
         The copy contains what the current stream has written so far. Neither the tensor nor the copy may be changed
-        before it has arrived: on a CPU they are the same.
+        before the copy has arrived, because on a CPU they are the same tensor.
         """
         ...
 
@@ -73,37 +73,37 @@ class Device(Protocol):
         """Copy a tensor from the host to the device, through pinned memory, so that the calling thread does not wait.
 
         The host's tensor may be changed or freed afterwards, except on a CPU: there the result is the same tensor if
-        its element type fits.
+        its data type fits.
 
         Args:
             tensor: On the host.
-            dtype: Element type of the result; that of the tensor by default.
+            dtype: Data type of the result; None means that of the tensor.
         """
         ...
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return host memory whose copies to and from the device need no waiting thread."""
+        """Return host memory that is copied to and from the device without a waiting thread (pinned memory)."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all enqueued work is done. For start-up and benches only, never in a step."""
+        """Wait until all enqueued work is done. For start-up and benchmarks only, never in a step."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device; None if its memory is the host's."""
+        """Return the free bytes of the device; None on a CPU."""
         ...
 
     def allocated_bytes(self) -> int | None:
-        """Return how many bytes of the device this process's tensors use; None if its memory is the host's."""
+        """Return how many bytes of the device this process's tensors use; None on a CPU."""
         ...
 
     def limit_memory(self, size_bytes: int) -> None:
-        """Limit the memory of this process on the device. Do nothing if its memory is the host's."""
+        """Limit the device memory of this process. Does nothing on a CPU."""
         ...
 
     def measure_peak(self, run: Callable[[], object]) -> int | None:
-        """Run a function, wait for the device, and return the most bytes that it used at once.
+        """Run a function, wait for the device, and return the peak of the bytes that it used.
 
-        Return None if they cannot be measured. Call it only while nothing else runs.
+        Return None if that cannot be measured. Call it only while nothing else runs.
         """
         ...

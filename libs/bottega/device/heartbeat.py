@@ -1,4 +1,4 @@
-"""Signs of life from within a long turn, so that a slow turn is not taken for a hang."""
+"""Signs of life during a long forward pass, so that a slow one is not mistaken for a hang."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D)
 
 
 class Heartbeat:
-    """Calls all subscribers at every beat. Long work in the engine's thread beats often, so that they must be quick."""
+    """Calls all subscribers at every beat. The engine's thread beats often, so subscribers must be quick."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[], None]] = []
         self._covered_subscribers: list[Callable[[], None]] = []
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Call this at every beat from now on."""
+        """Call a function at every beat from now on."""
         self._subscribers.append(subscriber)
 
     def unsubscribe(self, subscriber: Callable[[], None]) -> None:
@@ -41,14 +41,16 @@ class Heartbeat:
             subscriber()
 
     def subscribe_covered(self, subscriber: Callable[[], None]) -> None:
-        """Call this now and then, in a thread of its own, while `covering` is in force."""
+        """Call a function now and then in a thread of its own, while a `covering` context is active."""
         self._covered_subscribers.append(subscriber)
 
     @contextmanager
     def covering(self, deadline_s: float) -> Iterator[None]:
-        """Let the thread be silent in this context for so long, because it compiles. After that it counts as hung.
+        """Allow the engine's thread to be silent in the context for `deadline_s`, because it compiles.
 
-        A compiler runs no blocks, so that nothing beats from within it.
+        Then it counts as hung.
+
+        A compiler runs no blocks of a network, so nothing beats while it works.
         """
         over = threading.Event()
         until_s = monotonic() + deadline_s
@@ -68,7 +70,7 @@ class Heartbeat:
 
 
 def call_after_blocks(networks: Iterable[nn.Module], callback: Callable[[], None]) -> None:
-    """Call this each time a block of one of the networks has run. It must be quick.
+    """Call a function each time a block of one of the networks has run. It must be quick.
 
     Of nested blocks only the outermost counts, because acceleration.compiled does not compile blocks with hooks inside.
     """

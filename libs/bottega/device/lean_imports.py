@@ -1,4 +1,4 @@
-"""How an engine process imports its libraries: only those that it needs, and without garbage collection meanwhile."""
+"""Imports an engine's libraries: only those that it needs, and without garbage collection meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ UNUSED = ("peft", "scipy")
 
 @contextlib.contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import torch, transformers and Diffusers in this context, before anything else in the process does.
+    """Import torch, transformers and Diffusers in this context, before anything else in the process imports them.
 
-    PEFT and SciPy cannot be imported from here on, even if they are installed: Diffusers imports them at once if it
-    finds them, which takes a second for each. The engine applies LoRAs itself, and serves no sampler that needs SciPy.
+    From here on PEFT and SciPy cannot be imported, even if they are installed: Diffusers imports them at once if it
+    finds them, which takes a second for each. The engine applies LoRAs itself, and has no sampler that needs SciPy.
     Source: the language reference, "The module cache": a module whose entry is None cannot be found.
 
-    The libraries' objects live as long as the process, so that they are exempt from later garbage collections. A
-    collection of all of them takes a quarter of a second, in the middle of a step. Source: gc.freeze's documentation.
+    The libraries' objects live as long as the process, so they are exempt from later garbage collections. A collection
+    of all of them takes a quarter of a second, in the middle of a step. Source: gc.freeze's documentation.
     """
     for unused in UNUSED:
         sys.modules[unused] = None  # type: ignore[assignment]  # Missing in its type annotations.

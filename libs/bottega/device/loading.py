@@ -1,4 +1,7 @@
-"""Copies large sections of bytes onto a device, beside what it computes. Tensors are views of such a section."""
+"""Copies large sections of bytes onto a device, in parallel with its computations.
+
+Tensors are views of such a section.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _STREAM = "load"
 
 
 def load_bytes(device: Device, section: Tensor) -> Tensor:
-    """Return a section, uint8 [bytes], on the device; the section itself if it is there. The calling thread waits."""
+    """Copy a section, uint8 [bytes], to the device and return it; return the section itself if it is there already.
+
+    The calling thread waits.
+    """
     if section.device == device.torch_device:
         return section
     # Allocated in the stream that will use and free it. The copies wait for earlier uses of this memory in that stream.

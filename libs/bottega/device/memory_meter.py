@@ -1,4 +1,4 @@
-"""The memory of an engine on its device, read rarely, because a driver may take a millisecond to answer."""
+"""Reads the memory of an engine on its device, rarely, because a driver may take a millisecond to answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class DeviceMemoryMeter:
     """Reads a device's memory, at most once a second.
 
     Attributes:
-        last: The last result; not to be changed.
+        last: The last reading; not to be changed.
 
     Args:
         device: The device.
         plan: The plan of its memory.
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, device: Device, plan: MemoryPlan, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class DeviceMemoryMeter:
     def look_if_due(self) -> None:
         """Read the memory if a second has passed since the last reading.
 
-        Call it between turns, because the device must not be asked while graphs are recorded.
+        Call it between two forward passes, because the device must not be asked while CUDA graphs are recorded.
         """
         now = self._clock()
         if now - self._read_at >= _LOOK_S:

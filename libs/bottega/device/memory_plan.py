@@ -1,11 +1,11 @@
-"""The memory budget of a device: reservations by name, and the memory that a picture needs in addition.
+"""The memory budget of a device: reservations by name, and the memory that drawing an image needs in addition.
 
-The memory of forwards and of decoding is measured once. It is proportional to the elements of latents; attention needs
-no more than that in any of torch's fused kernels.
+The memory of forward passes and of decoding is measured once. It is proportional to the elements of latents; attention
+needs no more than that in any of torch's fused kernels.
 
-A CPU has no budget: reservations are not limited, and forwards are not measured. Decoding needs the most memory. It
-is compared with the memory that is available to the process at that moment, because the kernel kills a process where a
-GPU's allocator would raise an error.
+A CPU has no budget: reservations are not limited, and forward passes are not measured. Decoding needs the most memory.
+It is compared with the memory that is available to the process at that moment, because the kernel kills a process where
+a GPU's allocator would raise an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bottega.process.memory import available_bytes
 _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-# Without a configured budget, this much is left to the device's libraries, whose workspaces torch does not allocate.
+# Bytes left to the device's libraries if no budget is set: torch does not allocate their workspaces.
 _LEAST_RESERVE_BYTES = 512 * _MIB
 _RESERVE_SHARE = 0.05
-# Left to other processes of the host.
+# Bytes left to other processes on the host.
 _HOST_RESERVE_BYTES = 64 * _MIB
-# After so many forwards with smaller groups of a size, larger ones are tried again, because more memory may be free.
+# After so many forward passes with smaller batches, larger ones are tried again, because more memory may be free.
 _FORGET_AFTER = 500
-# Maximum number of sizes with smaller groups; further ones are not remembered.
+# Upper bound on the latent sizes whose smaller batches are remembered.
 _MOST_SIZES = 64
 
 
@@ -39,8 +39,8 @@ class MemoryPlan:
     Links reserve and release memory from threads of their own. All other calls come from the thread that computes.
 
     Args:
-        budget_bytes: Memory of the device for this process; None if reservations are not limited.
-        available: Without a budget, returns the memory that is available to the process now, or None if unknown.
+        budget_bytes: Device memory for this process; None if reservations are not limited.
+        available: Used without a budget: returns the bytes that are available to the process now, or None if unknown.
     """
 
     def __init__(self, budget_bytes: int | None = None, *, available: Callable[[], int | None] = lambda: None) -> None:
@@ -54,31 +54,31 @@ class MemoryPlan:
 
     @property
     def reserved(self) -> Mapping[str, int]:
-        """Reserved bytes by holder."""
+        """Reserved bytes by name."""
         with self._lock:
             return MappingProxyType(dict(self._reserved))
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes that reservations leave for activations; None if memory is not limited."""
+        """Bytes of the budget that are not reserved, for activations; None if memory is not limited."""
         if self.budget_bytes is not None:
             return max(0, self.budget_bytes - sum(self.reserved.values()))
         available = self._available()
         return None if available is None else max(0, available - _HOST_RESERVE_BYTES)
 
     def reserve(self, name: str, size_bytes: int) -> None:
-        """Reserve bytes for a name, in place of its earlier reservation. Raise TooLarge if too few are left."""
+        """Reserve bytes under a name, replacing its earlier reservation. Raise TooLarge if too few are left."""
         with self._lock:
             self._set(name, size_bytes)
 
     def reserve_up_to(self, name: str, size_bytes: int, *, share: float) -> int:
         """Reserve `size_bytes`, or a share of the remaining bytes if that is less. Return the number of reserved bytes.
 
-        This is for holders that work with less, too, so that an engine also starts on a small device.
+        For users of memory that also work with less, so that an engine starts on a small device, too.
 
         Args:
-            name: Name of the holder.
-            size_bytes: Bytes that the holder wants.
+            name: Name of the reservation.
+            size_bytes: Wanted bytes.
             share: Largest share of the remaining bytes, in [0, 1].
         """
         with self._lock:
@@ -87,63 +87,63 @@ class MemoryPlan:
                 most = int(share * max(0, self.budget_bytes - others))
                 if size_bytes > most:
                     facts = {"holder": name, "wanted_mib": size_bytes // _MIB, "taken_mib": most // _MIB}
-                    _log.warning("the device has less room for a holder than it is configured to have", extra=facts)
+                    _log.warning("the device has less memory left than is configured for one of its uses", extra=facts)
                     size_bytes = most
             self._reserved[name] = size_bytes
         return size_bytes
 
     def grow(self, name: str, change_bytes: int) -> None:
-        """Change the reservation of a name by `change_bytes`. Raise TooLarge as `reserve` does."""
+        """Change a reservation by `change_bytes`. Raise TooLarge if too few bytes are left."""
         with self._lock:
             self._set(name, self._reserved.get(name, 0) + change_bytes)
 
     def release(self, name: str) -> None:
-        """Drop the reservation of a name, if it has one."""
+        """Drop a reservation, if there is one with this name."""
         with self._lock:
             self._reserved.pop(name, None)
         self._refused.clear()
 
     def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
-        """Record the memory that a forward needed in addition to the weights.
+        """Record the memory that a forward pass needed in addition to the weights.
 
         Args:
-            area: Elements of a latent's height and width.
-            rows: Number of rows.
-            peak_bytes: Its peak; None if it was not measured.
+            area: Height times width of a latent, in latent elements.
+            rows: Number of batch rows.
+            peak_bytes: Peak of the used bytes; None if it was not measured.
         """
         self._row_bytes = max(self._row_bytes, (peak_bytes or 0) / (area * rows))
 
     def observe_decoding(self, area: int, peak_bytes: int | None) -> None:
-        """Note how much memory decoding needed.
+        """Record the memory that decoding needed.
 
         Args:
-            area: Elements of a latent that are decoded at once.
-            peak_bytes: Its peak; None if it was not measured.
+            area: Elements of the latent that are decoded together.
+            peak_bytes: Peak of the used bytes; None if it was not measured.
         """
         self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
 
     def fits_decoding(self, area: int) -> bool:
-        """Return whether a latent of `area` elements can be decoded at once, by the measurements so far."""
+        """Return whether a latent of `area` elements can be decoded in one piece, by the measurements so far."""
         needed, left = self._decoding_bytes * area, self.left_bytes
         return left is None or needed <= left
 
     def needed_bytes(self, area: int, *, decoded_area: int) -> int:
-        """Return how many bytes a picture needs that is drawn alone, one row at a time.
+        """Return how many bytes an image needs that is drawn alone, one batch row at a time.
 
         Args:
-            area: Elements of its latent's height and width.
-            decoded_area: Elements that are decoded at once.
+            area: Height times width of its latent, in latent elements.
+            decoded_area: Elements that are decoded together.
         """
         return round(max(self._row_bytes * area, self._decoding_bytes * decoded_area))
 
     def check_picture(self, width: int, height: int, *, area: int, decoded_area: int) -> None:
-        """Raise TooLarge for a picture that does not fit even alone.
+        """Raise TooLarge for an image that does not fit into memory even if it is drawn alone.
 
         Args:
             width: Width in pixels.
             height: Height in pixels.
-            area: Elements of its latent's height and width.
-            decoded_area: Elements that are encoded or decoded at once.
+            area: Height times width of its latent, in latent elements.
+            decoded_area: Elements that are encoded or decoded together.
         """
         needed, left = self.needed_bytes(area, decoded_area=decoded_area), self.left_bytes
         if left is None or needed <= left:
@@ -157,18 +157,18 @@ class MemoryPlan:
         )
 
     def leaves_room(self, area: int, rows: int, *, decoded_area: int) -> bool:
-        """Return whether reservations leave room for a forward of `rows` rows, and for decoding one latent.
+        """Return whether reservations leave memory for a forward pass of `rows` rows, and to decode one latent.
 
         Args:
-            area: Elements of a latent's height and width.
-            rows: Rows of the forward.
-            decoded_area: Elements of such a latent that are decoded at once.
+            area: Height times width of a latent, in latent elements.
+            rows: Batch rows of the forward pass.
+            decoded_area: Elements of such a latent that are decoded together.
         """
         needed, left = max(self._row_bytes * rows * area, self._decoding_bytes * decoded_area), self.left_bytes
         return left is None or needed <= left
 
     def refusal(self, width: int, height: int) -> TooLarge:
-        """Return the error for a picture that ran out of device memory while it was drawn."""
+        """Return the error for an image that ran out of device memory while it was drawn."""
         why = "" if self.budget_bytes is None else f": {self._left_text()}"
         return TooLarge(
             f"the device does not have enough memory for {width}x{height}, even alone{why}; ask for fewer pixels",
@@ -176,13 +176,13 @@ class MemoryPlan:
         )
 
     def most_rows(self, area: int, *, decoded_area: int) -> int | None:
-        """Return how many rows of such latents fit into one forward beside a decoding; None for any number.
+        """Return how many rows with such latents fit into one forward pass, beside decoding; None for any number.
 
-        The number is at least 1. Call it once before each forward, because calls are counted.
+        The number is at least 1. Call it once before each forward pass, because calls are counted.
 
         Args:
-            area: Elements of a latent's height and width.
-            decoded_area: Elements of such a latent that are decoded at once.
+            area: Height times width of a latent, in latent elements.
+            decoded_area: Elements of such a latent that are decoded together.
         """
         bounds = []
         if self._row_bytes and (left := self.left_bytes) is not None:
@@ -196,12 +196,15 @@ class MemoryPlan:
         return min(bounds, default=None)
 
     def note_out_of_memory(self, area: int, rows: int) -> None:
-        """Note that a forward ran out of memory. Groups of this size have half as many rows for a while."""
+        """Record that a forward pass ran out of memory.
+
+        For a while, batches of this latent size have half as many rows.
+        """
         if area not in self._refused and len(self._refused) >= _MOST_SIZES:
             return
         self._refused[area] = (max(1, rows // 2), _FORGET_AFTER)
         facts = {"rows": rows, "latent_elements": area}
-        _log.warning("the device ran out of memory for a group; it is split", extra=facts)
+        _log.warning("the device ran out of memory in a forward pass; its batch is split", extra=facts)
 
     def _set(self, name: str, size_bytes: int) -> None:
         """Set a reservation. The lock must be held."""
@@ -220,7 +223,7 @@ class MemoryPlan:
         return self._left_beside(self.reserved)
 
     def _left_beside(self, others: Mapping[str, int]) -> str:
-        """Return a text with the remaining bytes of the budget and the holders of the rest."""
+        """Return a text with the remaining bytes of the budget and what the others are reserved for."""
         holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items() if size)
         left = (self.budget_bytes or 0) - sum(others.values())
         return f"{max(0, left) // _MIB} of {(self.budget_bytes or 0) // _MIB} MiB are left" + (
@@ -235,11 +238,11 @@ class MemoryPlan:
 
 
 def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
-    """Return the plan of a device. Call it before anything is on the device.
+    """Return the memory plan of a device. Call it before anything is on the device.
 
     Args:
         device: The device.
-        budget_mib: Memory for this process; 0 for all that is free, minus a reserve.
+        budget_mib: Memory for this process in MiB; 0 for all that is free, minus a reserve.
 
     Raises:
         ValueError: The device does not have so much, or is a CPU.

@@ -1,4 +1,4 @@
-"""Recognizes errors which mean that a device, or the host, is out of memory."""
+"""Recognizes errors which mean that a device or the host is out of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that there was no memory, so that less work at once may succeed."""
+    """Return whether an error means that memory was short, so that a smaller batch may succeed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

@@ -1,4 +1,4 @@
-"""The Device for a torch.device."""
+"""Returns the Device for a torch.device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.device.device import Device
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """Return the Device of a torch.device, one per process. Raise ValueError if this kind is not supported."""
+    """Return the Device for a torch.device. There is one per process. Raise ValueError if its kind is not supported."""
     kind = torch_device.type
     if kind == "cuda":
         # A device without an index is the current one. Its type does not say that the index may be None.
@@ -22,7 +22,7 @@ def open_device(torch_device: torch.device) -> Device:
 
 
 def use_device(torch_device: torch.device) -> Device:
-    """Return the Device of a torch.device, and make it the current one of the calling thread.
+    """Return the Device for a torch.device, and make it the current one of the calling thread.
 
     Call it first in a thread that computes: most of torch computes where its tensors are, but kernels are launched on
     the current device.
@@ -35,7 +35,7 @@ def use_device(torch_device: torch.device) -> Device:
 
 @lru_cache
 def _open(kind: str, index: int) -> Device:
-    """Return the only Device for a device, because named streams belong together."""
+    """Return the only Device for a device, because named streams are shared."""
     if kind == "cpu":
         return CpuDevice()
     if kind == "cuda":

@@ -17,19 +17,19 @@ class Span:
 
     @property
     def ready(self) -> bool:
-        """Whether it has ended."""
+        """Whether the span has ended."""
         return self.begin.ready and self.end.ready
 
     @property
     def seconds(self) -> float:
-        """Its length. Waits until it has ended."""
+        """Its duration. Waits until the span has ended."""
         self.end.wait()
         self.begin.wait()
         return self.end.seconds_since(self.begin)
 
 
 class SpanSum:
-    """The sum of spans that have ended."""
+    """The total duration of spans that have ended."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -42,7 +42,7 @@ class SpanSum:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the spans that have ended. Never waits."""
+        """Total seconds of the spans that have ended. Never waits."""
         self._read()
         return self._seconds
 

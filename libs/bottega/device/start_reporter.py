@@ -1,23 +1,23 @@
-"""Reports the progress of an engine's start: its stage, and how many bytes of the stage are done."""
+"""Reports the progress of an engine's start: its stage, and how many bytes of the stage are processed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Between two reports of the same stage: often enough to be a sign of life, and rare enough to cost nothing.
+# Seconds between two reports of a stage: often enough as a sign of life, and rare enough to cost nothing.
 _INTERVAL_S = 0.5
 
 SendProgress = Callable[[str, int, int], None]
-"""Called with a stage, its finished bytes and all of its bytes; both are 0 if it has none to count."""
+"""Called with a stage, its processed bytes and its total bytes; both are 0 if the stage does not count bytes."""
 
 
 class StartReporter:
     """Reports the stages of a start.
 
     Args:
-        send: Called at the beginning of each stage, and now and then with its progress.
-        clock: Monotonic seconds.
+        send: Called at the start of each stage, and now and then with its progress.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, send: SendProgress, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class StartReporter:
         self._report()
 
     def advance(self, size_bytes: int = 0) -> None:
-        """Report that another `size_bytes` of the stage are done."""
+        """Report that another `size_bytes` of the stage are processed."""
         self._done_bytes += size_bytes
         if self._clock() - self._sent_s >= _INTERVAL_S:
             self._report()
@@ -45,5 +45,5 @@ class StartReporter:
 
 
 def silent_reporter() -> StartReporter:
-    """Return a reporter that reports to nobody."""
+    """Return a reporter that sends nothing."""
     return StartReporter(lambda *_: None)

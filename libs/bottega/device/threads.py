@@ -15,9 +15,9 @@ import torch
 
 
 def compute_with(threads: int) -> None:
-    """Set the number of threads for operators of the calling thread; 0 for as many as torch chooses.
+    """Set the number of threads for operators of the calling thread; 0 means as many as torch chooses.
 
-    Threads that begin to use torch later compute alone. Threads that began before keep their number.
+    Threads that begin to use torch later compute with one thread. Threads that began before keep their number.
     """
     torch.set_num_threads(threads or torch.get_num_threads())
     # Each thread has its own number. When it first asks, which is here, it takes the last one that any thread has set.
@@ -28,9 +28,9 @@ def compute_with(threads: int) -> None:
 
 
 def compute_alone() -> None:
-    """Let the calling thread, and those that begin to use torch after it, compute with one thread.
+    """Make the calling thread, and those that begin to use torch after it, compute with one thread.
 
-    For threads whose first operator may be a matrix product, because only then does MKL read what torch was told
+    For threads whose first operator may be a matrix product, because only then does MKL read the number that was set
     before.
     """
     torch.set_num_threads(1)
