@@ -1,1 +1,1 @@
-"""The engine: its loop of turns, the choice of groups, denoising steps, and the stages before and after them."""
+"""The engine: denoises batches of requests step by step, with the stages before and after, and its extensions."""

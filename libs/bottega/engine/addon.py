@@ -1,18 +1,21 @@
 """The interface between the engine and its add-ons, such as ControlNets, LoRAs, cached latents and edits.
 
-The engine has a list of add-ons and names none of them. An add-on gives each job that needs it a part:
+The engine has a list of add-ons and knows none of them by name. For each job that needs it, an add-on creates a
+`JobAddOn`, its "part" of the job. The engine calls:
 
     submitted      EngineAddOn.open            starts loading data; refuses jobs that can never be served
     encoding       JobAddOn.prompt_ready       whether the prompt can be encoded
                    EngineAddOn.before_prompt   prepares the text encoders for the job
     encoded        JobAddOn.attach             gives the job's requests what they need
-    before a turn  JobAddOn.update             takes what has arrived
+    before a turn  JobAddOn.update             uses data that has arrived
                    JobAddOn.blocks             whether a request must wait before its next step
                    JobAddOn.decision           a choice that later attempts have to repeat
     each turn      EngineAddOn.before_group, backbone_for, after_forward
                    JobAddOn.after_forward, after_step
     decoded        JobAddOn.after_decode, keep
     ended          JobAddOn.close, report, finish
+
+In each turn, the engine runs one forward pass of a batch.
 """
 
 from __future__ import annotations
@@ -69,8 +72,9 @@ class JobAddOn:
         """Prepare a job whose prompt has been encoded and whose requests exist.
 
         Args:
-            conditions: Conditions of its first image. Only a job of several prompts has others, and add-ons that depend
-                on the prompt do not serve such jobs (rules.check_prompts).
+            job: The job.
+            conditions: Conditions of its first image. Add-ons that depend on the prompt never get a job of several
+                prompts (rules.check_prompts).
             now_s: Monotonic seconds.
 
         Raises:
@@ -78,7 +82,7 @@ class JobAddOn:
         """
 
     def update(self, now_s: float) -> None:
-        """Take in data that has arrived, and release data that is no longer needed.
+        """Use data that has arrived, and release data that is no longer needed.
 
         Raises:
             BottegaError: The job can never go on.
@@ -90,28 +94,28 @@ class JobAddOn:
 
     @property
     def decision(self) -> bytes | None:
-        """The choice of this add-on that later attempts must repeat to draw the same picture, as a serialized message.
+        """A choice that later attempts must repeat to draw the same picture, as a serialized message of this add-on.
 
-        None until it has decided anything. Later attempts find it in `EngineJob.pinned`.
+        None until the add-on has made it. Later attempts find it in `EngineJob.pinned`.
         """
         return None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Note that a step of the job ran in this forward. Return the seconds that it waited for the add-on."""
+        """Handle a forward pass with a step of the job. Return the seconds that it waited for the add-on."""
         return 0.0
 
     def after_step(self, request: Request) -> None:
-        """Note that a request of the job has made a step."""
+        """Handle a step that a request of the job has made."""
 
     def after_decode(self, index: int, pixels: Tensor) -> None:
-        """Note that an image is finished. `pixels` is uint8 [height, width, 3] and must not be changed."""
+        """Handle a finished image. `pixels` is uint8 [height, width, 3] and must not be changed."""
 
     def keep(self, index: int) -> bytes | None:
-        """Return data to store with the job for an image that was emitted; None for none."""
+        """Return data to store with the job for an image that has been returned; None for nothing."""
         return None
 
     def offload(self) -> OffloadedPart | None:
-        """Return the data that the pair's other worker needs for this add-on to compute rows of the job, or None."""
+        """Return data for the other worker of a pair, so that it can compute rows of the job; None if it needs none."""
         return None
 
     @property
@@ -120,7 +124,7 @@ class JobAddOn:
         return True
 
     def active_in(self, row: Row) -> int:
-        """Return a number in [0, 2^31) that tells `RemoteAddOn.activate` which parts are active in a row."""
+        """Return a number in [0, 2^31) that tells `RemoteAddOn.activate` what is active in a row, such as LoRAs."""
         return 0
 
     def spans(self) -> Iterable[TracedSpan]:
@@ -128,25 +132,25 @@ class JobAddOn:
         return ()
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Return a copy of the job's record that includes this add-on's facts."""
+        """Return a copy of the job's record with what this add-on knows about the job."""
         return record
 
     def finish(self, record: EngineRecord) -> None:
-        """Note that all images were emitted and the job was reported as finished, with this complete record."""
+        """Handle the end of a job that was reported as finished, with its complete record."""
 
     def close(self) -> None:
-        """Release everything. Called at the end of every job, at least once."""
+        """Release everything. Called at least once at the end of every job."""
 
 
 class RemoteAddOn(Protocol):
-    """An add-on's part of a job of the pair's other worker, for which this engine computes rows."""
+    """The state of an add-on for a job of the pair's other worker, for which this engine computes rows."""
 
     def ready(self, now_s: float) -> bool:
-        """Return whether rows can be computed. Raise BottegaError if they never can."""
+        """Return whether rows can be computed now. Raise BottegaError if they never can."""
         ...
 
     def activate(self, row: Row, active: int) -> Row:
-        """Return the row with the parts that the leader's `JobAddOn.active_in` chose.
+        """Return the row with what is active in it, as the other worker's `JobAddOn.active_in` returned it.
 
         Raise ValueError for an unknown number.
         """
@@ -161,22 +165,22 @@ class EngineAddOn:
     """A feature that extends the plain model, such as LoRAs. Methods that are not overridden do nothing."""
 
     kind: ClassVar[str]
-    """Key of its data in orders and decisions; also the kind of the services that it uses."""
+    """Key of its data in orders and decisions, and kind of the services that it uses."""
 
     @property
     def row_weights(self) -> RowWeights | None:
-        """The object that applies the LoRAs of rows in forwards. At most one add-on has it."""
+        """The object that applies LoRAs to rows during a forward pass; None for most add-ons."""
         return None
 
     @property
     def residuals(self) -> ResidualProvider | None:
-        """The provider of residuals for rows with ControlNets. At most one add-on has it."""
+        """The provider of ControlNets' residuals; None for most add-ons."""
         return None
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
-        """Return the add-on's own backbone to run a group, or None to leave the group to others.
+        """Return a backbone of the add-on that runs this batch, or None.
 
-        Add-ons are asked in order, and the model's own backbone runs the remaining groups. With fixed rows, none is
+        Add-ons are asked in order, and the model's own backbone runs what none of them runs. With fixed rows, none is
         asked.
         """
         return None
@@ -185,7 +189,7 @@ class EngineAddOn:
         """Set the services of its kind that exist now, the best first."""
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Return the add-on's part of a submitted job, or None if it needs none.
+        """Return the add-on's state for a submitted job, or None if the job does not need the add-on.
 
         Raises:
             BottegaError: The job can never be served.
@@ -193,7 +197,7 @@ class EngineAddOn:
         return None
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Return the add-on's part of a job of the pair's other worker.
+        """Return the add-on's state for a job of the pair's other worker.
 
         Args:
             part: What that worker's add-on sent.
@@ -201,54 +205,56 @@ class EngineAddOn:
 
         Raises:
             BottegaError: The job can never be served.
-            ValueError: The part is malformed.
+            ValueError: `part` is malformed.
         """
-        raise Unavailable(f"no row with {self.kind} is computed for another worker")
+        raise Unavailable(f"rows with {self.kind} cannot be computed for another worker")
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """Prepare for encoding the prompt of a job with this part, if any. Raise BottegaError if that is impossible."""
+        """Prepare to encode a job's prompt; `part` is None if it does not use the add-on. May raise BottegaError."""
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Wait until something arrives for one of these parts, which are waiting, or until the timeout."""
+        """Wait until data arrives for one of these jobs, which are waiting for it, or until the timeout."""
         time.sleep(timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Prepare for the choice of the next group. Return whether a request's group key has changed.
+        """Prepare for the choice of the next batch. Return whether the group key of a request has changed.
 
         Args:
-            requests: All requests that may be in the group.
+            requests: All requests that may be in the batch.
             step_s: Seconds of a step of all of them, 0 if unknown.
         """
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None, *, masked: bool) -> bool:
-        """Note the time of a forward. Return whether plain rows would have taken as long.
+        """Use the measured time of a forward pass. Return whether plain rows would have taken as long.
 
         Args:
-            plain_s: Measured seconds of a forward of the same number of plain rows; None if not measured.
-            masked: Whether rows were partly computed, or recorded. The result then has no effect.
+            rows: Its rows.
+            seconds: Its time.
+            plain_s: Measured seconds of a forward pass of as many plain rows; None if not measured.
+            masked: Whether rows were partly computed, or recorded. The result is then ignored.
         """
         return True
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
-        """Take the measurements that the add-on needs, before the engine serves.
+        """Measure what the add-on needs to know, before the engine serves.
 
         Args:
             row: A row of the model's usual size.
-            predict: Runs a forward of such rows.
+            predict: Runs a forward pass of such rows.
         """
 
     def probes(self, model: Model) -> Mapping[str, Probe]:
-        """Return probes that show the gain of accelerations of the add-on's own operations, by name."""
+        """Return probes, by name, that show how much accelerations of the add-on's own operations gain."""
         return {}
 
     def answer(self, question: bytes, engine: Engine) -> bytes:
-        """Answer a query from the add-on's part in the worker's front process. Both are serialized messages.
+        """Answer a query of the same add-on in the worker's front process. Query and answer are serialized messages.
 
         Raises:
             BottegaError: The add-on refuses.
         """
-        raise MethodNotServed(f"the add-on of kind {self.kind} answers no questions")
+        raise MethodNotServed(f"the add-on of kind {self.kind} answers no queries")
 
     def fill_beat(self, beat: EngineBeat) -> None:
         """Add the add-on's state to the worker's report: data in memory, counts, measured times, open links."""
@@ -258,16 +264,16 @@ class EngineAddOn:
 
 
 def add_counts(beat: EngineBeat, kind: str, counts: Mapping[str, int]) -> None:
-    """Add an add-on's event counts since the start to the report. Names are in snake case."""
+    """Add an add-on's counts of events since the start to the report. Names are in snake case."""
     beat.counts.extend(EngineCount(kind=kind, event=event, count=count) for event, count in counts.items())
 
 
 Parts = Mapping[EngineAddOn, JobAddOn]
-"""The parts of a job by add-on, for add-ons that the job needs."""
+"""The states of a job's add-ons. An add-on that the job does not use has no entry."""
 
 
 def open_parts(addons: Sequence[EngineAddOn], order: EngineOrder) -> Parts:
-    """Return the parts of a submitted job. Raise the BottegaError of the first add-on that cannot serve it."""
+    """Return the add-ons' states for a submitted job. Raise the BottegaError of the first that cannot serve it."""
     parts: dict[EngineAddOn, JobAddOn] = {}
     try:
         for addon in addons:
@@ -281,6 +287,6 @@ def open_parts(addons: Sequence[EngineAddOn], order: EngineOrder) -> Parts:
 
 
 def close_parts(parts: Parts) -> None:
-    """Close all parts."""
+    """Close the states of all add-ons."""
     for part in parts.values():
         part.close()

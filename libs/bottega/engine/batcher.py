@@ -1,15 +1,15 @@
-"""Chooses which requests share the next turn, and bounds how long a request may be passed over.
+"""Chooses which requests run in the next turn (one forward pass of a batch), and how long a request may be passed over.
 
-Each turn belongs to the tenant that has used the fewest device seconds for its weight (bottega.fair_order). The oldest
-request of that tenant decides which group runs. The turn has as many requests as are worth it by the measured step
-times. A request may be passed over for a bounded number of its tenant's turns. If step times are outdated, one turn is
-made wider to measure them again.
+Each turn belongs to the tenant that has used the fewest device seconds for its weight (bottega.fair_order). Requests
+can share a batch if they have the same group key; that of the tenant's oldest request is chosen. The batch is as large
+as the measured step times make worth it. A request is passed over in a bounded number of its tenant's turns. If step
+times are outdated, one batch is made larger to measure them again.
 
-A turn is charged to the tenants of its requests when it begins, by the measured step times. The charge is corrected
-when the time of the turn is known (`settle`).
+The tenants of a batch are charged when its turn begins, by the measured step times. The charge is corrected when the
+time of the turn is known (`settle`).
 
-Requests of other tenants with the same group key share the turn. A tenant that has just arrived and has used little of
-the device gets turns of its own for a while, because shared turns would take as long as those of the others.
+Requests of other tenants with the same group key share the batch. A tenant that has just arrived and has used little of
+the device gets batches of its own for a while, because shared ones would take as long as those of the others.
 
 A tenant that arrives during another's turn has to wait for its end. So turns that are much longer than those of another
 tenant are kept short, while that tenant has requests here or is expected back. A tenant is expected back for about
@@ -35,13 +35,14 @@ from bottega.planning import (
     most_on_trial,
 )
 
-# Widths are chosen again after this many turns even if no request came or left, because step times drift.
+# Batch sizes ("widths") are chosen again after this many turns even if no request came or left, because step times
+# drift.
 _REPLAN_TURNS = 16
 # How far a tenant that asked for less than its share may get ahead of the others, in seconds of so many rows: about
 # four guided images of 50 steps, because some are submitted together. These are rows of the smallest requests that are
 # here, so that no tenant is held up for four large images by one that was idle.
 _CREDIT_ROWS = 400.0
-# Number of turns after its arrival in which a tenant that is behind shares no turn with others.
+# Number of turns after its arrival in which a tenant that is behind shares no batch with others.
 _OWN_TURNS = 256
 # A turn is too long if it takes this many times as long as another tenant's.
 _LONG_TURN = 4.0
@@ -54,17 +55,17 @@ _DEFAULT_SHARE = Share()
 
 
 class BatchCandidate(Protocol):
-    """A request as the batcher sees it."""
+    """A request, as the batcher needs it."""
 
     @property
     def key(self) -> GroupKey: ...
     @property
     def row_count(self) -> int:
-        """Number of rows in each of its turns."""
+        """Number of rows of the request in each forward pass."""
 
     @property
     def computed_share(self) -> float:
-        """Share of its rows' tokens that the next turn computes."""
+        """Fraction of its rows' tokens that the next forward pass computes; the rest is reused."""
 
     @property
     def steps(self) -> int: ...
@@ -77,22 +78,21 @@ Request = TypeVar("Request", bound=BatchCandidate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTurn(Generic[Request]):
-    """A turn: its requests, and the seconds charged to their tenants."""
+    """A forward pass of a batch: its requests, and the device seconds charged to their tenants."""
 
     requests: list[Request]
-    """Empty if no request was ready."""
+    """The requests of the batch; empty if none was ready."""
     shares: Sequence[Share] = ()
     """Tenant and weight of each request."""
     charged_s: Sequence[float] = ()
     """Seconds of the device that were charged for each request."""
     splits: bool = False
-    """Whether to predict the rows of its only request in two turns, because one long turn would delay another tenant.
-    """
+    """Whether to predict the rows of its only request in two forward passes, so that others wait less."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Visitor:
-    """A tenant that had a turn, and has requests here or may come back. Time counts only seconds of turns."""
+    """A tenant whose requests have run and who is here or may come back. Times count device seconds."""
 
     last_s: float
     """End of its last turn."""
@@ -117,16 +117,15 @@ class _Slot(Generic[Request]):
     """Number of its tenant's turn in which it made its last step, or was admitted."""
     admitted: bool = False
     exclusive: bool = False
-    """Whether it shares no group."""
+    """Whether it always runs alone."""
 
     @property
     def group(self) -> object:
-        """Key that all requests of its group have in common."""
+        """Requests with the same value may share a batch."""
         return self if self.exclusive else self.request.key
 
     @property
     def rows(self) -> int:
-        """Number of rows in each of its turns."""
         return self.request.row_count
 
 
@@ -137,8 +136,8 @@ class Batcher(Generic[Request]):
 
     Args:
         times: Step times of plain rows.
-        fractions: Cost of rows that are computed in part. Bounds on rows count such rows in full.
-        max_rows: Upper bound on rows in one group. A request with more rows runs alone.
+        fractions: Cost of partly computed rows. Limits on rows count them in full.
+        max_rows: Upper bound on rows in one batch. A request with more rows runs alone.
         max_wait_turns: Number of its tenant's turns in which an admitted request may be passed over.
     """
 
@@ -152,7 +151,7 @@ class Batcher(Generic[Request]):
         self._order = FairOrder()
         self._came: dict[str, int] = {}
         self._turns_of: dict[str, int] = {}
-        self._visitors: dict[str, _Visitor] = {}  # The one whose last turn is newest is last.
+        self._visitors: dict[str, _Visitor] = {}  # The tenant whose turn was last comes last.
         self._device_s = 0.0
         self._slots: dict[Request, _Slot[Request]] = {}
         self._admitted: list[_Slot[Request]] = []
@@ -179,7 +178,7 @@ class Batcher(Generic[Request]):
         if slot is not None:
             if all(other.share.tenant != slot.share.tenant for other in self._slots.values()):
                 del self._came[slot.share.tenant], self._turns_of[slot.share.tenant]
-            # Now, because an idle batcher makes no next plan, and a request that is referred to holds device memory.
+            # Not later: an idle batcher plans nothing, and a reference to the request would hold device memory.
             self.regroup()
 
     @property
@@ -191,21 +190,21 @@ class Batcher(Generic[Request]):
         return request in self._slots
 
     def regroup(self) -> None:
-        """Group the requests again, because their group keys have changed."""
+        """Read the requests' group keys again, because they have changed."""
         self._admitted, self._widths, self._trials = [], {}, {}
         self._planned_at = -_REPLAN_TURNS
 
     def make_exclusive(self, request: Request) -> None:
-        """Let a request share no group from now on."""
+        """Let a request run alone from now on."""
         self._slots[request].exclusive = True
         self._planned_at = -_REPLAN_TURNS
 
     def set_backlog(self, backlog: int) -> None:
-        """Set the number of requests that wait outside the batcher and will be added when there is room."""
+        """Set the number of requests that wait outside the batcher and will be added when others are done."""
         self._backlog = min(backlog, MAX_BACKLOG)
 
     def next_turn(self) -> BatchTurn[Request]:
-        """Return the next turn, which begins now. Call `settle` when its time is known."""
+        """Return the next batch, whose forward pass begins now. Call `settle` when its time is known."""
         if self._turn - self._planned_at >= _REPLAN_TURNS:
             self._plan()
         self._turn += 1
@@ -219,36 +218,37 @@ class Batcher(Generic[Request]):
         if lack < 0:
             members = self._shortened(self._fill(own[0], [*own, *others], self._width_now(own[0])))
         else:
-            # If the most urgent request is just in time, the group has its usual width; if it is late, all that fit.
+            # If the most urgent request is just in time, the batch has its usual size; if it is late, all that fit are
+            # in it.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], [*urgent, *others], width)
         for slot in members:
             slot.turn = self._turns_of[slot.share.tenant]
         if self._trials and len(members) > self._widths[members[0].group]:
             self._times.tried()
-            self._planned_at = -_REPLAN_TURNS  # The width of the next turn follows from what this one took.
+            self._planned_at = -_REPLAN_TURNS  # The measured time of this turn may change the batch size.
         return self._charged(members)
 
     def settle(self, turn: BatchTurn[Request], seconds: Sequence[float]) -> None:
-        """Correct the charges of a turn to the seconds of the device that each of its requests took."""
+        """Correct what was charged for a forward pass to the device seconds that each of its requests took."""
         for share, charged_s, took_s in zip(turn.shares, turn.charged_s, seconds, strict=True):
             self.charge(share, took_s - charged_s)
 
     def used(self, tenant: str) -> float:
-        """Return how much of the device a tenant has used, over its weight. The tenant with least goes first."""
+        """Return a tenant's used device time divided by its weight. The tenant with the least is served first."""
         return self._order.next_tag(tenant)
 
     def may_go_first(self, tenant: str) -> bool:
-        """Return whether a tenant may use the device outside of turns: no tenant with requests here has used less."""
+        """Return whether a tenant may use the device for other work: no tenant with requests here has used less."""
         used = self.used(tenant)
         return all(used <= self.used(other) for other in self._came)
 
     def charge(self, share: Share, seconds: float) -> None:
-        """Charge a tenant for seconds of the device outside of turns."""
+        """Charge a tenant for seconds of the device for other work."""
         self._order.charge(share.tenant, cost=seconds, weight=share.weight)
 
     def _plan(self) -> None:
-        """Choose the widths, and admit as many requests as the bound on waiting allows."""
+        """Choose the batch sizes, and admit as many requests as the limit on waiting allows."""
         self._planned_at = self._turn
         self._widths = {group: self._width(slots) for group, slots in _by_group(self._slots.values()).items()}
         longest_s = max(map(self._turn_s, self._slots.values()), default=0.0)
@@ -260,14 +260,14 @@ class Batcher(Generic[Request]):
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
     def _by_tenant(self) -> dict[str, list[_Slot[Request]]]:
-        """Return the requests of each tenant: admitted ones first, then the others, each oldest first."""
+        """Return the requests of each tenant: the admitted ones, then the others, oldest first."""
         slots: dict[str, list[_Slot[Request]]] = {}
         for slot in sorted(self._slots.values(), key=lambda slot: not slot.admitted):
             slots.setdefault(slot.share.tenant, []).append(slot)
         return slots
 
     def _admit(self, slots: Sequence[_Slot[Request]]) -> None:
-        """Admit as many of a tenant's requests as its bound on waiting allows."""
+        """Admit as many of a tenant's requests as the limit on waiting allows."""
         admitted: list[_Slot[Request]] = []
         for slot in slots:
             admitted.append(slot)
@@ -282,15 +282,14 @@ class Batcher(Generic[Request]):
         return min((self._seconds(shape, rows) / rows for shape, rows in shapes), default=0.0)
 
     def _seconds(self, shape: Shape, rows: float) -> float:
-        """Return the expected seconds of a turn."""
         measured = self._times.seconds(shape, rows)
         return rows * _UNMEASURED_ROW_S if measured is None else measured
 
     def _by_share(self) -> tuple[list[_Slot[Request]], list[_Slot[Request]]]:
-        """Return the admitted requests of the tenant that has used least, and those that may share its turn.
+        """Return the admitted requests of the tenant that has used least, and those that may share its batch.
 
         The first are sorted by age, the second by how much their tenants have used. A tenant that arrived lately and is
-        behind shares its turns with no other.
+        behind shares its batches with no other.
         """
         first = self._admitted[0].share.tenant
         if all(slot.share.tenant == first for slot in self._admitted):
@@ -300,7 +299,7 @@ class Batcher(Generic[Request]):
         tenant = min(tags, key=tags.__getitem__)
         self._order.served(tags[tenant])
         own = [slot for slot in self._admitted if slot.share.tenant == tenant]
-        # Tenants that alternate are a turn apart.
+        # Tenants that alternate differ by one turn.
         apart_s = max(self._turn_s(slot) / slot.share.weight for slot in self._admitted)
         behind = tags[tenant] < max(tags.values()) - apart_s
         if behind and self._came[tenant] >= self._turn - _OWN_TURNS:
@@ -309,18 +308,18 @@ class Batcher(Generic[Request]):
         return own, sorted(others, key=lambda slot: tags[slot.share.tenant])
 
     def _turn_s(self, slot: _Slot[Request]) -> float:
-        """Return the expected seconds of a turn of a request's group, at the width that pays off."""
+        """Return the expected seconds of a forward pass with this request, at the chosen batch size."""
         return self._seconds(_shape(slot.request), self._work(slot.request).rows * self._widths[slot.group])
 
     def _shortened(self, members: list[_Slot[Request]]) -> list[_Slot[Request]]:
-        """Return the first of a turn's requests, at least one, as many as do not delay another tenant for long."""
+        """Return the first requests of a batch, at least one, as many as do not delay another tenant for long."""
         count = len(members)
         while count > 1 and self._delays_another(members[0].share.tenant, self._seconds_of(members[:count])):
             count -= 1
         return members[:count]
 
     def _delays_another(self, tenant: str, turn_s: float) -> bool:
-        """Return whether a turn of a tenant is much longer than those of another that is here or expected back."""
+        """Return whether a forward pass is much longer than those of another tenant that is here or expected back."""
         others = (visitor.turn_s for name, visitor in self._visitors.items() if name != tenant and self._expects(name))
         return turn_s > _LONG_TURN * min(others, default=turn_s)
 
@@ -329,7 +328,7 @@ class Batcher(Generic[Request]):
         return tenant in self._came or visitor.last_s + visitor.return_s >= self._device_s
 
     def _note_turn(self, tenant: str, turn_s: float) -> None:
-        """Note a tenant's turn, and forget tenants that have stayed away for long."""
+        """Record a tenant's turn, and remove tenants that have stayed away for long."""
         self._device_s += turn_s
         visitor = self._visitors.pop(tenant, None) or _Visitor(last_s=self._device_s, turn_s=turn_s)
         visitor.last_s, visitor.turn_s = self._device_s, turn_s
@@ -341,11 +340,10 @@ class Batcher(Generic[Request]):
                 del self._visitors[name]
 
     def _seconds_of(self, members: Sequence[_Slot[Request]]) -> float:
-        """Return the expected seconds of a turn of these requests."""
         return self._seconds(_shape(members[0].request), sum(self._work(slot.request).rows for slot in members))
 
     def _charged(self, members: Sequence[_Slot[Request]]) -> BatchTurn[Request]:
-        """Charge a turn that begins to the tenants of its requests, in proportion to their rows."""
+        """Charge a beginning forward pass to the tenants of its requests, in proportion to their rows."""
         rows = [self._work(slot.request).rows for slot in members]
         row_s = self._seconds(_shape(members[0].request), sum(rows)) / sum(rows)
         for slot, count in zip(members, rows, strict=True):
@@ -360,9 +358,9 @@ class Batcher(Generic[Request]):
         )
 
     def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
-        """Return the number of requests for a wider turn that measures an outdated step time; 0 for no such turn.
+        """Return the size of a larger batch that would measure an outdated step time; 0 for none.
 
-        Only turns of plain rows measure step times.
+        Only batches of plain rows measure step times.
         """
         if any(slot.request.computed_share < 1.0 for slot in slots):
             return 0
@@ -387,7 +385,7 @@ class Batcher(Generic[Request]):
         return RemainingWork(rows=request.row_count * cost, steps=request.steps_left)
 
     def _fits(self, slots: Sequence[_Slot[Request]]) -> bool:
-        """Return whether these requests of one tenant meet the bound on waiting, after widening groups as needed."""
+        """Return whether these requests of a tenant meet the limit on waiting, and enlarge batches as needed."""
         counts = {
             group: (len(same), max(1, self.max_rows // max(slot.rows for slot in same)))
             for group, same in _by_group(slots).items()
@@ -401,15 +399,15 @@ class Batcher(Generic[Request]):
         return True
 
     def _turns_for(self, counts: Mapping[object, tuple[int, int]]) -> int:
-        """Return the number of turns that serve all requests, in whatever order groups are filled.
+        """Return the number of turns that serve all requests, in whatever order batches are filled.
 
         Args:
-            counts: Number of requests of each group, and how many of its largest ones fit into a turn.
+            counts: By group key: the number of requests, and how many of the largest fit into a batch.
         """
         return sum(-(-count // min(self._widths[group], capacity)) for group, (count, capacity) in counts.items())
 
     def _lack(self, urgent: Sequence[_Slot[Request]], now: int) -> int:
-        """Return by how many turns the most urgent request would be late if this turn skips it; negative if not.
+        """Return by how many turns the most urgent request is late if this turn skips it; negative if it is not late.
 
         Args:
             urgent: All admitted requests of the tenant whose turn it is; the one that has waited longest is first.
@@ -420,7 +418,7 @@ class Batcher(Generic[Request]):
         return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
 
     def _places(self, slots: Sequence[_Slot[Request]]) -> list[int]:
-        """Return in which turn, from 1, each slot is served if groups are filled in this order."""
+        """Return in which turn, from 1, each request runs if batches are filled in this order."""
         filling: dict[object, _Filling] = {}
         places: list[int] = []
         turns = 0
@@ -435,7 +433,7 @@ class Batcher(Generic[Request]):
         return places
 
     def _width_now(self, leader: _Slot[Request]) -> int:
-        """Return the width of the leader's group in this turn."""
+        """Return the number of requests in this turn's batch, whose first one is `leader`."""
         return self._trials.get(leader.group, self._widths[leader.group])
 
     def _fill(self, leader: _Slot[Request], order: Sequence[_Slot[Request]], width: int) -> list[_Slot[Request]]:
@@ -454,15 +452,15 @@ class Batcher(Generic[Request]):
 
 @dataclass(slots=True, kw_only=True)
 class _Filling:
-    """A group that is being filled."""
+    """A batch that is being filled."""
 
     turn: int = 0
-    """The turn in which it is served."""
+    """The turn in which it runs."""
     requests: int = 0
     rows: int = 0
 
     def takes(self, rows: int, width: int, max_rows: int) -> bool:
-        """Return whether a request of `rows` rows has room."""
+        """Return whether a request of `rows` rows fits into the batch."""
         return self.requests < width and self.rows + rows <= max_rows
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints: the state of a job between two steps, from which another engine can continue, as safetensors.
+"""Checkpoints: the state of a job between two steps, from which another engine can continue, in safetensors format.
 
-This module does not know when checkpoints are made or where they are kept.
+This module does not know when checkpoints are made or where they are stored.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
     """Deserialize the state of a job, with its tensors on the CPU.
 
     Raises:
-        CheckpointMismatch: It is damaged, or does not fit this model, element type and spec.
+        CheckpointMismatch: It is damaged, or of another model, data type or spec.
     """
     header = _header(data)
     for name, value in _identity(model, spec).items():
@@ -110,12 +110,12 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
     for state in states:
         _check(state, model, spec)
     if len(states) != spec.num_images:
-        raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
+        raise CheckpointMismatch(f"the checkpoint has {len(states)} images, not {spec.num_images}")
     return SavedJob(images=states, decisions=decisions, shared_in_half_precision=shared)
 
 
 def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a state with their names in a checkpoint."""
+    """Yield all tensors of a state, each with its name in a checkpoint."""
     yield "latent", state.latent
     yield "generator", state.generator
     for name in _OF_EDITS:
@@ -126,7 +126,7 @@ def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _arrived(state: RequestState, copies: Mapping[str, HostCopy]) -> RequestState:
-    """Return the state with copies that have arrived."""
+    """Return the state with the copies on the host in place of its tensors."""
     tensors = {name: copy.take() for name, copy in copies.items()}
     kept = {name.removeprefix(_SAMPLER): tensors.pop(name) for name in list(tensors) if name.startswith(_SAMPLER)}
     return RequestState(
@@ -145,7 +145,7 @@ def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
 
 
 def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Return the digest of header and tensors. Safetensors has no checksums of tensors."""
+    """Return the digest of header and tensors, because safetensors has no checksums."""
     total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
@@ -181,14 +181,14 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
 def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
-        raise CheckpointMismatch("its latent does not fit")
+        raise CheckpointMismatch("its latent has another shape or data type")
     for tensor in (state.image_latent, state.noise):
         if (tensor is None) != (spec.edit is None):
-            raise CheckpointMismatch("its tensors of an edit do not fit")
+            raise CheckpointMismatch("its tensors of an edit are missing or unexpected")
         if tensor is not None and (tuple(tensor.shape) != shape or not torch.isfinite(tensor).all()):
-            raise CheckpointMismatch("its image latent or its noise does not fit")
+            raise CheckpointMismatch("its image latent or its noise has another shape or data type")
     first, last = spec.begin_step, spec.num_inference_steps
     if not first <= state.step <= last:
         raise CheckpointMismatch(f"its step {state.step} is not between {first} and {last}")
     if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
-        raise CheckpointMismatch("its generator does not fit")
+        raise CheckpointMismatch("its state of the random generator is not valid")

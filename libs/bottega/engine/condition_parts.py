@@ -1,4 +1,4 @@
-"""The conditions of a request as named tensors in messages between processes."""
+"""Conversion between a request's conditions and the named tensors of a message to another process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from bottega.model.rows import Embeds, Half
 
 _PREFIX = "condition."
 _PROMPT = "prompt"
-# Families have up to three.
+# The model families have up to three.
 _MAX_CONDITIONS = 8
 
 
 def condition_parts(embeds: Sequence[Embeds]) -> dict[str, Tensor]:
-    """Return the parts of a message that hold the conditions of some halves, [halves, ...] each."""
+    """Return the tensors of a message that hold these conditions, [halves, ...] each."""
     return {f"{_PREFIX}{name}": tensor for name, tensor in Embeds.stack(embeds).tensors.items()}
 
 
 def read_conditions(parts: Mapping[str, Tensor], halves: Sequence[Half]) -> dict[Half, Embeds]:
-    """Return the conditions of each half, with copies of a message's tensors.
+    """Return the conditions of each half of guidance, with copies of a message's tensors.
 
     Raises:
         ValueError: A condition is malformed, or the prompt's is missing.

@@ -1,6 +1,6 @@
-"""The last stage of an image: decoding, which runs beside the steps of other images and is collected later.
+"""The decoding of finished latents, which runs in parallel with the steps of other images.
 
-One image is decoded at a time, in a stream of its own. On a CPU the pixels exist when it has been enqueued.
+One image is decoded at a time, in its own stream. On a CPU, decoding is done when it has been enqueued.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Decoding:
     job: EngineJob
     request: Request
     latent: Tensor
-    """The input, held so that its memory is not reused before decoding is finished."""
+    """The VAE's input, held so that its memory is not reused before decoding is finished."""
     finite: HostCopy
-    """bool, whether the latent has no NaN or infinity."""
+    """One bool: whether the latent has neither NaN nor infinity."""
     image: DecodedLatent | None
-    """Output of the VAE on the device; None if the latent was known not to be finite."""
+    """Output of the VAE on the device; None if the latent was known to have NaN or infinity."""
     image_finite: HostCopy | None
     pixels: HostCopy | None
     span: Span
@@ -60,7 +60,7 @@ class Decoding:
         """Return the pixels, uint8 [height, width, 3] on the CPU. Wait if decoding is not finished.
 
         Raises:
-            NotFinite: The latent, or the output of the VAE, is not finite.
+            NotFinite: The latent, or the output of the VAE, has NaN or infinity.
         """
         if self.pixels is None or self.image_finite is None or not bool(self.finite.take()):
             raise not_finite(self.job.order.spec.loras, self.job.order.spec.controlnets)
@@ -71,7 +71,7 @@ class Decoding:
 
 @torch.inference_mode()
 def start_decoding(model: Model, job: EngineJob, request: Request) -> Decoding:
-    """Enqueue the decoding of a job's finished image. A latent that is known not to be finite is not decoded."""
+    """Enqueue the decoding of a job's finished image, unless its latent is known to have NaN or infinity."""
     device, latent = model.runtime, request.latent
     finite = device.to_host(torch.isfinite(latent).all())
     with device.stream(_STREAM):

@@ -1,10 +1,10 @@
-"""Predicts the noise of groups of rows: within the device's memory, and with every forward's time measured.
+"""Predicts the noise of batches of rows, within the device's memory, and measures the time of every forward pass.
 
-A group that does not fit into memory runs in parts, down to single rows. The result is that of the whole group, except
-for the last bits of sums.
+A batch that does not fit into memory is split, down to single rows. The result is that of the whole batch, except for
+the last bits of sums.
 
-On a GPU a forward is only enqueued, and its time is known a turn later. Before a forward is enqueued, all but the last
-one must be done, so that the thread stays at most one forward ahead of the device.
+On a GPU a forward pass is only enqueued, and its time is known one turn later. Before the next is enqueued, all but the
+last one must be done, so that the engine's thread is at most one forward pass ahead of the device.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from bottega.engine.times import ForwardTimes, JoinedTimes
 from bottega.model.rows import Row
 from bottega.planning import RowFractions, Shape, StepTimes
 
-# Number of kinds of forwards that are remembered as compiled. Any further kind counts as new each time.
+# Number of kinds of forward passes that are remembered as compiled. Any further kind counts as new each time.
 _MAX_KINDS = 4096
-# Two measurements tell what a row needs from what is needed once. A guided request has two rows.
+# Two measurements separate the memory per row from what is needed once. A guided request has two rows.
 _MEASURED_ROWS = (1, 2)
-# The warm-up measures wider turns until one takes this long; wider ones are measured when they really occur.
+# The warm-up measures larger batches until one takes this long; even larger ones are measured when they occur.
 _WARM_UP_TURN_S = 1.0
 # Rows of a guided request.
 _LEAST_WARM_UP_ROWS = 2
-# Number of forwards that the device may not have finished when another one is enqueued.
+# Number of forward passes that the device may not have finished when another one is enqueued.
 _AHEAD = 1
 
 
 class Denoiser:
-    """Predicts the noise of groups of rows.
+    """Predicts the noise of batches of rows.
 
     Args:
-        network: The blocks, LoRA weights and residuals that forwards use.
-        addons: Add-ons that learn from the time of each forward.
+        network: The blocks, LoRA weights and residuals that forward passes use.
+        addons: Add-ons, which get the time of each forward pass.
         memory: Memory of the device.
         decoded_area: Returns how many elements of a latent of a given area are decoded at once.
-        heartbeat: Beats during the first forward of a kind, which may compile.
+        heartbeat: Sends heartbeats during the first forward pass of a kind, which may compile.
         compile_s: Upper bound on that time; 0 if nothing compiles.
     """
 
@@ -63,9 +63,9 @@ class Denoiser:
         compile_s: float = 0.0,
     ) -> None:
         self.step_times = StepTimes()
-        """Measured times of forwards of plain rows."""
+        """Measured times of forward passes of plain rows."""
         self.row_fractions = RowFractions()
-        """Measured costs of rows that are computed in part, as fractions of plain rows."""
+        """Measured costs of partly computed rows, as fractions of the cost of plain rows."""
         self._network = network
         self._fixed_rows = network.fixed_rows
         self._addons = addons
@@ -77,7 +77,7 @@ class Denoiser:
         self._unread: deque[tuple[Sequence[Row], ForwardTimes]] = deque()
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        """Predict the noise of rows that share a GroupKey, and learn from earlier forwards that have finished.
+        """Predict the noise of rows that share a GroupKey, and use the times of finished forward passes.
 
         Raises:
             Unavailable: Residuals did not come within RESIDUAL_TIMEOUT_S.
@@ -91,23 +91,23 @@ class Denoiser:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Prediction:
-        """Run one forward that is neither split nor measured."""
+        """Run one forward pass that is neither split nor measured."""
         return Forward(self._network, rows).run()
 
     @torch.inference_mode()
     def ask_ahead(self, rows: Sequence[Row]) -> None:
-        """Start the ControlNets for rows that will be in a later forward."""
+        """Start the ControlNets for rows of a later forward pass."""
         controlled = [row for row in rows if row.controls]
         if controlled:
             self._network.residual_provider.ask_ahead(controlled)
 
     def cost(self, request: Request) -> float:
-        """Return the cost of each of a request's rows in the next turn, as a fraction of a plain row."""
+        """Return the cost of each of a request's rows in the next forward pass, as a fraction of a plain row's."""
         _, height, width = request.key.shape
         return self.row_fractions.fraction((height, width), request.computed_share)
 
     def covered(self, kind: tuple[object, ...]) -> AbstractContextManager[None]:
-        """Return a context that sends heartbeats while the first work of a kind may be compiling."""
+        """Return a context that sends heartbeats during the first work of a kind, which may compile."""
         if not self._compile_s or kind in self._compiled:
             return nullcontext()
         if len(self._compiled) < _MAX_KINDS:
@@ -115,7 +115,7 @@ class Denoiser:
         return self._heartbeat.covering(self._compile_s)
 
     def measure_memory(self, row: Row, device: Device) -> None:
-        """Measure the memory of forwards with rows like this one. Call it at start, while nothing else runs."""
+        """Measure the memory of forward passes with rows like this one, while nothing else runs."""
         if self._memory.budget_bytes is None:
             return
         for count in _MEASURED_ROWS:
@@ -124,16 +124,17 @@ class Denoiser:
             self._memory.observe_forward(_area(rows), count, peak_bytes)
 
     def warm_up(self, row: Row, max_rows: int) -> None:
-        """Measure forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost.
+        """Measure forward passes of 1, 2, 4, ... rows like this one until one takes a second, and the cost of add-ons.
 
-        Two rows are always measured, because the cost of partly computed rows follows from both. A forward that takes a
-        second is measured once. With fixed rows all forwards are alike, and only one row is measured.
+        Two rows are always measured, because the cost of partly computed rows follows from both. A forward pass that
+        takes a second is measured only once. With fixed rows all passes take equally long, and only one row is
+        measured.
         """
         most = 1 if self._fixed_rows else max_rows
         count, slow = 1, False
         while count <= most and (count <= _LEAST_WARM_UP_ROWS or not slow):
             rows = [replace(row) for _ in range(count)]
-            if not slow:  # The first forward of a size includes one-time work.
+            if not slow:  # The first forward pass of a size includes one-time work.
                 slow = self._predict_in_parts(rows).seconds > _WARM_UP_TURN_S
             slow = max(self.predict(rows).seconds for _ in range(1 if slow else 3)) > _WARM_UP_TURN_S
             count *= 2
@@ -149,7 +150,7 @@ class Denoiser:
         return _joined(rows, [prediction for part in parts for prediction in self._halved(part)])
 
     def _halved(self, rows: Sequence[Row]) -> Iterator[Prediction]:
-        """Run one forward. If memory is short, run a forward for each half of the rows instead."""
+        """Run one forward pass. If memory is short, run one for each half of the rows instead."""
         prediction = self._tried(rows)
         if prediction is not None:
             yield prediction
@@ -160,18 +161,18 @@ class Denoiser:
         yield from self._halved(rows[half:])
 
     def _tried(self, rows: Sequence[Row]) -> Prediction | None:
-        """Run one forward; return None if there was no memory for it and it can be split."""
+        """Run one forward pass; return None if memory is too short for it and the rows can be split."""
         try:
             with self.covered(_kind(rows)):
                 return self.forward(rows)
         except Exception as error:
             if self._fixed_rows or len(rows) == 1 or not is_out_of_memory(error):
                 raise
-        # Outside the handler, the error is gone, and with it the frames that hold what the forward computed.
+        # Outside the handler, the error is gone, and with it the frames that hold tensors of the forward pass.
         return None
 
     def _learn(self, ahead: int) -> None:
-        """Learn from finished forwards. Wait for the oldest ones while more than `ahead` are unfinished."""
+        """Record the times of finished forward passes, and wait for more while over `ahead` are not finished."""
         while self._unread and (len(self._unread) > ahead or self._unread[0][1].ready):
             rows, times = self._unread.popleft()
             if not rows:  # Some rows were late and ran only half of it.
@@ -186,7 +187,7 @@ class Denoiser:
         plain_s = self.step_times.seconds(shape, len(rows))
         plain = [addon.after_forward(rows, seconds, plain_s, masked=False) for addon in self._addons]
         if self._fixed_rows and rows[0].alone:
-            return  # It was not padded, so that its time says nothing about padded forwards.
+            return  # It was not padded, so its time says nothing about padded ones.
         if all(plain) or plain_s is None:
             # With padding, few rows take as long as many, even if some were measured while the machine was busy.
             self.step_times.observe(
@@ -197,11 +198,11 @@ class Denoiser:
             )
 
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn from a turn with masked rows, whose time is not used for plain rows."""
+        """Record the time of a forward pass with partly computed rows, which says nothing about plain rows."""
         for addon in self._addons:
             addon.after_forward(rows, seconds, None, masked=True)
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.reads]
-        if shares:  # A turn that only records says nothing about fractions.
+        if shares:  # A forward pass that only records says nothing about fractions.
             self.row_fractions.observe(self.step_times, _shape(rows), rows=len(rows), shares=shares, seconds=seconds)
 
 
@@ -216,16 +217,16 @@ def _area(rows: Sequence[Row]) -> int:
 
 
 def _kind(rows: Sequence[Row]) -> tuple[object, ...]:
-    """Return a key that is equal for forwards that share compiled code."""
+    """Return a key that is equal for forward passes that share compiled code."""
     masked = any(row.activations is not None for row in rows)
     controlled = any(row.controls for row in rows)
     return rows[0].sample.shape, len(rows), rows[0].embeds.prompt.shape, masked, controlled
 
 
 def _joined(rows: Sequence[Row], parts: Sequence[Prediction]) -> Prediction:
-    """Join the predictions of parts.
+    """Return one prediction made of those for parts of the rows.
 
-    An owner with a late row in any part is late with all of its rows. Owners with rows in several parts were split.
+    An owner with a late row in any part is late with all of its rows. An owner with rows in several parts was split.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,7 +1,7 @@
-"""An edit of one image: the masked part is redrawn, and the rest is restored after every step.
+"""An edit of one image: the masked region is redrawn, and the rest is restored after every step.
 
 This follows Diffusers' StableDiffusionXLInpaintPipeline with a UNet of four input channels. The module handles the
-latents of one request; it does not know the rest of the batch or what blocks compute.
+latents of one request; it does not know the other requests of the batch or what blocks compute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from bottega.model.model import Model
 from bottega.model.samplers import Sampler
 
 Trajectory = Mapping[int, Tensor]
-"""Latents [1, channels, height, width] of an earlier generation, divided by its sampler's signal. The key is the step
-of the edit before which the latent is put back.
+"""Latents [1, channels, height, width] of an earlier generation, divided by its sampler's signal.
+
+The key is the step of the edit before which the latent replaces the part outside the mask.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
-    """An edit of one image: the region under a mask is generated anew, and everything else stays as it was."""
+    """An edit of one image: the masked region is generated anew, and everything else stays as it was."""
 
     image_latent: Tensor
     """The latent of the whole image, [1, channels, height, width], in the backbone's scale."""
@@ -32,21 +33,21 @@ class Edit:
     mask: Tensor
     """[1, 1, height, width], 1 where the image is redrawn and 0 elsewhere, in the latents' dtype."""
     trajectory: Trajectory | None = None
-    """Latents to put back instead of the noised image; has every step of the request."""
+    """Latents that restore the part outside the mask, one for every step; None to use the noised image instead."""
 
     def start(self, sampler: Sampler, step: int, strength: float) -> Tensor:
-        """Return the latent before the first step that runs. At strength 1 it starts from noise alone."""
+        """Return the latent before the first step. At strength 1 it starts from noise alone."""
         if strength == 1.0:
             latent = self.noise * sampler.init_noise_sigma
         else:
             latent = sampler.add_noise(self.image_latent, self.noise, step)
-        # Always contiguous: groups and checkpoints are, and the last bits of a sum depend on the memory layout.
+        # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
         return (latent if self.trajectory is None else self.put_back(latent, sampler, step)).contiguous()
 
     def put_back(self, latent: Tensor, sampler: Sampler, step: int) -> Tensor:
         """Return the latent before `step`, with the image's own latent outside the mask.
 
-        After the last step, the image is put back without noise. `latent` is the result of the step before, which
+        After the last step, the image is restored without noise. `latent` is the result of the step before, which
         `sampler` computed.
         """
         if step == sampler.steps:
@@ -56,7 +57,7 @@ class Edit:
         return self._outside(sampler.add_noise(self.image_latent, self.noise, step), latent)
 
     def paste(self, latent: Tensor) -> Tensor:
-        """Return the image's latent with the masked region replaced by that of `latent`. Both are free of noise."""
+        """Return the image's latent with its masked region taken from `latent`. Both are free of noise."""
         return self._outside(self.image_latent, latent)
 
     def _outside(self, image: Tensor, drawn: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class Edit:
 
 
 def latent_mask(model: Model, mask: Tensor) -> Tensor:
-    """Resize a mask of pixels, uint8 [height, width] of 0 and 1, to a model's latents: [1, 1, height, width]."""
+    """Resize a mask of pixels, uint8 [height, width] of 0 and 1, to the size of a latent: [1, 1, height, width]."""
     size = mask.shape[0] // model.latent_scale, mask.shape[1] // model.latent_scale
     # Nearest, as in prepare_mask_latents: the first pixel of each latent element decides.
     return model.runtime.to_device(functional.interpolate(mask[None, None].float(), size=size), model.dtype)

@@ -1,6 +1,6 @@
-"""The first stage: prompts to conditions, and pixels to a latent distribution.
+"""Encodes prompts as conditions, and pictures as latent distributions.
 
-It follows encode_prompt of Diffusers' pipelines, one prompt at a time. Results are plain tensors that could be sent
+It follows encode_prompt of Diffusers' pipelines, one prompt at a time. Results are plain tensors, which could be sent
 over a link.
 """
 
@@ -24,17 +24,17 @@ _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conditions:
-    """The conditions of an image."""
+    """What an image is conditioned on: the embeddings of its prompts."""
 
     conditional: Embeds
     unconditional: Embeds | None
-    """None without guidance."""
+    """The embeddings of the negative prompt; None without guidance."""
     summary: Tensor
-    """One vector for the prompt, by which similar prompts are found, [features]."""
+    """One vector [features] of the prompt, by which similar prompts are found."""
     truncations: dict[str, str]
-    """Text that did not fit into the tokenizer, by field name."""
+    """Text that was cut off because it did not fit into the tokenizer, by field name."""
     finite: HostCopy
-    """bool, whether the embeddings have no NaN or infinity."""
+    """One bool: whether the embeddings have neither NaN nor infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,11 +42,11 @@ class LatentDistribution:
     """The output of the VAE for a picture. Each image of a job draws its own sample from it."""
 
     mean: Tensor
-    """[1, channels, height, width] in the VAE's element type."""
+    """[1, channels, height, width] in the VAE's data type."""
     std: Tensor
     """In the same shape and type."""
     finite: HostCopy
-    """bool, whether both have no NaN or infinity."""
+    """One bool: whether both have neither NaN nor infinity."""
 
 
 def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
@@ -67,11 +67,12 @@ def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
 def encode_prompts(
     model: Model, spec: ResolvedSpec, *, field: str = "prompt", negative: Embeds | None = None
 ) -> Conditions:
-    """Return the conditions for the prompt of a spec. Without guidance they have no unconditional half.
+    """Return the conditions for the prompt of a spec, without an unconditional half if it has no guidance.
 
     Args:
+        model: The model.
         spec: Spec with one prompt.
-        field: Name of the prompt's field, for its truncation.
+        field: Name of the prompt's field, for `Conditions.truncations`.
         negative: The unconditional half, if it has already been encoded.
     """
     truncations: dict[str, str] = {}
@@ -103,7 +104,7 @@ def encode_prompts(
 @torch.inference_mode()
 def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     """Return the latent distribution of a picture, uint8 [height, width, 3]."""
-    # Also in Diffusers' memory layout, because another one is summed in another order.
+    # In Diffusers' memory layout, because sums in another layout have another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
     distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
@@ -131,7 +132,7 @@ def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 
 
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
-    """Add the conditions that depend on the picture."""
+    """Add the conditions that depend on the picture, such as its size."""
     picture = model.family.picture_conditions(spec.height, spec.width)
     added = {name: model.runtime.to_device(tensor, embeds.prompt.dtype) for name, tensor in picture.items()}
     return replace(embeds, added={**embeds.added, **added})
@@ -143,8 +144,8 @@ def _encode(model: Model, texts: tuple[str, str], fields: tuple[str, str], trunc
     Args:
         model: The model.
         texts: The texts.
-        fields: Name of each text's field, for its truncation.
-        truncations: Gets the text that did not fit, by field.
+        fields: The field name of each text.
+        truncations: Receives the text that did not fit, by field name.
     """
     outputs = []
     # Families with one text encoder have no second prompt.

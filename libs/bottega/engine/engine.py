@@ -1,6 +1,6 @@
-"""The engine's loop. Each turn encodes at most one prompt, runs one group for one step, and decodes at most one latent.
+"""The engine's loop of turns, between which jobs join and leave.
 
-Jobs join and leave between turns.
+Each turn encodes at most one prompt, runs one forward pass of a batch, and decodes at most one latent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
 
-# Weight of a new measurement of `Engine.fixed_s`.
+# Weight of a new measurement in the average `Engine.fixed_s`.
 _FIXED_WEIGHT = 0.2
 
 
@@ -59,9 +59,11 @@ class Engine:
     """Generates the pictures of jobs on one device. A single thread makes all calls.
 
     Args:
+        model: The model.
+        limits: The operator's limits.
         addons: Features that extend the plain model, such as ControlNets and LoRAs.
-        peer: The other worker of a pair, which may compute rows of groups.
-        heartbeat: Beats during a turn.
+        peer: The other worker of a pair, which may compute rows of batches; None if there is none.
+        heartbeat: Called often during a turn, to show that the thread is alive.
         clock: Monotonic seconds.
     """
 
@@ -76,11 +78,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_fixed_rows(limits.fixed_rows, model.device)
-        if heartbeat is not None:  # First, because fitting the preview runs the VAE.
+        if heartbeat is not None:  # Before the preview is fitted, which runs the VAE.
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self.model = model
         self.fixed_s = 0.0
-        """Seconds that a job takes besides its steps: encoding, and decoding one image."""
+        """Seconds that a job takes besides its steps: for encoding, and for decoding one image."""
         self.accelerations: Sequence[AccelerationResult] = ()
         self.addons = tuple(addons)
         self._limits = limits
@@ -126,7 +128,7 @@ class Engine:
             addons=self.addons,
             clock=clock,
         )
-        """Rows that this engine computes for its peer."""
+        """Jobs of the other worker of a pair, for which this engine computes rows."""
 
     @property
     def jobs(self) -> Mapping[Hashable, EngineJob]:
@@ -135,12 +137,12 @@ class Engine:
 
     @property
     def turns(self) -> int:
-        """Number of turns in which a group ran."""
+        """Number of turns that ran a batch."""
         return self._stepper.turns
 
     @property
     def steps(self) -> int:
-        """Number of denoising steps of requests in all turns."""
+        """Number of denoising steps of all requests."""
         return self._stepper.steps
 
     @property
@@ -150,11 +152,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is work for a turn."""
+        """Whether there is work to do."""
         return bool(self._waiting or self._jobs)
 
     def submit(self, order: EngineOrder) -> None:
-        """Accept a job. Its first event comes with the turn that encodes its prompt.
+        """Accept a job. The turn that encodes its prompt yields its first event.
 
         Raises:
             InvalidRequest: No worker can draw it.
@@ -169,7 +171,7 @@ class Engine:
         check_drawable(spec, self._limits, self.model)
 
     def cancel(self, key: Hashable) -> None:
-        """Drop a job. Do nothing if it is unknown."""
+        """Remove a job. Do nothing if it is unknown."""
         self._waiting.drop(key)
         if key in self._jobs:
             self._forget(self._jobs[key])
@@ -182,25 +184,25 @@ class Engine:
             job.order = replace(job.order, preview=True)
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """Tell each add-on which services of its kind exist now, the best first."""
+        """Give each add-on the addresses of the services of its kind that exist now, the best first."""
         for addon in self.addons:
             addon.set_services([service for service in services if service.kind == addon.kind])
 
     def set_backlog(self, requests: int) -> None:
-        """Set the number of requests that wait outside the engine and will be submitted when there is room."""
+        """Set the number of requests that wait outside the engine and will be submitted later."""
         self._batcher.set_backlog(requests)
         if self._pair is not None:
             self._pair.backlog = requests
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
-        """Yield each job with the steps that are left over all of its images."""
+        """Yield each job's key, and the number of steps that are left for all of its images."""
         for job in self._jobs.values():
             yield job.key, job.steps_left
         for waiting in self._waiting:
             yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
 
     def computed_shares(self) -> Mapping[Hashable, float]:
-        """Return, for each encoded job, the share of its rows' tokens that its next turn computes."""
+        """Return, for each encoded job, the fraction of its rows' tokens that its next step computes."""
         return {job.key: job.computed_share for job in self._jobs.values()}
 
     def check_accelerations(
@@ -210,11 +212,12 @@ class Engine:
         deadline_s: float,
         trials: TrialLog | None = None,
     ) -> None:
-        """Keep those accelerations that are faster here and give the same result.
+        """Use those accelerations that are faster here and give the same result.
 
         Call it before `warm_up`, which measures the engine with them.
 
         Args:
+            candidates: Accelerations to try.
             deadline_s: See `SelfCheckSettings`.
             trials: See `SelfCheck`.
 
@@ -240,7 +243,7 @@ class Engine:
         self._denoiser.warm_up(row, self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
-        """Run one turn, and yield its events as they happen. Without work it does nothing."""
+        """Run one turn, and yield its events as they happen. Do nothing if there is no work."""
         yield from self._say_arrived()
         yield from self._encode_next()
         yield from self._update_readiness()
@@ -279,7 +282,7 @@ class Engine:
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
     def _update_readiness(self) -> Iterator[Event]:
-        """Let requests run whose add-ons are ready. Fail jobs whose add-ons never will be."""
+        """Give requests whose add-ons are ready to the batcher. Fail jobs whose add-ons never will be."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
             try:
@@ -289,7 +292,7 @@ class Engine:
                 yield self._fail(job, error)
 
     def _step(self) -> Iterator[Event]:
-        """Make one denoising step of a group, and yield its events."""
+        """Make one denoising step of a batch, and yield its events."""
         outcome = self._stepper.step()
         if outcome is None:
             return
@@ -300,7 +303,7 @@ class Engine:
             yield from self._say(job)
 
     def _say_arrived(self) -> Iterator[Event]:
-        """Yield events about results that arrived from the device since the last turn."""
+        """Yield events for results that arrived from the device since the last turn."""
         self._stepper.note_times()
         for job in self._jobs.values():
             self._charge_encoding(job)
@@ -314,7 +317,7 @@ class Engine:
             self._charge(job, job.encoding.seconds)
 
     def _charge(self, job: EngineJob, seconds: float) -> None:
-        """Charge a job's tenant for seconds of the device beside its turns."""
+        """Charge a job's tenant for device seconds outside of denoising steps."""
         job.device_s += seconds
         self._batcher.charge(job.order.share, seconds)
 
@@ -326,10 +329,10 @@ class Engine:
             yield self._fail(job, error)
 
     def _decode_next(self) -> Iterator[Event]:
-        """Hand out the decoded image, and start decoding the next finished latent.
+        """Yield the decoded image, and start to decode the next finished latent.
 
-        The oldest latent of the tenant that has used the device least is next. If another tenant whose requests are
-        being denoised has used less, its turns come first.
+        The oldest latent of the tenant that has used the device least is next. It waits while another tenant that has
+        used less has requests to denoise.
         """
         yield from self._collect()
         if self._decoding is not None:
@@ -347,7 +350,7 @@ class Engine:
                 return
 
     def _collect(self) -> Iterator[Event]:
-        """Hand out the image, once it has been decoded."""
+        """Yield the events of the decoded image, if decoding is finished."""
         if self._decoding is None or not self._decoding.ready:
             return
         decoding, self._decoding = self._decoding, None
@@ -389,7 +392,7 @@ class Engine:
         return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)), trace=job.trace())
 
     def _named(self, error: Exception, spec: ResolvedSpec) -> Exception:
-        """Return the error, or if the device ran out of memory, one that names the picture's size as the reason."""
+        """Return the error; if the device ran out of memory, one that names the picture's size as the reason."""
         if not is_out_of_memory(error):
             return error
         _log.error("the device has no memory left for a job", extra={"why": str(error)})

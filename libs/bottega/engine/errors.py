@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_job_failure(error: Exception) -> BottegaError:
-    """Return an error as callers may see it. Details that they must not see are logged here."""
+    """Return an error for callers, and log details that they must not see."""
     if isinstance(error, BottegaError):
         return error
     if is_out_of_memory(error):
@@ -26,10 +26,10 @@ def to_job_failure(error: Exception) -> BottegaError:
 
 
 def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = ()) -> NotFinite:
-    """Return the error of a job whose values are not finite.
+    """Return the error of a job whose latents have NaN or infinity.
 
     Args:
-        loras: LoRAs of the job that affected these values, which are a likely cause.
+        loras: LoRAs of the job that affected these values and are a likely cause.
         controlnets: ControlNets, likewise.
     """
     what = "the model computed values that are not numbers"
@@ -50,11 +50,11 @@ def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = (
 
 
 def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
-    """Return the error of a VAE whose output is not finite although its input is.
+    """Return the error of a VAE whose output has NaN or infinity although its input has none.
 
     Args:
         what: "decoded a latent" or "encoded the image".
-        dtype: Element type in which it ran.
+        dtype: Data type in which it ran.
     """
     if dtype == torch.float32:
         advice = "its weights are damaged or it is no VAE for this model; use another one, or download the model again"
@@ -65,7 +65,7 @@ def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
 
 
 def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
-    """Return the error of text encoders whose output is not finite."""
+    """Return the error of text encoders whose output has NaN or infinity."""
     if dtype == torch.float32:
         advice = "their weights are damaged; download the model again"
     else:

@@ -1,4 +1,4 @@
-"""The events of an engine about its jobs, and the records of what happened to them."""
+"""The events that an engine reports about its jobs, and the records of what happened to them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError
 
 Decisions = Mapping[str, bytes]
-"""Decisions of attempts at a job, by kind of add-on, as messages of the add-on."""
+"""Decisions of attempts at a job: messages of add-ons, by kind of add-on (`JobAddOn.decision`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStarted:
-    """The beginning of denoising. Steps are counted over all images."""
+    """Denoising of a job begins. Steps are counted over all of its images."""
 
     key: Hashable
     steps_total: int
     steps_resumed: int
-    """Steps that the checkpoint contained."""
+    """Steps that are already done, because they were made before the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,18 @@ class JobAdvanced:
 
     key: Hashable
     steps_done: int
-    """Number of steps over all images, those of a checkpoint included."""
+    """Number of finished steps over all images, including those before a checkpoint."""
     device_s: float = 0.0
-    """Seconds of the device that the job has used, without turns whose time is not known yet."""
+    """Seconds of the device that the job has used, without forward passes whose time is not known yet."""
     preview_index: int = 0
-    """The image that the preview shows."""
+    """Index of the image that the preview shows."""
     preview: Tensor | None = None
     """uint8 [latent height, latent width, 3]; None without previews."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheckpointed:
-    """A checkpoint, from which another engine can go on with the job. It replaces earlier ones."""
+    """A checkpoint, from which another engine can continue the job. It replaces earlier ones."""
 
     key: Hashable
     steps_done: int
@@ -71,7 +71,7 @@ class ImageDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobKept:
-    """Data that add-ons keep of one image for later jobs that begin with it. Reported before JobFinished."""
+    """Data of add-ons about one image, for later jobs that edit it. Reported before JobFinished."""
 
     key: Hashable
     index: int
@@ -81,7 +81,7 @@ class JobKept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlUse:
-    """The use of a ControlNet in a job."""
+    """How a job used a ControlNet."""
 
     name: str
     image_digest: str
@@ -92,13 +92,13 @@ class ControlUse:
     """Step after the last one in which it was active."""
     scale: float = 1.0
     digest: str = ""
-    """Digest of its version, hex; empty if unknown."""
+    """Digest of its version, hex; "" if unknown."""
     waited_s: float = 0.0
     """Seconds for which the job waited for its residuals."""
     stale_steps: int = 0
     """Number of steps that used residuals of the step before."""
     pipelined: bool = False
-    """Whether its residuals arrived while the encoder ran."""
+    """Whether its residuals arrived while the UNet's encoder ran."""
     servers: tuple[str, ...] = ()
     similarity: float | None = None
     """Measured similarity of its residuals from step to step; None if not measured."""
@@ -106,39 +106,39 @@ class ControlUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRecord:
-    """The use of a LoRA in a job."""
+    """How a job used a LoRA."""
 
     name: str
     digest: str
     scale: float
     from_step: int
-    """First step in which the UNet had it."""
+    """First step in which the UNet used it."""
     load_s: float
-    """Seconds until it had arrived."""
+    """Seconds until its data had arrived."""
     wait_s: float
-    """Seconds for which the job waited for its LoRAs; like `patch_s` and `similarities`, for all of them together."""
+    """Seconds of waiting for all of the job's LoRAs; `patch_s` and `similarities` are of all of them, too."""
     patch_s: float
-    """Seconds for patching weights; 0 if the weights had the LoRAs already, or were never patched."""
+    """Seconds for patching weights; 0 if the weights were patched already, or were never patched."""
     mixed_alphas: bool = False
     """Whether `has_mixed_alphas` is true of any component."""
     rounded_otherwise: bool = False
-    """Whether it was merged into half precision weights, which rounds differently from stock Diffusers."""
+    """Whether it was merged into half-precision weights, which rounds differently from stock Diffusers."""
     stock_may_leave_out: tuple[str, ...] = ()
     """The keys that `left_out_by_stock` returns, of all components."""
     similarities: tuple[float, ...] = ()
-    """Similarity after each step, if it was measured; see `LatentMeter`."""
+    """Similarity of latents after each step, see `LatentMeter`; empty if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecord:
-    """The share of the other worker of a pair in a job."""
+    """What the other worker of a pair computed for a job."""
 
     worker: str
     """Name of the other worker."""
     steps: int
     """Number of steps, over all images, in which it computed rows."""
     taken_back_steps: int
-    """Number of steps with offloaded rows that did not come back."""
+    """Number of steps whose offloaded rows did not come back."""
     waited_s: float
     """Seconds of waiting for its rows after all other rows were done."""
 
@@ -152,7 +152,7 @@ class CachedStart:
     entry: str
     """Name of the cache entry."""
     step: int
-    """Number of steps after which the latent was recorded."""
+    """Number of steps that had made the latent when it was recorded."""
     from_step: int
     """First step that the image makes after the start."""
     skipped_steps: int
@@ -165,36 +165,36 @@ class CachedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord:
-    """The use of recorded activations in an edit job."""
+    """How an edit job used recorded activations."""
 
     blocks_reused: int = 0
-    """Transformer blocks that reused recorded activations, over all steps, rows and images."""
+    """Number of transformer blocks that reused recorded activations, over all steps, rows and images."""
     blocks_total: int = 0
-    """All transformer blocks of those steps, rows and images."""
+    """Number of all transformer blocks in those steps, rows and images."""
     computed_share: float = 0.0
-    """Largest share of tokens that a step computed, at the finest level of attention; 0 if all was computed."""
+    """Largest fraction of tokens that a step computed, at the finest level of attention; 0 if all were computed."""
     recording: str = ""
-    """Id of the recording whose noise was used, see `MaskUse`; empty for none."""
+    """Id of the recording whose noise was used, see `MaskUse`; "" for none."""
     computed_all_because: str = ""
-    """Why no block was reused, as a clause; empty if any was."""
+    """Why no block was reused, as a clause; "" if any was."""
     recorded: bool = False
     """Whether this job recorded activations that later edits can use."""
     dilated_share: float = 0.0
-    """Share of tokens under the mask and its margin, at the same level, whether or not all was computed."""
+    """Fraction of tokens under the mask and its margin, at the same level, whether or not all were computed."""
     restored: bool = False
-    """Whether what was kept of the image was put back."""
+    """Whether recorded latents restored the part outside the mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """The record of what happened to a job."""
+    """What happened to a job, for its history and its pictures' metadata."""
 
     begin_step: int
     truncations: Mapping[str, str]
     seconds: Mapping[str, float]
-    """Seconds by stage (encode, controlnets, loras, denoise, batch, decode). A shared turn counts in full."""
+    """Seconds by stage (encode, controlnets, loras, denoise, batch, decode); shared batches count in full."""
     mean_group_requests: float
-    """Mean number of images in the groups of its steps."""
+    """Mean number of images in the batches of its steps."""
     controlnets: tuple[ControlUse, ...] = ()
     encoder_s: float = 0.0
     """Seconds of denoising steps with ControlNets before the first residual was needed."""
@@ -202,27 +202,26 @@ class EngineRecord:
     exact: bool = True
     """Whether no add-on approximated anything."""
     pair: PairRecord | None = None
-    """The share of the pair's other worker in the job; None if no rows were offloaded."""
+    """What the other worker of a pair computed; None if no rows were offloaded."""
     cached_starts: tuple[CachedStart, ...] = ()
     """Cached latents from which its images started."""
     edit: EditRecord | None = None
-    """None if the job is no edit that may compute masked blocks."""
+    """None if the job is no edit that may compute only masked regions."""
     vae_dtype: str = ""
-    """Element type in which its images were decoded."""
+    """Data type in which its images were decoded."""
     vae_tiled: bool = False
     """Whether any of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
     shared_in_half_precision: bool = False
-    """Whether a step was computed together with other rows in half precision, which rounds other than stock Diffusers.
-    """
+    """Whether a step ran together with other rows in half precision, which rounds differently from stock Diffusers."""
     device_s: float = 0.0
-    """Seconds of the device that the job used: its part of shared turns, encoding and decoding."""
+    """Seconds of the device that the job used: its share of batches, encoding and decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFinished:
-    """The end of a job whose images have all been handed out."""
+    """A job ended, and all of its images have been reported."""
 
     key: Hashable
     record: EngineRecord
@@ -231,7 +230,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailed:
-    """The end of a job without its images."""
+    """A job ended with an error."""
 
     key: Hashable
     error: BottegaError

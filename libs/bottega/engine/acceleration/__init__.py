@@ -1,4 +1,6 @@
-"""Accelerations: faster ways to compute the same. A worker keeps those that prove faster and accurate on its device.
+"""Accelerations: faster ways to compute the same results.
 
-`self_check` times each against the plain path at warm-up, with the worker's own model, and compares the results.
+A worker uses those that are faster and accurate on its device.
+
+At warm-up, `self_check` times each with the worker's own model, and compares its results with the plain path's.
 """

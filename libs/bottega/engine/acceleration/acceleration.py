@@ -11,33 +11,34 @@ from torch import Tensor
 from bottega.model.model import Model
 
 Probe = Callable[[], Sequence[Tensor]]
-"""A computation that an acceleration speeds up, on inputs of the model's own size. Returns its results in a fixed
-order.
+"""A computation that an acceleration speeds up, on inputs of the model's usual size.
+
+Returns its results in a fixed order.
 """
 
 
 class Acceleration(Protocol):
-    """A faster way to compute the same. It changes nothing before `enable`."""
+    """A faster way to compute the same results. It changes nothing before `enable`."""
 
     name: str
     """For example "kernels.group_norm_silu" or "attention.cudnn"; [a-z0-9_.-], at most 64 characters."""
     probe: str
-    """The probe that shows the gain: one of the engine, such as "forward" or "decode", or of an add-on."""
+    """Name of the probe that it should speed up: one of the engine, such as "forward" or "decode", or of an add-on."""
     tolerance: float
-    """Largest allowed |difference| of the probe's results, as a share of the plain result's largest |value|."""
+    """Largest allowed |difference| of the probe's results, as a fraction of the plain path's largest |value|."""
     excludes: Sequence[str]
-    """Names of alternatives: it is not tried if one of them is kept."""
+    """Names of alternatives. It is not tried if one of them is used already."""
 
     def unsupported(self, model: Model) -> str:
-        """Return why it cannot be tried on this model and device, as one sentence; empty if it can."""
+        """Return why it cannot be tried on this model and device, as one sentence; "" if it can be."""
         ...
 
     def enable(self, model: Model) -> None:
-        """Make the engine compute this way. An error counts as a refusal."""
+        """Make the engine compute in this way. After an error, it is not used."""
         ...
 
     def disable(self) -> None:
-        """Restore the state before `enable`, bit for bit. Does nothing if not enabled; also works if half enabled."""
+        """Undo `enable`, bit for bit. May also be called after a failed `enable`, or before any."""
         ...
 
 
@@ -49,9 +50,9 @@ class AccelerationResult:
     kept: bool
     """Whether the worker uses it."""
     speedup: float = 0.0
-    """Plain time divided by accelerated time of the probe; 0 if not timed."""
+    """Time of the plain path divided by that of the accelerated one; 0 if not timed."""
     difference: float = 0.0
-    """As `Acceleration.tolerance`; 0 if not compared."""
+    """Measured difference, in the unit of `tolerance`; 0 if not compared."""
     tolerance: float = 0.0
     reason: str = ""
-    """Why it is off, as a sentence; empty if kept."""
+    """Why it is not used, as a sentence; "" if it is."""

@@ -1,6 +1,7 @@
-"""Attention by one of PyTorch's backends, or by FlashAttention if it is installed.
+"""Attention by one of PyTorch's backends, or by the package flash_attn if it is installed.
 
-PyTorch chooses a backend by sizes alone. The fastest one depends on the device and its libraries, so each is tried.
+PyTorch chooses a backend by the sizes alone. The fastest one also depends on the device and its libraries, so the
+self-check tries each.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch.nn.attention import SDPBackend
 from bottega.model.model import Model
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-# FlashAttention's limit for a head.
+# Largest number of channels of a head that FlashAttention supports.
 _MOST_HEAD_CHANNELS = 256
 
 Attention = Callable[..., Tensor]
 
 
 class AttentionBackend:
-    """Prefers one of PyTorch's attention backends: flash, efficient or cudnn. The others remain as fallbacks.
+    """Makes PyTorch prefer one of its attention backends: flash, efficient or cudnn. The others remain as fallbacks.
 
-    None is switched off: a VAE has one head of 512 channels, too many for two of them, and the memory of the plain
-    backend grows with the square of the number of pixels.
+    No backend is switched off: a VAE has one head of 512 channels, which two of them do not support, and the memory of
+    the plain backend grows with the square of the number of pixels.
     """
 
     probe = "forward"
-    # Sums in another order, rounded once in half precision, in seventy consecutive blocks.
+    # Backends sum in different orders and round to half precision, in seventy consecutive blocks.
     tolerance = 0.02
 
     def __init__(self, way: str) -> None:
@@ -42,13 +43,13 @@ class AttentionBackend:
 
     def unsupported(self, model: Model) -> str:
         if model.device.type != "cuda":
-            return f"it is for CUDA devices, and the model is on {model.device.type}"
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
         if self._way in {"flash", "cudnn"} and model.dtype not in _HALVES:
             return f"it computes in float16 and bfloat16, and the model is {model.dtype_name}"
         return ""
 
     def enable(self, model: Model) -> None:
-        # torch sets its own order at a process's first attention on a device; the check's plain runs came before.
+        # torch sets its own order at the first attention of a process on a device. The check's plain runs came before.
         self._before = torch._C._get_sdp_priority_order()
         first = _WAYS[self._way]
         torch._C._set_sdp_priority_order([first, *(way for way in self._before if way != first)])
@@ -60,7 +61,7 @@ class AttentionBackend:
 
 
 class FlashAttention:
-    """Uses the package flash_attn in place of PyTorch's attention wherever it applies."""
+    """Uses the package flash_attn instead of PyTorch's attention wherever it supports the inputs."""
 
     name = "attention.flash_attn"
     probe = "forward"
@@ -72,7 +73,7 @@ class FlashAttention:
 
     def unsupported(self, model: Model) -> str:
         if model.device.type != "cuda":
-            return f"it is for CUDA devices, and the model is on {model.device.type}"
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
         if find_spec("flash_attn") is None:
             return "flash_attn is not installed"
         if model.dtype not in _HALVES:
@@ -92,7 +93,7 @@ class FlashAttention:
 
 
 def _flash(plain: Attention, flash: Attention) -> Attention:
-    """Return PyTorch's attention function with FlashAttention, which transposes heads and tokens, where supported."""
+    """Return PyTorch's attention function, which calls FlashAttention for inputs that it supports."""
 
     def attention(  # noqa: PLR0917 - the parameters of the function that it replaces
         query: Tensor,

@@ -1,7 +1,6 @@
 """Regional compilation: torch.compile for the network's repeated blocks. Each kind of block is compiled once per shape.
 
-Compiled code ignores hooks of layers, by which LoRAs beside the weights are applied, so that a block with hooks runs
-uncompiled.
+Compiled code ignores hooks of layers, and some LoRAs are applied by hooks. So a block with hooks runs uncompiled.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _REGIONS = (BasicTransformerBlock, ResnetBlock2D)
 
 
 class RegionalCompile:
-    """Compiles the network's blocks. Blocks of one kind and one set of shapes share the compiled code."""
+    """Compiles the network's blocks. Blocks of the same kind share compiled code for the same shapes."""
 
     name = "compile"
     probe = "forward"
     tolerance = 0.02
-    """Fused operators keep intermediate values in float32."""
+    """Fused operators keep intermediate values in float32, and the plain path rounds them."""
     excludes: Sequence[str] = ("graphs", "kernels.geglu", "kernels.group_norm_silu")
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -35,8 +34,8 @@ class RegionalCompile:
 
     def unsupported(self, model: Model) -> str:
         if model.device.type != "cuda" and self._backend == "inductor":
-            return f"it is for CUDA devices, and the model is on {model.device.type}"
-        return "" if any(_regions(model)) else "the network has no known block"
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
+        return "" if any(_regions(model)) else "the network has no block of a known kind"
 
     def enable(self, model: Model) -> None:
         for module in _regions(model):
@@ -48,7 +47,7 @@ class RegionalCompile:
 
 
 def _forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that uses the compiled code unless a layer of the block has a hook."""
+    """Return a replacement of the block's forward: compiled, or the block's own while a layer of it has a hook."""
     plain, layers = module.forward, [layer for layer in module.modules() if layer is not module]
 
     def forward(*inputs: Any, **options: Any) -> Any:

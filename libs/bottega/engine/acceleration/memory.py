@@ -1,8 +1,8 @@
-"""Accelerations by the layout of memory: convolutions with channels last, and copies through pageable host memory.
+"""Accelerations by the memory layout (channels last), and by copies through normal instead of pinned host memory.
 
-cuDNN and oneDNN prefer channels last. A convolution with channels-last weights outputs a channels-last map, whatever
-its input. Behind Diffusers' transformers, and in the rectangles of an edit, maps are contiguous, so that the last bits
-of a row may depend on the other rows of its group. With `fixed_rows`, a group is always computed alike.
+cuDNN and oneDNN prefer channels last. A convolution whose weights have that layout also outputs it, whatever its input
+has. Behind Diffusers' transformers, and in the rectangles of an edit, maps are contiguous, so that the last bits of a
+row may depend on the other rows of its batch. With `fixed_rows`, all batches are computed in the same way.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _PROBES = {"unet": "forward", "vae": "decode"}
 
 
 class ChannelsLast:
-    """Lays out the denoising network or the VAE with channels last."""
+    """Stores the weights of the denoising network or the VAE with channels last."""
 
     tolerance = 0.01
-    """Convolutions sum in another order. The VAE is compared by pixels, which have 8 bits."""
+    """Convolutions sum in another order. The VAE is compared by its pixels, which have 8 bits."""
     excludes: Sequence[str] = ()
 
     def __init__(self, part: Literal["unet", "vae"]) -> None:
@@ -57,10 +57,10 @@ def _lay_out(network: Any, layout: torch.memory_format) -> None:
 
 
 class PageableCopies:
-    """Copies to and from the device through pageable memory.
+    """Copies to and from the device through normal memory, which can be swapped out ("pageable").
 
-    The plain path uses pinned memory, so that its thread continues during copies. This acceleration is kept on devices
-    where pinning costs more than it gains.
+    The plain path uses pinned memory, so that the engine's thread continues during copies. On some devices pinning
+    costs more than it gains.
     """
 
     name = "copies.pageable"
@@ -74,7 +74,7 @@ class PageableCopies:
 
     def unsupported(self, model: Model) -> str:
         if not isinstance(model.runtime, CudaDevice):
-            return f"it is for CUDA devices, and the model is on {model.device.type}"
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
         return ""
 
     def enable(self, model: Model) -> None:

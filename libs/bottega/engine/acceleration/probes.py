@@ -1,9 +1,9 @@
-"""The engine's probes, by which accelerations are timed: at the model's own sizes, with the model's current operations.
+"""The engine's probes: computations by which accelerations are timed, at the model's usual size.
 
-- forward: a step of a guided request's two rows
+- forward: one forward pass of a guided request's two rows
 - decode: one latent to pixels
 - step: guidance and the Euler sampler's step of one image
-- copies: two steps, and between them a latent copied to the host and a recording copied to the device
+- copies: two steps, and between them a copy of a latent to the host and of a recording to the device
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bottega.model.samplers import SamplerKind
 
 _GUIDANCE = Guidance(scale=5.0)
 _STEPS, _STEP = 20, 8
-# Bytes of a recorded SDXL block, and number of values that are compared.
+# Size of the recording of one block of SDXL in bytes, and number of values that are compared.
 _COPIED_BYTES = 16 << 20
 _COMPARED_VALUES = 4096
 
@@ -32,7 +32,7 @@ _COMPARED_VALUES = 4096
 def engine_probes(
     model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
 ) -> Mapping[str, Probe]:
-    """Return the probes by name. `rows` and `latent` are of one step of a request of the model's own size."""
+    """Return the probes by name. `rows` and `latent` are of one step of a request of the model's usual size."""
 
     def forward() -> Sequence[Tensor]:
         noise = predict(rows).noise
@@ -52,7 +52,7 @@ def engine_probes(
 def _copies_probe(
     model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
 ) -> Probe:
-    """Return a probe of copies as in an engine's turns: while the thread waits for a copy, it enqueues no work."""
+    """Return a probe of copies as the engine makes them: a thread that waits for a copy enqueues nothing."""
     device = model.runtime
     generator = torch.Generator("cpu").manual_seed(0)
     kept = torch.randn(_COPIED_BYTES // model.dtype.itemsize, generator=generator).to(model.dtype)

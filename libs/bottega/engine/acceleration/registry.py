@@ -18,7 +18,7 @@ AUTO, OFF = "auto", "off"
 
 
 def all_accelerations() -> list[Acceleration]:
-    """Return new accelerations for one engine, none of them enabled. Others are tried on top of the first ones."""
+    """Return new accelerations, not enabled, in the order in which they are tried on top of each other."""
     return [
         PageableCopies(),
         FlashAttention(),
@@ -42,7 +42,7 @@ def all_accelerations() -> list[Acceleration]:
 def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
     """Return the accelerations to try on a model. Raise ConfigError for an unknown name.
 
-    `wanted` is "auto" for all on a GPU and none on a CPU, "off" for none, or names.
+    `wanted` is a list of names, "off" for none, or "auto", which is all on a GPU and none on a CPU.
     """
     known = all_accelerations()
     if wanted == OFF or (wanted == AUTO and model.device.type == "cpu"):

@@ -1,8 +1,8 @@
-"""The self-check: decides which accelerations a worker keeps, by trying them on its own device and model.
+"""The self-check: tries accelerations on the worker's own device and model, and decides which ones it uses.
 
-Accelerations are tried one after the other, on top of those already kept. Plain and accelerated results are compared
-and timed, in alternating turns if one turn leaves doubt. An acceleration that is slower, differs, fails or cannot be
-disabled is off. The self-check does not know the engine; it runs probes.
+Accelerations are tried one after the other, each together with those that were chosen before. The results and times of
+probes with and without it are compared, in several rounds if the first is not clear. An acceleration that is slower,
+differs, fails or cannot be disabled is not used. The self-check does not know the engine; it only runs probes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from bottega.model.model import Model
 
 _log = logging.getLogger(__name__)
 
-# A smaller gain may be chance, and an acceleration that is kept can still hurt at other sizes.
+# A smaller gain may be chance, and an acceleration can make other sizes slower.
 LEAST_SPEEDUP = 1.03
-# Timed runs of each path in a turn, and untimed ones before them for one-time work: graphs are recorded at the third
+# Timed runs of each path in a round, and untimed ones before them for one-time work: graphs are recorded at the third
 # use.
 _RUNS = 3
 _WARM_UP_RUNS = 3
-# A machine drifts by more than the gain that matters. Near LEAST_SPEEDUP, both paths alternate and the medians of all
-# runs are compared; with more turns, smaller differences count. (With one turn, starts of one model had .98 and 1.02.)
+# A machine's speed drifts by more than the gain that matters. Near LEAST_SPEEDUP, the paths alternate and medians of
+# all
+# runs are compared; with more rounds, smaller differences count. (With one round, starts of one model had .98 and
+# 1.02.)
 _MOST_TURNS = 4
-# Doubt about a speed-up near LEAST_SPEEDUP after one turn; divided by n after n turns.
+# Distance from LEAST_SPEEDUP below which another round follows after one round; divided by n after n rounds.
 _DOUBT = 0.15
 _MOST_REASON = 200
-# After this many engines ended in trials, the next one tries nothing, because it has to start.
+# After this many engine processes died in trials, the next one tries nothing, so that it starts.
 _MOST_FATAL = 2
 
 
@@ -48,9 +50,9 @@ class SelfCheckSettings:
     synchronize: Callable[[], None]
     """Waits until the device has finished."""
     beat: Callable[[], None]
-    """Called between two runs, see `Heartbeat`."""
+    """Called between two runs of a probe, see `Heartbeat`."""
     deadline_s: float
-    """Time after which no further acceleration is tried. The current trial is decided by its measurements so far."""
+    """Seconds after which no further acceleration is tried. The current one is judged by its measurements so far."""
     clock: Callable[[], float] = perf_counter
 
 
@@ -58,7 +60,7 @@ class SelfCheck:
     """Tries accelerations on a model.
 
     Args:
-        log: Records the acceleration under trial, so that the next process skips one that ended this process.
+        log: Names the acceleration that is being tried. If the process dies, the next process does not try that one.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class SelfCheck:
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Acceleration]) -> list[AccelerationResult]:
-        """Try the candidates, and return their results in order. Those that are kept are enabled from then on.
+        """Try the candidates. Return their results in order, and leave those enabled that are used.
 
-        Raise InternalError if one cannot be disabled, because no result could be trusted then, or RuntimeError if the
-        device no longer computes. The log then names the candidate, and the next process skips it.
+        Raise InternalError if one cannot be disabled, because later results could not be trusted, or RuntimeError if
+        the device no longer computes. The log then names the candidate, and the next process does not try it.
         """
         ends_s = self._settings.clock() + self._settings.deadline_s
         results: list[AccelerationResult] = []
@@ -88,19 +90,21 @@ class SelfCheck:
         return results
 
     def _not_tried(self, candidate: Acceleration, kept: set[str], ends_s: float) -> str:
-        """Return why a candidate is not tried; empty if it is."""
+        """Return why a candidate is not tried; "" if it is."""
         unsupported = candidate.unsupported(self._model)
         if unsupported:
             return unsupported
         instead = sorted(kept.intersection(candidate.excludes))
         if instead:
-            return f"{instead[0]} is kept instead"
+            return f"{instead[0]} is used instead"
         if candidate.probe not in self._probes:
-            return f"nothing that this worker serves uses it: there is no probe {candidate.probe} to show its gain"
+            return f"nothing on this worker uses it: there is no probe {candidate.probe}"
         if candidate.name in self._trials.fatal:
-            return "an engine ended while it was tried"
+            return "an engine process died while it was tried"
         if len(self._trials.fatal) >= _MOST_FATAL:
-            return f"engines ended while {', '.join(sorted(self._trials.fatal))} were tried: nothing more is tried"
+            return (
+                f"engine processes died while {', '.join(sorted(self._trials.fatal))} were tried, so no more are tried"
+            )
         if self._settings.clock() >= ends_s:
             return "no time was left to try it (self_check_s)"
         return ""
@@ -130,15 +134,15 @@ class SelfCheck:
                 result = _compared(candidate, difference, median(chain(*plain)) / median(chain(*accelerated)))
                 if not _in_doubt(result, plain, accelerated) or self._settings.clock() >= turns_end_s:
                     break
-            self._plain[candidate.probe] = (wanted, plain[-1])  # Reused by the next candidate unless this one is kept.
+            self._plain[candidate.probe] = (wanted, plain[-1])  # Reused for the next candidate unless this one is used.
             if result.kept:
                 candidate.enable(self._model)
-                self._plain.clear()  # The next candidate is tried on top of this one.
+                self._plain.clear()  # The next candidate is tried together with this one.
                 self._run(self._probes[candidate.probe])
             return result
 
     def _measure_plain(self, probe: str) -> tuple[Sequence[Tensor], Sequence[float]]:
-        """Return result and seconds of the plain path, measured once as long as nothing changes."""
+        """Return result and seconds of the plain path, measured once for each set of used accelerations."""
         if probe not in self._plain:
             self._plain[probe] = self._measure(self._probes[probe])
         return self._plain[probe]
@@ -176,9 +180,9 @@ class SelfCheck:
 def _in_doubt(
     result: AccelerationResult, plain: Sequence[Sequence[float]], accelerated: Sequence[Sequence[float]]
 ) -> bool:
-    """Return whether the speed-up could be above or below LEAST_SPEEDUP by chance.
+    """Return whether chance may have moved the speed-up above or below LEAST_SPEEDUP.
 
-    After one turn, the speed-up over each plain measurement counts, because something else may have slowed down one of
+    After one round, the speed-up over each plain measurement counts, because something else may have slowed down one of
     them.
     """
     if not result.difference <= result.tolerance:
@@ -207,7 +211,7 @@ def _compared(candidate: Acceleration, difference: float, speedup: float) -> Acc
 
 
 def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """Return the largest difference as a share of the largest value; infinity if results cannot be compared."""
+    """Return the largest difference as a fraction of the largest value; infinity if results cannot be compared."""
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
         return math.inf
     worst = 0.0
@@ -230,6 +234,6 @@ def _first_line(error: Exception) -> str:
 def _log_result(result: AccelerationResult) -> None:
     facts = {"acceleration": result.name, "speedup": round(result.speedup, 3), "difference": result.difference}
     if result.kept:
-        _log.info("an acceleration is kept", extra=facts)
+        _log.info("an acceleration is used", extra=facts)
     else:
-        _log.info("an acceleration is off", extra={**facts, "why": result.reason})
+        _log.info("an acceleration is not used", extra={**facts, "why": result.reason})

@@ -1,7 +1,7 @@
-"""A file that names the acceleration under trial, so that a crash of the process can be attributed to it.
+"""A file that names the acceleration that is being tried, so that a crash of the process can be blamed on it.
 
-A crash of a driver leaves no other trace. The processes of one worker's engine use the file one after the other; the
-front creates and removes it.
+A crash in a driver leaves no other trace. The processes of a worker's engine use the file one after the other. The
+worker's front process creates and removes it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _log = logging.getLogger(__name__)
 
 
 class TrialLog:
-    """The log in a file, or in memory only without a path."""
+    """The log, in a file or only in memory."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         earlier = _read(path)
         self.fatal = frozenset(earlier)
-        """Names of accelerations during whose trial an earlier process ended."""
+        """Names of accelerations during whose trial an earlier process died."""
         self._write([*earlier])
 
     @classmethod
     def in_memory(cls) -> Self:
-        """Return a log for this process only."""
+        """Return a log that exists only in this process."""
         return cls(None)
 
     @contextmanager
     def trying(self, name: str) -> Iterator[None]:
-        """Record the acceleration as fatal if the process ends in the `with` block, or an error leaves the block."""
+        """Name the acceleration in the file during the block, and leave it there if the block raises or crashes."""
         self._write([*self.fatal, name])
         yield
         self._write([*self.fatal])
 
     def _write(self, names: list[str]) -> None:
-        """Write the file so that it survives the process, but not the machine. A failure is only logged."""
+        """Write the file so that it survives a crash of the process, not of the machine. Failures are only logged."""
         if self._path is None:
             return
         fresh = self._path.with_suffix(".new")
@@ -49,7 +49,8 @@ class TrialLog:
         except OSError as error:
             facts = {"file": str(self._path), "why": error.strerror, "tried": names}
             _log.warning(
-                "the trial log cannot be written: an engine that ends in a trial will try the same again", extra=facts
+                "cannot write the trial log: if a trial ends the engine process, the next one will repeat it",
+                extra=facts,
             )
 
 

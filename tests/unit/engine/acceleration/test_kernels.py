@@ -323,7 +323,7 @@ def kernel_accelerations() -> list[Acceleration]:
 
 def test_without_a_device_each_says_why_it_is_not_tried(model: Model) -> None:
     for each in kernel_accelerations():
-        assert each.unsupported(model) == "kernels run on CUDA devices, and the model is on cpu"
+        assert each.unsupported(model) == "kernels need a CUDA device, and the model is on cpu"
 
 
 def test_names_are_those_of_accelerations_and_differ() -> None:

@@ -149,7 +149,7 @@ def test_what_is_not_faster_or_not_equal_is_off_and_it_is_said_why(
     assert (found.kept, faked.enabled) == (False, False)
     assert said in found.reason
     assert machine.speedups == {}
-    (record,) = [each for each in caplog.records if each.getMessage() == "an acceleration is off"]
+    (record,) = [each for each in caplog.records if each.getMessage() == "an acceleration is not used"]
     assert said in record.__dict__["why"]
 
 
@@ -265,7 +265,7 @@ def test_of_those_that_exclude_each_other_the_first_that_is_kept_stays(model: Mo
     other = Faked(machine, name="other", excludes=("slow", "kept"))
     found = check(model, machine, slow, kept, other)
     assert [each.kept for each in found] == [False, True, False]
-    assert found[2].reason == "kept is kept instead"
+    assert found[2].reason == "kept is used instead"
 
 
 def test_after_the_deadline_nothing_more_is_tried(model: Model, machine: Machine) -> None:
@@ -289,7 +289,7 @@ def test_what_ended_a_process_is_not_tried_by_the_next_one(model: Model, machine
     assert json.loads(path.read_text()) == [], "it has not ended the process"
     path.write_text(json.dumps(during[0]))  # as it stands where the process ends meanwhile
     found = check(model, machine, Faked(machine, name="dying"), Faked(machine, name="other"), trials=TrialLog(path))
-    assert (found[0].kept, found[0].reason) == (False, "an engine ended while it was tried")
+    assert (found[0].kept, found[0].reason) == (False, "an engine process died while it was tried")
     assert found[1].kept
     assert json.loads(path.read_text()) == ["dying"], "nor by the one after that"
 
@@ -322,7 +322,7 @@ def test_what_leaves_a_device_that_computes_nothing_is_not_tried_by_the_next_one
     machine = Machine()
     found = check(model, machine, Faked(machine, name="broken"), Faked(machine, name="other"), trials=TrialLog(path))
     assert [each.kept for each in found] == [False, True]
-    assert found[0].reason == "an engine ended while it was tried"
+    assert found[0].reason == "an engine process died while it was tried"
 
 
 def test_what_cannot_be_taken_out_is_not_tried_by_the_next_one(model: Model, machine: Machine, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_after_two_engines_that_ended_the_next_one_tries_nothing(
     path = tmp_path / "trials.json"
     path.write_text(json.dumps(["one", "two"]))
     (found,) = check(model, machine, Faked(machine, name="third"), trials=TrialLog(path))
-    assert found.reason == "engines ended while one, two were tried: nothing more is tried"
+    assert found.reason == "engine processes died while one, two were tried, so no more are tried"
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[1, null]"])

@@ -1,1 +1,1 @@
-"""CUDA graphs: the kernel launches of a forward, recorded once per shape and replayed as a whole."""
+"""CUDA graphs: the kernel launches of a forward pass, recorded once per shape and replayed with one call."""

@@ -1,4 +1,4 @@
-"""Records the kernel launches of a function on a device, and replays them over the same memory."""
+"""Records the kernel launches of a function on a device, and replays them on the same memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 MadeT = TypeVar("MadeT")
 
-# Runs before recording: libraries choose algorithms and allocate memory in the first ones.
+# Number of runs before recording: in the first ones, libraries choose algorithms and allocate memory.
 _WARM_UP_RUNS = 2
 
 
@@ -17,18 +17,18 @@ class Capture(Protocol):
     """Records functions on one device. Not thread-safe."""
 
     def begin(self) -> None:
-        """Begin a new set of functions whose memory is freed together.
+        """Begin a new set of recordings, whose memory is freed together.
 
-        Unused memory is returned to the device first, as recording would do, so that reserved bytes before and after
-        the set tell how much it takes.
+        Return unused memory to the device, as recording does, so that the difference of `reserved_bytes` before and
+        after is the memory that the set takes.
         """
         ...
 
     def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
-        """Run a function, and return a function that replays its launches, together with the result.
+        """Run a function. Return a function that replays its kernel launches, and its result.
 
-        The inputs must stay at their addresses; each launch overwrites the result in place. Raise the function's
-        errors, or RuntimeError if it cannot be recorded; nothing is kept then.
+        The inputs must stay at their addresses. Each replay overwrites the result. Raise the function's errors, or
+        RuntimeError if the launches cannot be recorded.
         """
         ...
 
@@ -38,7 +38,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A capture with torch.cuda.CUDAGraph. Graphs of a set share a memory pool."""
+    """Records with torch.cuda.CUDAGraph. The graphs of a set share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +56,7 @@ class CudaCapture:
                 function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is captured: other threads, which receive from links, may allocate pinned memory meanwhile.
+        # Record only this thread: others, which receive from links, may allocate pinned memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             made = function()
         graph.replay()

@@ -1,8 +1,8 @@
-"""The acceleration by CUDA graphs, with which a fast GPU does not wait for Python to launch kernels.
+"""The acceleration by CUDA graphs, so that a fast GPU does not wait for Python to launch kernels.
 
-Recorded shapes run as graphs, and others block by block. Rows whose LoRAs are beside the weights run block by block,
-because graphs do not contain hooks of layers. So do the remaining blocks when rows leave a forward, because its shape
-changes.
+Frequent shapes are recorded and run as graphs; others run block by block. Hooks of layers cannot be recorded, so
+batches with LoRAs that are applied by hooks run block by block too. So does the rest of a forward pass that rows have
+left, because its shape has changed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from bottega.model.operations import Operations
 
 @dataclass(slots=True, kw_only=True)
 class GraphedActivations(Activations):
-    """Activations of a forward that may run as a graph."""
+    """Activations of a forward pass that may run as a graph."""
 
     recorded: RecordedForward | None
-    """The graphs that compute the remaining blocks; None if those run block by block."""
+    """The graphs that compute the remaining blocks; None if these run block by block."""
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keep only these rows. The rest of the forward has another shape and runs block by block."""
+        """Drop all rows but these; the forward pass has another shape then, and goes on block by block."""
         Activations.select(self, rows, index)
         self.recorded = None
 
 
 class GraphedBackbone:
-    """A backbone with the blocks of another one, which runs recorded shapes as graphs."""
+    """A backbone that runs recorded shapes as graphs, and otherwise the blocks of another backbone."""
 
     spans: RowSpans | None = None
 
@@ -62,7 +62,7 @@ class GraphedBackbone:
 
     def finish(self, activations: Activations) -> Tensor:
         if isinstance(activations, GraphedActivations) and activations.recorded is not None:
-            return activations.recorded.output.clone()  # The next forward overwrites it.
+            return activations.recorded.output.clone()  # The next forward pass overwrites it.
         return self._plain.finish(activations)
 
     @property
@@ -87,7 +87,7 @@ class GraphedBackbone:
 
 
 def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
-    """Return the segment that begins with this block; None if the block is inside a segment, which ran it already."""
+    """Return the segment that begins with this block; None inside of a segment, which has run it already."""
     first = 0
     for segment in segments:
         if first == place:
@@ -97,20 +97,20 @@ def _beginning_at(segments: Sequence[Segment], place: int) -> Segment | None:
 
 
 def _leave(segment: Segment, activations: Activations) -> None:
-    """Set the activations to those after a segment; residuals are added to them and the next segment reads them."""
+    """Set the activations to those after a segment, to which ControlNets' residuals are added."""
     after = segment.after
     activations.hidden, activations.embedding, activations.context = after.hidden, after.embedding, after.context
     activations.points = dict(after.points)
 
 
-# The graphs' budget, as a fraction of the memory left for activations when they are tried.
+# Memory for all graphs, as a fraction of the memory for activations that is free at the start.
 _SHARE = 4
-# The budget if the memory left is not known.
+# Memory for all graphs if the free memory is not known.
 _BYTES = 2 << 30
 
 
 class Graphs:
-    """Runs forwards of frequent shapes as CUDA graphs. Tests pass another `capture`."""
+    """Runs forward passes of frequent shapes as CUDA graphs. `capture` creates the recorder for a device."""
 
     name = "graphs"
     probe = "forward"
@@ -125,7 +125,7 @@ class Graphs:
 
     def unsupported(self, model: Model) -> str:
         if self._capture is CudaCapture and model.device.type != "cuda":
-            return f"it is for CUDA devices, and the model is on {model.device.type}"
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
         return ""
 
     def enable(self, model: Model) -> None:

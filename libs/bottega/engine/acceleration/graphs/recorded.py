@@ -1,7 +1,7 @@
-"""The network for one shape, recorded as the segments between which residuals are added, over fixed memory.
+"""The network recorded for one shape of inputs, in segments that work on fixed memory.
 
-ControlNets' residuals are added to encoder outputs before a decoder block reads them. So the encoder with the middle
-block is one segment, and each decoder block is one. Without ControlNets the whole network is one segment.
+ControlNets' residuals are added to the encoder's outputs before a decoder block reads them. So the encoder with the
+middle block is one segment, and so is each decoder block. Without ControlNets the whole network is one segment.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bottega.engine.acceleration.graphs.capture import Capture
 from bottega.model.backbone import Activations, Block, Inputs, UNetBackbone
 
 Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-"""Shapes of sample and prompt, dtype, and whether residuals are added."""
+"""Shapes of sample and prompt, data type, and whether residuals are added."""
 
 
 def key_of(inputs: Inputs) -> Key:
-    """Return the key of a recording."""
+    """Return the key under which the recording for these inputs is stored."""
     return tuple(inputs.sample.shape), tuple(inputs.prompt_embeds.shape), inputs.sample.dtype, inputs.controlled
 
 
@@ -31,24 +31,24 @@ class Segment:
     last: int
     """Index of its last block."""
     launch: Callable[[], None]
-    """Replays the segment."""
+    """Runs the segment again."""
     after: Activations
     """The activations after the segment."""
 
 
 class RecordedForward:
-    """The graphs of one shape. Every forward overwrites its tensors, so copy what must be kept."""
+    """The graphs of one shape. Each forward pass overwrites their tensors."""
 
     def __init__(self, inputs: Inputs, segments: Sequence[Segment], output: Tensor) -> None:
         self._inputs = inputs
         self.segments = segments
         self.output = output
-        """The prediction after the last segment."""
+        """The predicted noise, after the last segment."""
         self.size_bytes = 0
-        """Device memory that the recording took."""
+        """Device memory that the recording takes."""
 
     def fill(self, inputs: Inputs) -> None:
-        """Copy the inputs of the next launch."""
+        """Copy the inputs of the next forward pass into the memory that the graphs read."""
         for name in _TENSORS:
             getattr(self._inputs, name).copy_(getattr(inputs, name))
         for name, tensor in self._inputs.added.items():
@@ -56,11 +56,11 @@ class RecordedForward:
 
 
 _TENSORS = ("sample", "timestep", "prompt_embeds")
-"""The fields of Inputs that a forward reads, besides `added`."""
+"""The fields of Inputs that a forward pass reads, besides `added`."""
 
 
 def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
-    """Record a forward of this shape. Raise the errors of the network or the device."""
+    """Record a forward pass of this shape. Raise the errors of the network or the device."""
     capture.begin()
     before = capture.reserved_bytes()
     static = replace(
@@ -98,12 +98,12 @@ class _Made:
 
 
 def _copy(state: Activations) -> Activations:
-    """Copy the activations, sharing the tensors: blocks remove points from the dictionary and replace `hidden`."""
+    """Return a copy that shares the tensors. Blocks remove points from its dictionary and replace `hidden`."""
     return replace(state, points=dict(state.points))
 
 
 def _cut(blocks: Sequence[Block], *, whole: bool) -> list[list[int]]:
-    """Return the places of each segment's blocks. A segment begins where residuals are needed."""
+    """Return the block indexes of each segment. A new segment begins where residuals are needed, unless `whole`."""
     if whole:
         return [list(range(len(blocks)))]
     segments: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Recorded forwards of frequent shapes, within a budget, evicted least recently used first."""
+"""The recordings of frequent shapes, within a limit of memory. The least recently used one is dropped first."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bottega.errors import TooLarge
 
 _log = logging.getLogger(__name__)
 
-# Name of the reservation, which others see when no memory is left.
+# Name of the reservation, which errors about missing memory mention.
 _HOLDER = "graphs"
-# Plain forwards of a shape before it is recorded, which takes as long as several forwards.
+# Number of plain forward passes of a shape before it is recorded. Recording takes as long as several passes.
 _USES = 2
-# Shapes whose uses are counted; bounded, because callers choose them.
+# Number of shapes whose uses are counted; limited, because callers choose the shapes.
 _MOST_COUNTED = 256
 
 
 class RecordedForwards:
-    """The recorded forwards of a backbone.
+    """The recordings of a backbone.
 
     Args:
         budget_bytes: Upper bound on their device memory.
         most: Upper bound on their number.
-        memory: Where their memory is reserved.
+        memory: The plan in which their memory is reserved.
         decoded_area: Returns how many elements of a latent of this area are decoded at once.
     """
 
@@ -57,7 +57,7 @@ class RecordedForwards:
         return len(self._recorded)
 
     def get(self, key: Key, make: Callable[[], RecordedForward]) -> RecordedForward | None:
-        """Return the recording of a shape, made now if the shape is frequent; None to run the forward plainly."""
+        """Return the recording for a key, created with `make` if the key is frequent; None to run without one."""
         known = self._recorded.get(key)
         if known is not None:
             self._recorded.move_to_end(key)
@@ -70,13 +70,13 @@ class RecordedForwards:
             self._refuse(key, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return None
         if made.size_bytes > self._budget_bytes:
-            self._refuse(key, f"it takes {made.size_bytes >> 20} MiB of {self._budget_bytes >> 20}")
+            self._refuse(key, f"it needs {made.size_bytes >> 20} MiB of {self._budget_bytes >> 20}")
             return None
         self._recorded[key] = made
         while len(self._recorded) > self._most or self.used_bytes > self._budget_bytes or not self._set_aside(key):
             self._recorded.popitem(last=False)
         if key not in self._recorded:
-            self._refuse(key, f"it takes {made.size_bytes >> 20} MiB, and forwards need what is left of the device")
+            self._refuse(key, f"it takes {made.size_bytes >> 20} MiB, and forward passes need the memory that is left")
             return None
         return made
 
@@ -88,7 +88,7 @@ class RecordedForwards:
         self._refused.clear()
 
     def _set_aside(self, key: Key) -> bool:
-        """Reserve memory, and return whether enough is left for forwards and decodings of this shape."""
+        """Reserve memory. Return whether enough is left for forward passes and decodings of this shape."""
         rows, _, height, width = key[0]
         try:
             self._memory.reserve(_HOLDER, self.used_bytes)
@@ -107,4 +107,4 @@ class RecordedForwards:
         if len(self._refused) >= _MOST_COUNTED:
             self._refused.clear()
         self._refused.add(key)
-        _log.warning("a shape is not recorded as a graph", extra={"shape": str(key[0]), "why": why})
+        _log.warning("a shape cannot run as a graph", extra={"shape": str(key[0]), "why": why})

@@ -1,1 +1,1 @@
-"""Accelerations that use `bottega.kernels`, which is imported only when one of them is enabled."""
+"""Accelerations that use the package `bottega.kernels`, which is imported only when one of them is enabled."""

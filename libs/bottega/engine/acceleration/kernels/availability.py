@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run for a model."""
+"""Whether Triton kernels can run on a model's device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from bottega.model.model import Model
 
-# Triton supports Volta and newer; older devices lack the half-precision tensor cores that its products need.
+# Triton supports Volta and newer. Older devices lack the half-precision tensor cores that it uses.
 _LEAST_CAPABILITY = (7, 0)
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def unavailable(model: Model) -> str:
-    """Return why kernels cannot run, as one sentence; empty if they can."""
+    """Return why kernels cannot run, as one sentence; "" if they can."""
     if model.device.type != "cuda":
-        return f"kernels run on CUDA devices, and the model is on {model.device.type}"
+        return f"kernels need a CUDA device, and the model is on {model.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
     if find_spec("bottega.kernels") is None:

@@ -1,6 +1,6 @@
-"""Accelerations of layers by kernels: GroupNorm, fused with SiLU in residual blocks, and gates of feed-forward layers.
+"""Accelerations of layers by kernels: GroupNorm with SiLU, in residual blocks, and GEGLU, in feed-forward layers.
 
-A residual block's forward is reimplemented here, because its norm and its activation are two modules, and the
+The forward pass of a residual block is reimplemented here, because its norm and its activation are two modules, and the
 activation is also applied to the time embedding. Source: ResnetBlock2D of Diffusers.
 """
 
@@ -22,11 +22,12 @@ _Norm = Callable[..., Tensor]
 
 
 class GroupNormSilu:
-    """Replaces GroupNorm and SiLU by a kernel, in the denoising network or in the VAE's decoder."""
+    """Computes GroupNorm and SiLU by one kernel, in the denoising network or in the VAE's decoder."""
 
     tolerance = 0.02
-    """In half precision, the plain path rounds between norm and activation, at some thirty consecutive places. In
-    bfloat16 that is a hundredth of the largest value.
+    """In half precision, the plain path rounds between norm and activation, at some thirty consecutive places.
+
+    In bfloat16 that is a hundredth of the largest value.
     """
     excludes: Sequence[str] = ()
 
@@ -38,7 +39,7 @@ class GroupNormSilu:
 
     def unsupported(self, model: Model) -> str:
         found = next(_resnets(self._network(model)), None)
-        return unavailable(model) or ("" if found is not None else "the network has no known residual block")
+        return unavailable(model) or ("" if found is not None else "the network has no residual block of a known kind")
 
     def enable(self, model: Model) -> None:
         from bottega.kernels.group_norm_silu import group_norm_silu
@@ -58,7 +59,7 @@ class GroupNormSilu:
 
 
 def _resnets(network: nn.Module) -> Iterator[ResnetBlock2D]:
-    """Yield the residual blocks whose forward `_resnet_forward` reimplements."""
+    """Yield the residual blocks that `_resnet_forward` can replace."""
     for module in network.modules():
         if type(module) is ResnetBlock2D and _is_plain(module):
             yield module
@@ -71,9 +72,9 @@ def _is_plain(resnet: Any) -> bool:
 
 
 def _norms(network: nn.Module) -> Iterator[nn.GroupNorm]:
-    """Yield the norms before transformers and the last convolution, without their activation.
+    """Yield the norms before transformers and before the last convolution, without the activation that follows.
 
-    Sparse feature maps call that activation on its own.
+    Sparse feature maps call that activation separately.
     """
     norms: list[Any] = [module.norm for module in network.modules() if type(module) is Transformer2DModel]
     for norm in (*norms, getattr(network, "conv_norm_out", None)):
@@ -112,7 +113,7 @@ def _normed(norm: Any, x: Tensor, norm_silu: _Norm, *, activate: bool) -> Tensor
 
 
 class Geglu:
-    """Replaces GEGLU by a kernel."""
+    """Computes GEGLU, the gate of feed-forward layers, by a kernel."""
 
     name = "kernels.geglu"
     probe = "forward"

@@ -1,4 +1,4 @@
-"""Accelerations by kernels that replace `Operations`."""
+"""Accelerations by kernels that replace the functions in a model's `Operations`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from bottega.model.operations import EulerStep, Operations, WeightSum, as_matrix
 if TYPE_CHECKING:
     from bottega.kernels.lora_patch import PatchedLayer
 
-# Enough for some tens of running edits, at each level of their networks, for each kind of layer.
+# Enough for some tens of running edits, with one entry for each level of the network and kind of layer.
 _KNOWN_CORNERS = 1024
 
 
 class _KernelOperation:
-    """Lets a model compute one of its operations by kernels.
+    """Makes a model compute one of its operations by kernels.
 
     Args:
         slot: Field of Operations that holds the operation.
         modules: Modules of bottega.kernels that the operation uses.
-        operation: The operation.
+        operation: The replacement.
     """
 
     excludes: Sequence[str] = ()
@@ -42,7 +42,7 @@ class _KernelOperation:
         return unavailable(model)
 
     def enable(self, model: Model) -> None:
-        for module in self._modules:  # a failure must show here, and not in the first turn
+        for module in self._modules:  # errors must show here, and not in the first job
             import_module(f"bottega.kernels.{module}")
         self._operations = model.operations
         setattr(model.operations, self._slot, self._operation)
@@ -54,12 +54,12 @@ class _KernelOperation:
 
 
 class MaskedMoves(_KernelOperation):
-    """Moves tokens and tiles by kernels."""
+    """Moves tokens and tiles of partly computed images by kernels."""
 
     name = "kernels.masked_moves"
     probe = "masked"
     tolerance = 0.0
-    """Values are moved; recorded ones are rounded as in plain torch."""
+    """Values are only moved, and recorded ones are rounded as in plain torch."""
 
     def __init__(self) -> None:
         super().__init__("moves", ("tile_moves", "token_moves"), KernelMoves())
@@ -113,19 +113,19 @@ class KernelMoves:
 
 @functools.lru_cache(maxsize=_KNOWN_CORNERS)
 def _corners(rows: tuple[int, ...], corners: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Return the corners on the device. Cached, because they are the same in every step of an edit."""
+    """Return the corners on the device. They are cached, because they are the same in every step of an edit."""
     from bottega.kernels.tile_moves import corners_of
 
     return corners_of([(row, top, left) for row, (top, left) in zip(rows, corners, strict=True)], device)
 
 
 class GuidedEulerStep(_KernelOperation):
-    """Computes guidance and Euler's step by a kernel."""
+    """Computes guidance and Euler's step by one kernel."""
 
     name = "kernels.guided_euler"
     probe = "step"
     tolerance = 0.02
-    """In half precision, the plain path rounds the terms of guidance, and the scale multiplies that error."""
+    """In half precision, the plain path rounds the terms of guidance, and the guidance scale multiplies that error."""
 
     def __init__(self) -> None:
         super().__init__("guided_euler", ("guided_euler",), _step)
@@ -148,12 +148,12 @@ def _step(
 
 
 class LoraPatch(_KernelOperation):
-    """Patches LoRAs by a kernel."""
+    """Patches LoRAs into the weights by a kernel."""
 
     name = "kernels.lora_patch"
     probe = "patch"
     tolerance = 0.01
-    """Both ways round once, but sum in another order."""
+    """The kernel and the plain path both round once, but sum in different orders."""
 
     def __init__(self) -> None:
         super().__init__("write_sums", ("lora_patch",), _write_sums)
@@ -175,7 +175,7 @@ def _layer(item: WeightSum) -> PatchedLayer:
     weight, before = as_matrix(item.weight), item.weight
     if item.before.device == item.weight.device:
         before = item.before
-    else:  # A copy on the host is copied directly to the weight.
+    else:  # A copy that is on the host is copied directly to the weight.
         item.weight.copy_(item.before, non_blocking=True)
     return PatchedLayer(
         weight=weight,
